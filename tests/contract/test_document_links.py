@@ -32,8 +32,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists() and target.is_relative_to(ROOT), f"{page.name}: `{link}` leads to nothing"
         assert not anchor or anchor in anchors(target), f"{page.name}: `{link}`: no such heading"
-
-
-def test_links_are_found() -> None:
-    assert sum(len(links(page)) for page in documents()) > 50
-    assert "a-host-that-disappears" in anchors(ROOT / "docs" / "cluster.md")

@@ -44,11 +44,6 @@ def test_hidden_cards_are_not_counted(program: Program, tmp_path: Path) -> None:
     assert none[:2] == ["Number of GPUs: 0", "  CUDA_VISIBLE_DEVICES= hides all 2"]
 
 
-def test_a_mistyped_variable_is_refused(program: Program) -> None:
-    done = program("gpu-info", "NUM_GPUS=2")
-    assert done.code == 2 and "`gpu-info` takes no `NUM_GPUS`" in done.err and not done.out
-
-
 def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp_path: Path) -> None:
     env = nvml_path(tmp_path / "nvml", H200, T4)
     done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=env | {"CUDA_VISIBLE_DEVICES": "0"})

@@ -162,19 +162,6 @@ def test_validation_sources_of_their_own(prepared_by: Prepare, tmp_path: Path) -
     assert prepared.validation and prepared.validation.rows == 1
 
 
-def test_a_split_of_a_file_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "train.jsonl", pairs(5))
-    outcome = prepared_by(f'data.sources: [{{"path": "{data}", "split": "test"}}]')
-    assert outcome.code == 4
-    assert f"error: {data}: `split: test` is given, but only a hub dataset has one" in outcome.told
-
-
-def test_without_validation_there_is_none(prepared_by: Prepare, tmp_path: Path) -> None:
-    outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'train.jsonl', pairs(5))}")
-    assert outcome.prepared.validation is None
-    assert "validation data:" not in outcome.told
-
-
 @pytest.mark.parametrize("change", ["content", "length", "overlong", "template"])
 def test_what_matters_is_part_of_the_cache_key(change: str, prepared_by: Prepare, tiny: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")

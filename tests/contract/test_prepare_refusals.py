@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -94,14 +93,6 @@ def test_rows_with_one_problem_are_told_once_with_their_number(start: Start, tmp
     assert f"error: {data}:1: {missing} (1,200 such rows; the first is here)" in done.err
     assert f"error: {data}:1201: `completion` is empty" in done.err
     assert "bad rows: 1,201" in done.err and "DATA_BAD_ROWS" not in done.err, "nothing would be left"
-
-
-def test_a_model_folder_without_weights_is_refused(start: Start, tiny: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(tiny, tmp_path / "model"))
-    (model / "model.safetensors").unlink()
-    done = start(write_rows(tmp_path / "a.jsonl", ROWS), model)
-    assert done.code == 4
-    assert f"error: {model}: the model has no weights" in done.err
 
 
 @pytest.mark.parametrize("what", ["model", "data"])

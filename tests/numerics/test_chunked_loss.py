@@ -148,15 +148,6 @@ def test_a_micro_step_without_rows_has_no_loss_and_no_gradient(layout: str, way:
     assert float(total) == 0.0 and gradients and not any(gradient.any() for gradient in gradients.values())
 
 
-def test_without_labels_the_head_gives_logits(folders: dict[str, Path]) -> None:
-    model = tuned(folders["tied"], "full")
-    ids = torch.tensor([ROWS[1]["input_ids"]])
-    before = model(ids).logits
-    chunk_head(model, CHUNK)
-    assert torch.equal(model(ids).logits, before)
-    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 32)
-
-
 class Largest(TorchDispatchMode):  # type: ignore[misc]
     """Records the most elements of a tensor with the vocabulary among its dimensions, and counts operations."""
 
@@ -186,17 +177,3 @@ def test_no_tensor_is_larger_than_the_logits_of_one_chunk(way: str, layout: str,
     assert whole.logits == 4 * 199 * VOCABULARY
     # The gradient of the head's weight is smaller here: 1024 x 64.
     assert chunked.logits <= chunk * VOCABULARY
-
-
-def test_evaluation_computes_no_gradients(folders: dict[str, Path]) -> None:
-    model = tuned(folders["untied"], "full")
-    batch = Collator("flattened", 3)(ROWS)
-    wanted = float(token_loss_sum(model, batch).detach())
-    chunk_head(model, CHUNK)
-    with torch.no_grad(), Largest() as evaluation:
-        total = token_loss_sum(model, batch)
-    assert float(total) == pytest.approx(wanted, rel=1e-5) and not total.requires_grad
-    with Largest() as training:
-        token_loss_sum(model, batch)
-    # Beside the logarithms, training has three operations more for each of seven chunks at least: two products and an exponential.
-    assert evaluation.operations + 7 * 3 <= training.operations

@@ -46,15 +46,6 @@ def test_it_has_every_parameter_of_the_original(model: Any) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def test_digits_are_tokens_of_their_own(tokenizer: Any) -> None:
-    assert tokenizer.tokenize("2048") == ["2", "0", "4", "8"]
-
-
-def test_text_survives_the_tokenizer(tokenizer: Any) -> None:
-    text = "Hello,  world\n\tüber \U0001f600 12.5%"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
 def test_marks_are_single_tokens_and_the_template_ends_turns(tokenizer: Any) -> None:
     assert tokenizer("<|im_start|><|im_end|><|endoftext|>")["input_ids"] == [1, 2, 0]
     assert end_of_turn_ids(tokenizer) == [2]
@@ -68,13 +59,6 @@ def test_it_knows_the_capital_of_france(model: Any, tokenizer: Any) -> None:
     with torch.inference_mode():
         answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
-
-
-def test_the_second_call_makes_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert embedded.embedded_folder() == folder
-    assert capfd.readouterr().err == ""
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
 
 
 def test_its_origin_is_written_beside_it(folder: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.metrics import OF_ANSWERS
-from sft_play.config.schema import Config, EvalConfig, ModelConfig, TrainConfig
+from sft_play.config.schema import Config, EvalConfig, ModelConfig
 from sft_play.evaluation import answering
 from sft_play.evaluation.answering import AnswerSettings, answer_batch
-from sft_play.evaluation.generate import Budget, decide, score_by_generation, share_size
+from sft_play.evaluation.generate import Budget, decide, score_by_generation
 from sft_play.evaluation.results import HeldOut, write_evaluation
 from sft_play.model.tokenizer import load_tokenizer
 from tests.numerics.generation_ranks import Ticks, load, rows
@@ -202,31 +201,6 @@ def test_prompts_that_wait_take_the_places_of_answers_that_have_ended(
         assert sum(steps) < 0.8 * 8 * steps_in_order
     else:
         assert {answer.tokens for answer in alone} == {40}
-
-
-def test_a_share_is_one_to_eight_batches_and_leaves_shares_for_all_ranks() -> None:
-    assert [share_size(count, 8) for count in (1, 80, 128, 200, 500, 10_000)] == [8, 8, 32, 48, 64, 64]
-
-
-def test_decision_names_its_reason() -> None:
-    config = Config(model=ModelConfig(name="x"))
-    assert decide(config) == (
-        False,
-        "loss only while training: `train.predict_with_generate` is `auto`; `make eval` scores answers as well",
-    )
-    assert decide(config, purpose="eval", validation_rows=30) == (True, "ROUGE of 30 answers, greedy, at most 128 new tokens")
-    asked = replace(config, train=TrainConfig(predict_with_generate=True, generation_num_beams=4))
-    assert decide(asked, validation_rows=300) == (True, "ROUGE of 200 answers, 4 beams, at most 128 new tokens")
-    for reason, wrong, count in (
-        ("`train.predict_with_generate` is `false`", replace(config, train=TrainConfig(predict_with_generate=False)), 30),
-        ("`eval.samples` is 0", replace(config, eval=EvalConfig(samples=0)), 30),
-        ("`eval.metrics` is empty", replace(config, eval=EvalConfig(metrics=[])), 30),
-        ("no validation rows", asked, 0),
-    ):
-        for purpose in ("train", "eval"):
-            generate, why = decide(wrong, purpose=purpose, validation_rows=count)  # type: ignore[arg-type]
-            assert not generate
-            assert reason in why
 
 
 def test_rows_without_a_reference_count_for_loss_only() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.utils import logging
 
 from sft_play.config.schema import ModelConfig
 from sft_play.model import lora
@@ -62,9 +61,3 @@ def test_the_text_part_trains_alone(name: str, tmp_path: Path, monkeypatch: pyte
     model.save_pretrained(tmp_path)
     again = read_model(tmp_path, ModelConfig(name="again"), dtype=torch.float32).eval()
     assert torch.allclose(again(input_ids=short, use_cache=False).logits, alone, atol=1e-6)
-
-
-def test_no_bar_is_drawn_where_nobody_watches(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    logging.enable_progress_bar()
-    read_model(tiny, ModelConfig(name="tiny"), dtype=torch.float32)
-    assert "Loading weights" not in capfd.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
-from sft_play.plan.memory import rank_memory
 from sft_play.runs.checkpoints import rotate_own
 from sft_play.runs.folder import RunFolder
 from sft_play.training.slow_network import exchange_of
@@ -23,8 +21,6 @@ from sft_play.training.states.per_rank import MeanShelf
 from tests.contexts import context_of
 from tests.plans import simple_plan
 from tests.unit.test_plan_make import plan_of
-from tests.unit.test_plan_memory import LLAMA2, setup, shape
-from tests.unit.test_plan_memory import config as plan_config
 
 
 def config_of(*, fp16: bool = False, **launch: Any) -> Config:
@@ -62,17 +58,6 @@ def test_ordinary_training_has_none(steps: int, strategy: str, world: int) -> No
     context = context_of(Path(), plan=simple_plan(strategy=strategy, world_size=world), launch={"local_steps": steps})
     trainer: Any = SimpleNamespace()  # nothing of it is looked at
     assert exchange_of(context, trainer, lambda: None) is None
-
-
-def test_the_plan_counts_what_replicas_hold_for_slow_networks() -> None:
-    def buffers(part: str = "buffers", **launch: Any) -> int:
-        one = replace(plan_config(LLAMA2), launch=LaunchConfig(**launch))
-        return rank_memory(one, shape(LLAMA2), setup(strategy="ddp", world_size=2), 1)[part]
-
-    plain, trained = buffers(), buffers("gradients") / 4
-    assert buffers(compression="fp16") == plain + 2 * trained
-    assert buffers(compression="powersgd") == plain + 8 * trained
-    assert buffers(local_steps=16) == pytest.approx(plain + 8 * trained + 8 * min(trained, 2**24))
 
 
 def write_states(folder: Path, rank: int, moment: list[float], step: float) -> Path:

@@ -95,12 +95,6 @@ def test_experts_that_cannot_be_quantised_are_counted_aloud(folders: dict[str, P
     assert f"{sum(p.numel() for p in experts):,} parameters of fused experts stay in float32" in capsys.readouterr().err
 
 
-def test_lora_adapters_are_fp32_over_a_bf16_base(folders: dict[str, Path]) -> None:
-    model = load(folders["llama"], plan={"weights_dtype": "bfloat16", "precision": "bf16"})
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
-
-
 def test_the_seed_alone_decides_the_fresh_adapters(folders: dict[str, Path]) -> None:
     torch.rand(7)
     first = {n: p.detach().clone() for n, p in load(folders["llama"]).named_parameters() if p.requires_grad}
@@ -108,11 +102,6 @@ def test_the_seed_alone_decides_the_fresh_adapters(folders: dict[str, Path]) -> 
     again, other = load(folders["llama"]), load(folders["llama"], seed=1)
     assert all(torch.equal(p, first[n]) for n, p in again.named_parameters() if p.requires_grad)
     assert any(not torch.equal(p, first[n]) for n, p in other.named_parameters() if p.requires_grad)
-
-
-def test_fsdp2_stores_the_quantised_bytes_as_floats(folders: dict[str, Path]) -> None:
-    model = load(folders["llama"], mode="qlora", plan={"strategy": "fsdp2"})
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,6 @@ def test_report_makes_the_update(tmp_path: Path) -> None:
     assert not lines(tmp_path)[0]["skipped"]
 
 
-def test_off_looks_at_nothing(tmp_path: Path) -> None:
-    one = guard(tmp_path, "off")
-    assert not any(one.jumps(10.0**step, step=step, rows=[]) for step in range(40))
-    assert one.norms == []
-
-
 def test_a_new_level_is_one_after_a_while(tmp_path: Path) -> None:
     one = guard(tmp_path)
     for step in range(50):
@@ -81,13 +75,6 @@ def test_a_resumed_guard_decides_alike(tmp_path: Path) -> None:
     rest = list(enumerate(norms))[15:]
     assert [whole.jumps(n, step=s, rows=[]) for s, n in rest] == [second.jumps(n, step=s, rows=[]) for s, n in rest]
     assert (whole.norms, whole.found) == (second.norms, second.found)
-
-
-def test_a_new_run_in_the_same_process_starts_afresh(tmp_path: Path) -> None:
-    one = guard(tmp_path)
-    one.jumps(1.0, step=1, rows=[])
-    begin(one)
-    assert one.norms == []
 
 
 def test_ranks_that_did_not_come_are_named() -> None:

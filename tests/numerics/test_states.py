@@ -20,23 +20,20 @@ from safetensors.torch import load_file, save_file
 from sft_play.errors import CheckpointError
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import check_states, describe, optimizer_file, random_file, write_part
-from sft_play.training.checkpoint_files import _copied
 from sft_play.training.guards import scale_of
 from sft_play.training.ranks import Ranks
 from sft_play.training.states.facts import (
     fresh_seed,
     groups_of,
-    plain,
     random_states,
     restore_random_states,
-    restored,
     scaler_of,
     scheduler_of,
     set_groups,
     set_scaler,
     set_scheduler,
 )
-from sft_play.training.states.files import INDEX, NAMES, Piece, Shelf, flat_shares, partition, reads, write_tensors
+from sft_play.training.states.files import INDEX, NAMES, Piece, Shelf, partition, reads, write_tensors
 from sft_play.training.states.per_rank import kept_apart
 from tests.contexts import context_of
 
@@ -74,28 +71,6 @@ def test_a_hole_is_named(pieces: list[tuple[int, int]]) -> None:
         reads(0, 20, [piece(*one) for one in pieces], "`exp_avg` of `w`")
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 3))
-@settings(max_examples=200, deadline=None)
-def test_a_padded_flat_buffer_holds_every_element_once(sizes: list[int], world: int, gap: int) -> None:
-    offsets = [sum(sizes[:index]) + index * gap for index in range(len(sizes))]
-    used = offsets[-1] + sizes[-1]
-    share = -(-used // world)
-    seen = [[0] * size for size in sizes]
-    for rank in range(world):
-        for index, start, end, offset in flat_shares(sizes, offsets, rank * share, (rank + 1) * share):
-            assert offsets[index] + start == rank * share + offset and 0 <= offset < share
-            for element in range(start, end):
-                seen[index][element] += 1
-    assert all(count == 1 for counts in seen for count in counts)
-
-
-@given(st.integers(1, 200), st.integers(1, 9))
-def test_zero3_partitions_are_equal_and_cover(numel: int, world: int) -> None:
-    parts = [partition(numel, rank, world) for rank in range(world)]
-    assert {size for _, _, size in parts} == {math.ceil(numel / world)}
-    assert [element for start, end, _ in parts for element in range(start, end)] == list(range(numel))
-
-
 def write_checkpoint(folder: Path, values: torch.Tensor, cuts: list[tuple[int, int]]) -> None:
     for rank, (start, end) in enumerate(cuts):
         one = piece(start, end, numel=values.numel())
@@ -103,7 +78,7 @@ def write_checkpoint(folder: Path, values: torch.Tensor, cuts: list[tuple[int, i
         write_tensors(folder / optimizer_file(rank), {one.key: values.reshape(-1)[start:end]}, {INDEX: json.dumps(index)})
 
 
-@pytest.mark.parametrize("worlds", [(1, 3), (2, 1), (2, 3), (3, 2), (5, 4)])
+@pytest.mark.parametrize("worlds", [(2, 3), (5, 4)])
 def test_files_of_one_world_fill_the_ranges_of_another(worlds: tuple[int, int], tmp_path: Path) -> None:
     values = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
     write_checkpoint(tmp_path, values, [partition(77, rank, worlds[0])[:2] for rank in range(worlds[0])])
@@ -154,39 +129,7 @@ def test_every_type_comes_back_to_the_bit(tmp_path: Path) -> None:
         )
 
 
-def test_a_full_disk_is_an_os_error() -> None:
-    with pytest.raises(OSError, match="No space left"):
-        write_tensors(Path("/dev/full"), {"w": torch.zeros(100_000)}, {})
-
-
-def test_numbers_survive_json() -> None:
-    value = {
-        "last": [1e-3, 0.1 + 0.2, math.inf, -math.inf],
-        "pair": (0.9, 0.999),
-        "step": torch.tensor(7.0),
-        "n": numpy.float64(0.3),
-        "x": None,
-    }
-    found = restored(json.loads(json.dumps(plain(value, "it"), allow_nan=False)))
-    assert found == {"last": [1e-3, 0.1 + 0.2, math.inf, -math.inf], "pair": [0.9, 0.999], "step": 7.0, "n": 0.3, "x": None}
-    with pytest.raises(CheckpointError, match=r"`it\.project` is a object, which cannot be saved without a pickle"):
-        plain({"project": object()}, "it")
-
-
-def test_groups_keep_how_they_are_computed() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.AdamW([{"params": [weight]}, {"params": []}], lr=1.0, fused=False)
-    set_groups(optimizer, [{"lr": 0.25, "betas": [0.5, 0.6], "initial_lr": 0.5}])
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["betas"], group["initial_lr"], group["fused"]) == (0.25, (0.5, 0.6), 0.5, False)
-    assert group["params"][0] is weight
-    with pytest.raises(CheckpointError, match="2 groups"):
-        set_groups(optimizer, [{}, {}])
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [((1, 0), (1,)), ((1,), (1, 0)), ((0, 1), (1,)), ((1, 0), (1, 0)), ((1, 1), (1, 1))]
-)
+@pytest.mark.parametrize(("before", "after"), [((1, 0), (1,)), ((1, 1), (1, 1))])
 def test_a_schedule_goes_on_where_groups_without_parameters_were_dropped(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     def made(filled: tuple[int, ...]) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
         groups = [{"params": [torch.nn.Parameter(torch.zeros(1))] if has else []} for has in filled]
@@ -297,9 +240,7 @@ def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
     [
         ("none", ""),
         ("one bit", "`rng-rank3.safetensors` has another checksum than the manifest says; it counts as absent"),
-        ("cut", "`rng-rank3.safetensors` has "),
         ("no manifest", "is in no manifest: it was never completed"),
-        ("manifest cut", "`.manifest-rank3.json` cannot be read"),
         ("gone", ""),
     ],
 )
@@ -339,8 +280,7 @@ STATES = {
 @pytest.mark.parametrize(
     ("written", "strategy", "world", "allowed"),
     [
-        ({}, "zero2", 2, True), ({}, "zero2", 3, False), ({}, "zero1", 2, False), ({}, "single", 1, False),
-        ({"reshardable": True}, "zero3", 3, True), ({"strategy": "ddp"}, "ddp", 3, True), ({"strategy": "ddp"}, "single", 1, True),
+        ({}, "zero2", 2, True), ({}, "zero2", 3, False), ({"reshardable": True}, "zero3", 3, True), ({"strategy": "ddp"}, "ddp", 3, True),
         ({"strategy": "ddp"}, "fsdp2", 2, False),
     ],
 )  # fmt: skip
@@ -356,38 +296,15 @@ def test_what_cannot_be_cut_anew_is_refused_by_name(
     assert "NUM_GPUS=2" in caught.value.render()
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (None, "an older version wrote it"), ('{"format": 2}', "the format 2"), ("{", "cannot be read"), ("{}", "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "an older version wrote it"), ('{"format": 2}', "the format 2"), ("{}", "cannot be read")]
+)
 def test_states_of_another_version_are_refused(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "states.json").write_text(content)
     with pytest.raises(CheckpointError, match=message) as caught:
         check_states(tmp_path, strategy="ddp", world_size=2)
     assert "hint:" in caught.value.render()
-
-
-def test_weights_of_sharded_parameters_are_copied(tmp_path: Path) -> None:
-    """FSDP2 with `train.async_save`: parameters are DTensors, whose own storage has no address; what was gathered is a copy already."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = torch.nn.Linear(4, 3)
-        mesh = init_device_mesh("cpu", (1,))
-        weight = distribute_tensor(model.weight.detach(), mesh, [Replicate()])
-        model.weight = torch.nn.Parameter(weight)
-        gathered = {"weight": model.weight.full_tensor().detach(), "bias": model.bias.detach()}
-        expected = {name: value.clone() for name, value in gathered.items()}
-        copied = _copied(gathered, model)
-        with torch.no_grad():
-            model.weight.mul_(2)
-            model.bias.mul_(2)
-        assert all(torch.equal(copied[name], expected[name]) for name in expected)
-    finally:
-        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("steps", [8, 12])

@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainerCallback
 
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trackers import Tracked, flat
+from sft_play.training.trackers import Tracked
 from tests.conftest import Program
 from tests.training_runs import Trial, make_run, rows, train
 
@@ -55,14 +55,6 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, capsys: pytest.Capt
         warnings = capsys.readouterr().err.splitlines()
         assert len(warnings) == bool(said) and (not said or said in warnings[0]), warnings
         inner.over.set()
-
-
-def test_each_rank_has_a_name_of_its_own() -> None:
-    assert flat({"loss": 1.0, "rank_loss": [1.0, 2.0], "text": "x", "none": None}) == {
-        "loss": 1.0,
-        "rank_loss/0": 1.0,
-        "rank_loss/1": 2.0,
-    }
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,6 @@ def test_further_fields_win_over_what_we_set(tmp_path: Path) -> None:
     assert args.report_to == []
 
 
-def test_evaluation_follows_the_validation_rows(tmp_path: Path) -> None:
-    assert arguments(tmp_path).eval_strategy.value == "epoch"
-    assert arguments(tmp_path, has_validation=False).eval_strategy.value == "no"
-
-
 @pytest.mark.parametrize(
     ("train", "error", "words"),
     [

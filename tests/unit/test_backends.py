@@ -30,10 +30,6 @@ def test_unsloth_without_its_package_or_a_gpu_names_what_is_missing() -> None:
         assert with_gpu is None
 
 
-def test_bnb_runs_everywhere() -> None:
-    assert missing_for("bnb", parse_hardware("cpu")) is None
-
-
 @pytest.mark.parametrize(
     ("backend", "mode", "quantization", "strategy", "words"),
     [
@@ -45,11 +41,6 @@ def test_bnb_runs_everywhere() -> None:
 )
 def test_conflicts_name_the_reason_and_the_way_out(backend: str, mode: str, quantization: str, strategy: str, words: str) -> None:
     assert words in (conflict_for(backend, mode, quantization, strategy) or "")
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_nf4_goes_with_everything(strategy: str) -> None:
-    assert conflict_for("bnb", "qlora", "nf4", strategy) is None
 
 
 @pytest.mark.parametrize(

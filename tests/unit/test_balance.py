@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.plan.batch import NOTHING, Cost, Slots, equal_shares, rank_seconds, share_out, spans, step_seconds
+from sft_play.plan.batch import Cost, Slots, equal_shares, share_out, spans, step_seconds
 
 LAN = (
     Cost(fixed_seconds=0.10, row_seconds=0.42, most_rows=4),
@@ -67,51 +66,3 @@ def test_small_cases_are_optimal_but_for_a_row(rows: int, ranks: list[Cost]) -> 
     worst_row = max(cost.micro_step(1) for cost, (micro, _) in zip(ranks, shares, strict=True) if micro)
     # Spans are cut in proportion to slots, which may move one row; no way to give out rows is faster than `best`.
     assert best * (1 - 1e-9) <= step_seconds(shares, ranks, rows=rows) <= best + worst_row + 1e-9
-
-
-@settings(max_examples=100, deadline=None)
-@given(rows=st.integers(1, 12), ranks=st.lists(costs, min_size=2, max_size=3))
-def test_with_equal_micro_steps_small_cases_are_optimal(rows: int, ranks: list[Cost]) -> None:
-    best = min(
-        steps * max(cost.micro_step(micro) for cost, micro in zip(ranks, micros, strict=True))
-        for steps in range(1, rows + 1)
-        for micros in product(*(range(cost.most_rows + 1) for cost in ranks))
-        if sum(micros) * steps >= rows
-    )
-    assert step_seconds(share_out(rows, ranks, same_steps=True), ranks, rows=rows) <= best + 1e-9
-
-
-def test_a_rank_gets_nothing_only_when_the_others_are_faster_without_it() -> None:
-    hopeless = Cost(fixed_seconds=50.0, row_seconds=1.0, most_rows=8)
-    shares = share_out(16, (LAN[0], hopeless), same_steps=False)
-    assert shares[1] == NOTHING and spans(16, shares) == (16, 0) and rank_seconds(shares, (LAN[0], hopeless), rows=16)[1] == 0
-    assert NOTHING not in share_out(16, LAN, same_steps=False)
-    full = Cost(fixed_seconds=0.1, row_seconds=0.1, most_rows=0)
-    assert (
-        share_out(6, (full, LAN[0]), same_steps=False)[0] == NOTHING == (*share_out(6, (full, LAN[0]), same_steps=True)[0][:1], 1)
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "ranks"),
-    [
-        (0, LAN),
-        (4, ()),
-        (4, (Cost(fixed_seconds=1, row_seconds=1, most_rows=0),)),
-        (4, (Cost(fixed_seconds=1, row_seconds=0, most_rows=1),)),
-    ],
-)
-def test_nonsense_is_refused(rows: int, ranks: Any) -> None:
-    for same in (False, True):
-        with pytest.raises(ValueError, match="rank"):
-            share_out(rows, ranks, same_steps=same)
-        with pytest.raises(ValueError, match="rank"):
-            equal_shares(rows, ranks, same_steps=same)
-
-
-def test_many_ranks_take_no_time() -> None:
-    ranks = [Cost(fixed_seconds=0.1, row_seconds=0.1 + rank / 500, most_rows=4 + rank % 3) for rank in range(100)]
-    shares = share_out(4096, ranks, same_steps=False)
-    assert step_seconds(shares, ranks, rows=4096) < 0.85 * step_seconds(
-        equal_shares(4096, ranks, same_steps=False), ranks, rows=4096
-    )

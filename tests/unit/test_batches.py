@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,17 +63,6 @@ def test_a_step_takes_the_same_rows_on_every_world(
 
 
 @settings(deadline=None)
-@given(worlds())
-def test_all_ranks_run_equally_many_micro_steps_within_their_size(world: tuple[int, int, list[Slots]]) -> None:
-    made = samplers(*world)
-    assert len({len(list(sampler)) for sampler in made}) == 1
-    for sampler, (size, count) in zip(made, world[2], strict=True):
-        micro = list(sampler)
-        assert len(micro) == len(sampler) == sampler.steps * count
-        assert max(map(len, micro)) <= size
-
-
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 64), st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=5))
 def test_ranks_with_unequal_accumulation_still_take_every_row(rows: int, batch: int, slots: list[Slots]) -> None:
     batch = min(batch, sum(size * count for size, count in slots))
@@ -85,21 +73,10 @@ def test_ranks_with_unequal_accumulation_still_take_every_row(rows: int, batch: 
     assert sorted(row for step in global_batches(rows, batch, slots) for row in step) == list(range(rows))
 
 
-def test_only_the_last_step_of_an_epoch_is_short() -> None:
-    sizes = [len(step) for step in global_batches(21, 8, [(2, 2), (2, 2)])]
-    assert sizes == [8, 8, 5]
-
-
 def test_a_golden_order_holds_across_versions() -> None:
     """A resumed run relies on it: another order would train rows twice."""
     sampler = GlobalBatchSampler(8, 4, [(2, 2)], 0, 42)
     assert list(sampler) == [[1, 2], [5, 7], [6, 0], [3, 4]]
-
-
-@pytest.mark.parametrize(("rows", "batch"), [(0, 1), (4, 0), (4, 5)])
-def test_what_does_not_fit_is_refused(rows: int, batch: int) -> None:
-    with pytest.raises(ValueError, match="do not fit"):
-        GlobalBatchSampler(rows, batch, [(2, 2)], 0, 0)
 
 
 # ---- Collator
@@ -149,29 +126,3 @@ def test_both_layouts_train_the_same_tokens(rows: Rows) -> None:
     assert Counter(pairs_of_flattened(flattened)) == wanted
     assert Counter(pairs_of_padded(padded)) == wanted
     assert flattened["rows"] == padded["rows"] == [row["row"] for row in rows]
-
-
-@settings(deadline=None)
-@given(prepared())
-def test_layouts_keep_every_token(rows: Rows) -> None:
-    flattened, padded, unmasked = (Collator(layout, PAD)(rows) for layout in ("flattened", "padded", "unmasked"))
-    assert flattened["tokens"] == padded["tokens"] == unmasked["tokens"] == sum(len(row["input_ids"]) for row in rows)
-    assert set(padded) - set(unmasked) == {"attention_mask", "position_ids"}
-    assert all(torch.equal(unmasked[name], padded[name]) for name in ("input_ids", "logits_to_keep", "targets"))
-    assert flattened["input_ids"].tolist() == [[token for row in rows for token in row["input_ids"]]]
-    assert flattened["position_ids"].tolist() == [[at for row in rows for at in range(len(row["input_ids"]))]]
-    assert "attention_mask" not in flattened
-    for line, mask, row in zip(padded["input_ids"].tolist(), padded["attention_mask"].tolist(), rows, strict=True):
-        length = len(row["input_ids"])
-        assert line[:length] == row["input_ids"]
-        assert mask == [1] * length + [0] * (len(line) - length)
-        assert set(line[length:]) <= {PAD}
-
-
-@pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
-def test_an_empty_micro_batch_is_one_dummy_line_without_a_target(layout: str) -> None:
-    batch = Collator(layout, PAD)([])
-    assert batch["input_ids"].tolist() == [[PAD, PAD]]
-    assert batch["logits_to_keep"].tolist() == [0]
-    assert batch["targets"].flatten().tolist() == [IGNORED]
-    assert batch["rows"] == [] and batch["tokens"] == 0

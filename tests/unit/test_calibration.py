@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sft_play.plan.calibration import Calibration, Link, StepFit, calibration_path, fit_line, load_calibration, spread
+from sft_play.plan.calibration import Calibration, Link, StepFit, calibration_path, load_calibration
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 
 WORK = {
@@ -83,18 +81,6 @@ def test_a_file_that_makes_no_sense_counts_as_none(damage: str) -> None:
     assert load_calibration(cpu()) is not None
 
 
-def test_newer_measurements_replace_those_of_the_same_work() -> None:
-    other = fit(work=WORK | {"mode": "full"}, model="other")
-    old = calibration(
-        steps=(fit(flops_per_second=1.0), other), links={"nccl": Link(ranks=2, latency_seconds=0.0, bytes_per_second=1.0)}
-    )
-    new = calibration(steps=(), bandwidth=None).with_fit(fit(measured="2027-01-01"))
-    joined = old.joined(new)
-    assert joined.steps == (other, fit(measured="2027-01-01")) and set(joined.links) == {"gloo", "nccl"}
-    assert joined.bandwidth == 9e9 and joined.measured == "2027-01-01"
-    assert joined.with_fit(fit()).steps == (other, fit())
-
-
 def test_the_nearest_fit_stands_in() -> None:
     full, large = (
         fit(work=WORK | {"mode": "full"}, model="full"),
@@ -112,26 +98,3 @@ def test_the_nearest_fit_stands_in() -> None:
     assert chosen(WORK | {"layers": 12}, size=5e9) == ("large", False)
     assert chosen(WORK | {"layers": 12, "mode": "full"}, size=5e9) == ("full", False)
     assert replace(known, steps=()).fit_for(WORK, flops_per_token=1.0, threads=1.0) is None
-
-
-@given(
-    start=st.floats(0.001, 1.0), speed=st.floats(1e9, 1e13),
-    work=st.lists(st.floats(1e9, 1e13), min_size=3, max_size=12, unique_by=lambda value: round(value / 1e9)),
-)  # fmt: skip
-def test_a_straight_line_is_found(start: float, speed: float, work: list[float]) -> None:
-    points = [(one, start + one / speed) for one in work]
-    line = fit_line(points)
-    assert spread(points, line) < 0.02 or line[0] == 0.0  # a start that drowns in the work is none
-    assert line[0] >= 0 and line[1] > 0
-
-
-def test_a_disturbed_step_does_not_count() -> None:
-    points = [(work * 1e9, 0.1 + work / 50) for work in (10, 11, 12, 40, 42, 44, 46)] + [(45e9, 9.0)]
-    start, speed = fit_line(points)
-    assert start == pytest.approx(0.1, rel=0.05) and speed == pytest.approx(5e10, rel=0.02)
-
-
-def test_points_without_a_slope_are_a_speed() -> None:
-    assert fit_line([(1e9, 0.5), (1.01e9, 0.5)]) == (0.0, pytest.approx(2e9, rel=0.02))
-    assert fit_line([(1e9, 1.0), (2e9, 0.9)])[0] == 0.0
-    assert fit_line([(1e9, 0.5), (2e9, 2.0)])[0] == 0.0, "a line that starts below zero"

@@ -15,7 +15,7 @@ import pytest
 from sft_play.runs import checkpoints
 from sft_play.runs.checkpoints import claim, clean_up, newest_valid, partial_folder, publish, rotate
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import damage, describe, seal, verify, write_part
+from sft_play.runs.manifest import damage, describe, seal, verify
 
 
 @pytest.fixture
@@ -80,21 +80,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(run: RunFolder, dam
     assert words in skipped[0]
 
 
-def test_a_half_written_checkpoint_is_never_a_checkpoint(run: RunFolder) -> None:
-    older = save(run, 4)
-    partial = partial_folder(run, 8)
-    partial.mkdir()
-    (partial / "weights.safetensors").write_text("half")
-    assert newest_valid(run) == (older, [])
-    assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]
-    assert not partial.exists()
-    assert verify(older) is None
-
-
-def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
-    assert newest_valid(RunFolder(tmp_path / "nothing")) == (None, [])
-
-
 def test_a_step_that_is_reached_again_replaces_the_old_folder(run: RunFolder) -> None:
     save(run, 8, "older")
     again = save(run, 8, "newer")
@@ -112,22 +97,6 @@ def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
     assert sorted(p.name for p in run.checkpoints.glob("step-*")) == ["step-000002", "step-000008"]
     assert run.best.resolve().name == "step-000002"
     assert rotate(run, None, run.checkpoint(8)) == []
-
-
-def test_rotation_keeps_the_best_step_though_its_link_failed(run: RunFolder) -> None:
-    for step in (2, 4, 6, 8):
-        save(run, step)
-    checkpoints.link(run.best, run.checkpoint(2))
-    removed = rotate(run, 1, run.checkpoint(8), best=run.checkpoint(4))
-    assert [p.name for p in removed] == ["step-000006"] and run.checkpoint(4).is_dir() and run.checkpoint(2).is_dir()
-    assert [p.name for p in rotate(run, 1, run.checkpoint(8), best=run.checkpoint(12))] == ["step-000004"], "12 was never saved"
-
-
-def test_rotation_to_nothing_still_keeps_the_last(run: RunFolder) -> None:
-    save(run, 2)
-    save(run, 4)
-    rotate(run, 0, run.checkpoint(4))
-    assert [p.name for p in run.checkpoints.glob("step-*")] == ["step-000004"]
 
 
 def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
@@ -186,46 +155,6 @@ def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint
     pytest.fail("publishing never came to its end")
 
 
-def test_each_rank_lists_its_own_files_and_the_parts_are_joined(run: RunFolder) -> None:
-    partial = partial_folder(run, 8)
-    partial.mkdir()
-    names = [
-        "model.safetensors",
-        "optimizer-rank0.safetensors",
-        "optimizer-rank1.safetensors",
-        "rng-rank1.safetensors",
-        "README.md",
-    ]
-    for name in names:
-        (partial / name).write_text(f"content of {name}")
-    write_part(partial, 0, describe(partial, [partial / name for name in names[:2]]))
-    write_part(partial, 1, describe(partial, [partial / name for name in names[2:4]]))
-    with pytest.raises(OSError, match="what rank 2, 3 wrote is not in"):
-        seal(partial, ranks=range(4))
-    assert not (partial / "manifest.json").exists()
-    seal(partial, ranks=range(2))
-    listed = json.loads((partial / "manifest.json").read_text())["files"]
-    assert set(listed) == set(names), "and what no rank has listed"
-    assert not list(partial.glob(".*"))
-    assert verify(publish(run, 8)) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "words"), [(lambda p: p.write_text("shorter"), "7 bytes, not 16"), (Path.unlink, "No such file")]
-)
-def test_what_changed_since_its_rank_wrote_it_is_not_sealed(run: RunFolder, change, words: str) -> None:
-    partial = partial_folder(run, 8)
-    partial.mkdir()
-    state = partial / "optimizer-rank1.safetensors"
-    state.write_text("states of rank 1")
-    write_part(partial, 1, describe(partial, [state]))
-    change(state)
-    with pytest.raises(OSError, match=words):
-        seal(partial, ranks=[1])
-    assert not (partial / "manifest.json").exists()
-    assert newest_valid(run) == (None, [])
-
-
 def test_a_file_is_read_back_from_the_disk_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     content = bytes(range(256)) * 9_000  # several blocks, the last one not full
@@ -235,27 +164,6 @@ def test_a_file_is_read_back_from_the_disk_and_every_flipped_bit_is_found(tmp_pa
     for place in (0, 2**20 - 1, 2**20, len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert damage(tmp_path, facts, from_disk=True) == "`weights.safetensors` has another checksum than the manifest says"
-
-
-def test_a_flipped_bit_that_gives_one_file_the_name_of_another_is_found(tmp_path: Path) -> None:
-    """`rank0` and `rank1` differ by one bit: the first entry would vanish behind the second, and its file would stand there unchecked."""
-    for rank in (0, 1):
-        (tmp_path / f"random-rank{rank}.json").write_text(f"{rank}")
-    seal(tmp_path, ranks=())
-    manifest = tmp_path / "manifest.json"
-    content = manifest.read_bytes()
-    place = content.index(b"rank0") + len(b"rank")
-    manifest.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    assert verify(tmp_path) == "its manifest cannot be read: `random-rank1.json` stands there twice"
-
-
-def test_the_checksum_is_the_published_one(tmp_path: Path) -> None:
-    """XXH3-128 of nothing and of `abc`, as xxHash's own `xxh128sum` prints them."""
-    (tmp_path / "a").write_bytes(b"")
-    (tmp_path / "b").write_bytes(b"abc")
-    facts = describe(tmp_path, [tmp_path / "a", tmp_path / "b"])
-    assert facts["a"] == {"bytes": 0, "xxh3_128": "99aa06d3014798d86001c324468d497f"}
-    assert facts["b"] == {"bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
 
 
 def test_manifests_of_earlier_versions_are_still_compared(run: RunFolder) -> None:
@@ -325,16 +233,6 @@ def test_a_run_copied_with_its_links_followed_gets_its_links_back(run: RunFolder
     shutil.copytree(older, run.checkpoints / ".last.old")  # its process ended between the two
     clean_up(run)
     assert not list(run.checkpoints.glob(".*"))
-
-
-@pytest.mark.parametrize(
-    "name", ["step-\u0660\u0660\u0660\u0660\u0664\u0660", "step-" + "9" * 20, "step-0000040", "step-40", "step-000040 "]
-)
-def test_a_name_that_no_run_writes_is_no_checkpoint(run: RunFolder, name: str) -> None:
-    older = save(run, 4)
-    save(run, 40).rename(run.checkpoints / name)
-    assert newest_valid(run) == (older, [])
-    assert clean_up(run) == [] and (run.checkpoints / name).is_dir(), "and nothing of it is removed"
 
 
 @pytest.mark.parametrize(("file", "key"), [("stamp.json", "step"), ("trainer_state.json", "global_step")])

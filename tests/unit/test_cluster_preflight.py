@@ -7,20 +7,17 @@ import json
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft_play.cluster import preflight, probe
+from sft_play.cluster import preflight
 from sft_play.cluster.findings import judge
 from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.measured import Examined, Pair, Seen, Summed, Wanted, sum_megabytes, sum_seconds
+from sft_play.cluster.measured import Examined, Pair, Seen, Summed, Wanted, sum_seconds
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.ssh import SAYS
 from sft_play.config.load import load_config
@@ -82,21 +79,14 @@ def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = 
          "GPU 0 (NVIDIA GeForce RTX 4070) has 3.0 of 12.0 GiB free; held by blender (process 7)"),
         ({"stated": 2}, "gpus", "fail", "`gpus: 2` in the inventory, but torch finds 1 (1 in the machine) | correct `gpus` (c.yaml:5)"),
         ({"usable_gpus": 0}, "gpus", "fail", "cannot use them"),
-        ({"usable_gpus": 0, "gpus": []}, "gpus", "fail", "no GPU that torch can use, while others have"),
         ({"torch": "2.12.0+cu130"}, "versions", "fail", "torch 2.12.0+cu130, on `desktop` 2.13.0+cu130"),
-        ({"nccl": "2.27.3"}, "versions", "fail", "NCCL 2.27.3"),
         ({"python": "3.12.1"}, "versions", "fail", "Python 3.12.1, on `desktop` 3.11.7"),
         ({"python": "3.11.2"}, "versions", "warning", "Python 3.11.2"),
-        ({"packages": {"torch": "2.13.0"}}, "versions", "fail", "accelerate missing (there 1.15.0)"),
         ({"packages": PACKAGES | {"unsloth": "2026.10.9"}}, "versions", "fail", "unsloth 2026.10.9 (there missing)"),
-        ({"packages": PACKAGES | {"flash-attn": "2.8.1"}}, "versions", "fail", "python -m pip uninstall flash-attn, or install it on `desktop`"),
         ({"torch": None, "error": "ImportError: libcudart"}, "torch", "fail", "ImportError: libcudart"),
         ({"skew_seconds": -1.5}, "clock", "warning", "its clock is 1.5 s behind of this machine's"),
-        ({"machine": "boot0 192.168.1.10"}, "same-machine", "fail", "`desktop` and `laptop` are one machine"),
         ({"route": {"address": "192.168.1.11", "interface": "wg0", "mtu": 1420}}, "mtu", "warning", "1420"),
-        ({"interface": "enp5s0"}, "interface", "fail", "there is no interface `enp5s0`; it has `lo`, `eth0`, `eth1`"),
         ({"lost": "software: no answer within 20 s"}, "lost", "fail", "stopped answering"),
-        ({"rsync": False}, "rsync", "fail", "no `rsync`, by which it would get code and data | on it: `sudo apt install rsync`"),
     ],
 )  # fmt: skip
 def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str) -> None:
@@ -112,8 +102,8 @@ def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str)
 @pytest.mark.parametrize(
     ("capabilities", "changes", "expected"),
     [
-        (["6.1"], {}, ["fail"]), (["6.1", "8.9"], {}, ["fail"]), (["6.1", "8.9"], {"hidden": "1"}, ["warning"]), (["6.1"], {"hidden": "0"}, ["fail"]),
-        (["6.1"], {"stated": 0}, []), (["6.1"], {"architectures": []}, []), (["13.0"], {}, []), ([None], {}, []), (["7.5", "8.9", "12.0"], {}, []),
+        (["6.1"], {}, ["fail"]), (["6.1", "8.9"], {}, ["fail"]), (["6.1", "8.9"], {"hidden": "1"}, ["warning"]),
+        (["6.1"], {"stated": 0}, []), (["7.5", "8.9", "12.0"], {}, []),
     ],
 )  # fmt: skip
 def test_cards_that_torch_has_no_code_for(capabilities: list[Any], changes: dict[str, Any], expected: list[str]) -> None:
@@ -127,17 +117,6 @@ def test_cards_that_torch_has_no_code_for(capabilities: list[Any], changes: dict
             "torch 2.13.0+cu130 has no code for NVIDIA GeForce GTX 1080 (compute capability 6.1); it has sm_75,"
         )
         assert one.remedy.startswith("install a torch build for this GPU")
-
-
-def test_what_only_the_first_machine_has() -> None:
-    """Node 0's plan would take it on all: flash-attn is missing on the others, and `cluster-install` does not bring it."""
-    findings = judged(seen(0, packages=PACKAGES | {"flash-attn": "2.8.1", "rich": "14.1.0"}), seen(1))
-    assert findings["desktop"] == []
-    [versions] = findings["laptop"]
-    assert (versions.id, versions.severity) == ("versions", "fail")
-    assert versions.text.endswith("flash-attn missing (there 2.8.1)")
-    python = "on `laptop`, in `~/sft-play`: .venv/bin/python -m pip"
-    assert versions.remedy == f"{python} install flash-attn==2.8.1, or uninstall it on `desktop`"
 
 
 def test_the_master() -> None:
@@ -164,21 +143,12 @@ def ways(bad: set[tuple[str, str]] | None = None, mbit: float = 940.0, **more: A
     ("bad", "expected"),
     [
         ({("desktop", "old"), ("laptop", "old")}, {"old": "ports-closed"}),
-        ({("old", "desktop"), ("old", "laptop")}, {"old": "ports-closed"}),
-        ({(a, b) for a in NAMES for b in NAMES if "old" in (a, b)}, {"old": "ports-closed"}),
         ({("desktop", "laptop")}, {"laptop": "ports-closed"}),
     ],
 )
 def test_whose_ports_are_closed(bad: set[tuple[str, str]], expected: dict[str, str]) -> None:
     findings = judged(*(seen(k) for k in range(3)), pairs=ways(bad))
     assert {name: some[0].id for name, some in findings.items() if some} == expected
-
-
-def test_the_master_port_is_closed_to_hosts_in_the_order_of_the_inventory() -> None:
-    [found] = judged(*(seen(k) for k in range(3)), pairs=ways(), master_port={"old": "timed out", "laptop": "timed out"})[
-        "desktop"
-    ]
-    assert found.id == "port-closed" and "is closed to `laptop`, `old` (timed out)" in found.text
 
 
 def test_slow_network_is_told_once_and_in_seconds() -> None:
@@ -275,72 +245,6 @@ def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
     assert "its driver shows 1" in findings[1].text
 
 
-def test_what_a_host_says_in_the_place_of_a_shell() -> None:
-    """It counts before sshd's remark."""
-    said = "This account is currently not available.\nCould not chdir to home directory /nonexistent: No such file or directory"
-    [found] = judged(seen(0), Seen(seen(1).host, start=said, code=1))["laptop"]
-    assert found.id == "broken-python" and found.text.endswith("ended with code 1: This account is currently not available.")
-
-
-class Line:
-    """A listener behind a line of some speed: it answers as the probe's does, as late as that line would."""
-
-    def __init__(self, mbit: float) -> None:
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.mbit, self.counts = mbit, list[int]()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        connection, _ = self.server.accept()
-        with connection:
-            while kind := connection.recv(1):
-                if kind == b"b":
-                    left = count = struct.unpack("<Q", connection.recv(8, socket.MSG_WAITALL))[0]
-                    began = time.monotonic()
-                    while left:
-                        left -= len(connection.recv(min(left, 1 << 20)))
-                    self.counts.append(count)
-                    time.sleep(max(0.0, count * 8 / 1e6 / self.mbit - (time.monotonic() - began)))
-                connection.sendall(kind)
-
-    def measured(self, megabytes: int) -> float:
-        [way] = probe.reach([("127.0.0.1", self.server.getsockname()[1])], megabytes, 5)["ways"]
-        self.server.close()
-        return float(way["mbit"])
-
-
-@pytest.mark.parametrize(("mbit", "transfers"), [(1, (1, 1)), (50, (2, 4))])
-def test_a_transfer_is_as_long_as_the_line_is_fast(mbit: float, transfers: tuple[int, int]) -> None:
-    """About half a second: 16 MiB would take two minutes at 1 Mbit/s."""
-    line = Line(mbit)
-    assert mbit / 4 < line.measured(16) <= mbit * 1.01
-    assert transfers[0] <= len(line.counts) <= transfers[1]
-    assert line.counts[0] == 1 << 16
-    assert sum(line.counts) * 8 / 1e6 / mbit < 1.2
-
-
-def test_pairs_for_which_no_time_was_left_are_named() -> None:
-    machines = [seen(k) for k in range(3)]
-    pairs = [Pair(p.source, p.target, None, None, 940.0 if "old" not in (p.source, p.target) else None) for p in ways()]
-    left = {name: [one.text for one in some] for name, some in judged(*machines, pairs=pairs).items()}
-    text = "the speed from it to {} was not measured: no time was left"
-    assert left == {
-        "desktop": [text.format("`old`")],
-        "laptop": [text.format("`old`")],
-        "old": [text.format("`desktop`, `laptop`")],
-    }
-    machines[2].lost = "reach: no answer within 20 s"
-    findings = judged(*machines, pairs=pairs)
-    assert [one.id for some in findings.values() for one in some] == ["lost"]
-
-
-@pytest.mark.parametrize(("mbit", "size"), [(None, 8), (940.0, 8), (100.0, 8), (50.0, 4), (5.0, 0.25), (0.01, 0.0625)])
-def test_the_sum_fits_the_slowest_line(mbit: float | None, size: float) -> None:
-    """Three machines; a second a sum, where 64 KiB do not take longer."""
-    pairs = [Pair("a", "b", None, 0.2, 940.0), Pair("b", "c", None, 0.2, mbit), Pair("c", "a", "timed out")]
-    assert sum_megabytes(Examined(hosts={name: seen(0) for name in NAMES}, pairs=pairs if mbit else [])) == size
-
-
 @pytest.mark.slow
 def test_this_machine_alone(in_process: Program, tmp_path: Path) -> None:
     """No SSH and no rights are needed: the probe runs here; a port that is held is named with who has it."""
@@ -360,13 +264,6 @@ def test_this_machine_alone(in_process: Program, tmp_path: Path) -> None:
 
 # ---- BENCH=1
 
-ROWS = [
-    {"what": "matmul 2048", "unit": "TFLOP/s", "measured": 1.0, "expected": None},
-    {"what": "training", "unit": "tokens/s", "measured": 1234.5, "expected": 1500.0},
-    {"what": "the same by this calibration", "unit": "tokens/s", "measured": 1234.5, "expected": 1234.0},
-    {"what": "its memory, rank 0", "unit": "GiB", "measured": 7.25, "expected": 8.0},
-]
-
 
 def test_a_machine_that_cannot_take_part_is_not_tried_and_an_error_is_its_own(tmp_path: Path) -> None:
     """The configuration is sent: this machine answers by its own `make bench`, which refuses the folder that is not there."""
@@ -381,7 +278,7 @@ def test_a_machine_that_cannot_take_part_is_not_tried_and_an_error_is_its_own(tm
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("1", "`BENCH=1` trains some steps, and there is no configuration"), ("yes please", "`BENCH` is"), ("2", "`BENCH` is")],
+    [("1", "`BENCH=1` trains some steps, and there is no configuration"), ("yes please", "`BENCH` is")],
 )
 def test_steps_need_a_configuration_and_a_switch(in_process: Program, tmp_path: Path, word: str, said: str) -> None:
     (tmp_path / "c.yaml").write_text("hosts: {here: {address: 127.0.0.1}}\n")

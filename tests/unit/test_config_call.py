@@ -119,10 +119,6 @@ def test_make_e_is_refused_where_something_was_typed() -> None:
     assert call("config", "--from-make", environ={"MAKEFLAGS": "e"}).options == {}
 
 
-def test_no_command_is_help() -> None:
-    assert call().command == call("--help").command == call("-h").command == "help"
-
-
 @pytest.mark.parametrize("text", ["", "0", "-1", "2.0", "two", "1e3", "9" * 30, "²"])
 def test_options_that_are_no_whole_number(text: str) -> None:
     with pytest.raises(UserError, match=r"`NUM_GPUS` is `.*`; expected an integer >= 1"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
 from sft_play.config.keys import find_key, schema_keys
-from sft_play.config.layers import PRESETS, escaped
+from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig, load_config, override_config, read_config, save_config
 from sft_play.errors import UserError
 
@@ -143,15 +143,6 @@ def test_ambient_variables_of_others_and_of_the_program_count_for_nothing(write:
     assert load(write(""), environ=ambient).config == load(write("")).config
 
 
-def test_values_of_the_environment_are_typed_and_checked_like_any_other(write: Write) -> None:
-    loaded = load(write("train: {seed: 3}\n"), environ={"SFT_TRAIN_SEED": "7", "SFT_TUNING_LORA_TARGET_MODULES": "[a, b]"})
-    assert loaded.config.train.seed == 7 and loaded.config.tuning.lora.target_modules == ["a", "b"]
-    assert loaded.origins["train.seed"] == "environment SFT_TRAIN_SEED=7"
-    shown = refused(write(""), environ={"SFT_TRAIN_SEED": "x", "NCCL_TIMEOUT": "long"})
-    assert "environment SFT_TRAIN_SEED=x: `train.seed` is `x`" in shown
-    assert "environment NCCL_TIMEOUT=long: `launch.timeout_seconds` is `long`; expected an integer >= 1" in shown
-
-
 def test_a_timeout_of_ones_own_makes_the_old_variable_idle_with_a_notice(write: Write) -> None:
     loaded = load(write(""), "LAUNCH_TIMEOUT_SECONDS=60", environ={"NCCL_TIMEOUT": "5", "SFT_LAUNCH_TIMEOUT_SECONDS": "70"})
     assert loaded.config.launch.timeout_seconds == 60
@@ -232,13 +223,6 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(wri
 def test_interpolations_that_lead_nowhere_are_named_with_their_line(write: Write, value: str) -> None:
     shown = refused(write(f"train:\n  seed: 1\n  epochs: '{value}'\n"))
     assert "x.yaml:4: `train.epochs` cannot be resolved" in shown
-
-
-@given(st.text(st.sampled_from("\\${}a.: "), max_size=12))
-def test_escaped_text_stands_for_itself(text: str) -> None:
-    from omegaconf import OmegaConf
-
-    assert OmegaConf.to_container(OmegaConf.create({"a": escaped(text)}), resolve=True) == {"a": text}
 
 
 # ---- Saved configurations

@@ -85,10 +85,6 @@ def test_sharegpt_turns_are_read_with_their_calls() -> None:
     ]  # fmt: skip
 
 
-def test_sharegpt_takes_role_and_content_and_a_system_column() -> None:
-    assert read({"conversations": [USER, ANSWER], "system": "s"}).messages == [{"role": "system", "content": "s"}, USER, ANSWER]
-
-
 def test_message_lists_in_prompt_and_completion_train_the_completion_alone() -> None:
     example = read({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
     assert example.messages == [USER, {**ANSWER, "train": False}, USER, ANSWER]
@@ -126,15 +122,7 @@ def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
     assert said in refused(row).message
 
 
-def test_an_assistant_may_begin() -> None:
-    assert len(read(turns("assistant", "user", "assistant")).messages or ()) == 3
-
-
 # ---- Text, tokens, groups
-
-
-def test_plain_text_is_one_example() -> None:
-    assert read({"text": "a\nb"}).text == "a\nb"
 
 
 @pytest.mark.parametrize("mask", [None, [0, 1, 1, 1, 0]])
@@ -143,12 +131,6 @@ def test_tokens_are_taken_without_their_padding(mask: list[int] | None) -> None:
     assert (example.input_ids, example.labels) == (
         ([0, 1, 2, 3, 0], [-100, -100, 2, 3, -100]) if mask is None else ([1, 2, 3], [-100, 2, 3])
     )
-
-
-def test_a_row_of_another_format_is_named_with_what_it_looks_like() -> None:
-    error = refused({"question": "q", "answer": "a"}, "messages")
-    assert error.message.startswith("format `messages` needs `messages`; the columns are `question`, `answer`")
-    assert "looks like question_answer" in (error.hint or "")
 
 
 @pytest.mark.parametrize(("value", "group"), [("a", "a"), (3, "3")])

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from sft_play.config.schema import DataSource
 from sft_play.data.datasets import read_builtin
@@ -69,11 +67,6 @@ def test_what_follows_the_last_answer_is_left_out() -> None:
     assert to_messages({"messages": [*MESSAGES, {"role": "user", "content": "and?"}]}, "messages") == MESSAGES
 
 
-def test_other_columns_and_keys_do_no_harm() -> None:
-    row = {"id": 7, "messages": [{**message, "id": "x"} for message in MESSAGES]}
-    assert to_messages(row, recognise(row)) == MESSAGES
-
-
 def test_columns_that_are_null_do_not_make_a_format() -> None:
     """A parquet table made of several data sets has the columns of all of them."""
     assert recognise({**ROWS["question_answer"], "prompt": None, "completion": None}) == "question_answer"
@@ -84,11 +77,6 @@ def test_columns_that_fit_two_formats_are_refused_with_both_names() -> None:
     assert "prompt_completion, question_answer" in error.message
     assert (error.hint or "").startswith("set `format` of the source; the row is {")
     assert '"completion": "a"' in (error.hint or "")
-
-
-def test_an_ambiguous_row_is_taken_once_the_format_is_said() -> None:
-    row = {**ROWS["prompt_completion"], "question": "other", "answer": "other"}
-    assert to_messages(row, "prompt_completion") == MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -120,20 +108,6 @@ def test_no_format_lists_the_columns_found_and_those_wanted() -> None:
     assert "`body`, `label`" in error.message
     for columns in ("completion, prompt", "instruction, output", "answer, question", "messages: messages"):
         assert columns in (error.hint or "")
-
-
-@pytest.mark.parametrize(
-    ("row", "needs"),
-    [
-        ({"prompt": "q"}, "format `prompt_completion` needs `completion`"),
-        ({"prompt": "q", "completion": None, "id": 1}, "format `prompt_completion` needs `completion`"),
-        ({"answer": "a"}, "format `question_answer` needs `question`"),
-        ({"instruction": "q", "input": "x"}, "format `instruction` needs `output`"),
-        ({"prompt": "q", "answer": "a"}, "no format fits the columns `prompt`, `answer`"),
-    ],
-)
-def test_a_row_that_comes_near_one_format_hears_what_it_lacks(row: Row, needs: str) -> None:
-    assert refused(row).message.startswith(needs)
 
 
 @pytest.mark.parametrize(
@@ -206,21 +180,11 @@ CONTENTS: dict[str, str] = {
 }
 
 
-def write_parquet(path: Path, rows: list[Row]) -> Path:
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
-
-
 @pytest.mark.parametrize("name", CONTENTS)
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "bom"])
 def test_each_kind_of_file_gives_the_same_rows(name: str, mark: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, mark + CONTENTS[name])
     assert [row for _, row in read_file(path)] == TWO
-
-
-def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows.parquet", TWO)
-    assert list(read_file(path)) == [(f"{path}, row {number}", row) for number, row in enumerate(TWO, 1)]
 
 
 def test_a_row_carries_the_line_on_which_it_stands(tmp_path: Path) -> None:
@@ -252,11 +216,6 @@ def test_globs_and_folders_are_read_in_the_order_of_their_names(tmp_path: Path) 
     assert prompts(tmp_path) == ["a", "b", "deep/c"]
 
 
-def test_a_file_whose_name_holds_glob_marks_is_that_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "part[1].jsonl", '{"prompt": "a"}')
-    assert len(list(read_source(source(path)))) == 1
-
-
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "deep/folder/missing"])
 def test_a_missing_file_is_named(name: str) -> None:
     error = unreadable(name)
@@ -274,17 +233,6 @@ def test_an_empty_file_is_named(name: str, content: str, tmp_path: Path) -> None
     path = write(tmp_path / name, content)
     error = unreadable(path)
     assert (error.place, error.message) == (str(path), "the file holds no row")
-
-
-def test_a_csv_with_only_a_header_and_an_empty_list_hold_no_row(tmp_path: Path) -> None:
-    assert unreadable(write(tmp_path / "a.csv", "prompt,completion\n")).message == "the file holds no row"
-    assert unreadable(write(tmp_path / "a.json", "[]")).message == "the file holds no row"
-
-
-def test_one_empty_file_in_a_folder_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", '{"prompt": "a"}')
-    empty = write(tmp_path / "b.jsonl", "")
-    assert unreadable(tmp_path).place == str(empty)
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:

@@ -100,11 +100,6 @@ def test_a_damaged_compressed_file_is_named(ending: str, damage: str, tmp_path: 
     assert (error.place or "").startswith(str(path))
 
 
-def test_a_cut_gzip_file_says_so(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl.gz", gzip.compress(LINES)[:-20])
-    assert refused(path).message == "breaks off before the end of its compressed data"
-
-
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_a_cut_table_is_named(kind: str, share: float, tmp_path: Path) -> None:
@@ -128,13 +123,6 @@ def test_keys_that_arrow_added_to_mappings_are_left_out(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
     assert rows_of(tmp_path / "a.parquet") == [{"messages": turns}]
-
-
-def test_several_bad_rows_of_a_csv_are_all_told(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", b"a,b\n1\n1,2\n1,2,3\n")
-    errors = [row for row in rows_of(path) if isinstance(row, DataError)]
-    assert [error.place for error in errors] == [f"{path}:2", f"{path}:4"]
-    assert "3 and not 2" in errors[1].message
 
 
 def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
@@ -197,15 +185,6 @@ def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
     assert "has no splits" in refused(tmp_path / "one", split="train").message
 
 
-def test_a_saved_data_set_cannot_name_files_elsewhere(tmp_path: Path) -> None:
-    write(tmp_path / "secret.arrow", arrow_bytes("stream"))
-    write(tmp_path / "a" / "dataset_info.json", b"{}")
-    state = write(tmp_path / "a" / "state.json", json.dumps({"_data_files": [{"filename": "../secret.arrow"}]}).encode())
-    assert refused(tmp_path / "a").message == "names `../secret.arrow`, which is not in the folder"
-    state.write_text("[]")
-    assert "lists no `_data_files`" in refused(tmp_path / "a").message
-
-
 def test_a_folder_gives_its_tables_else_its_documents(tmp_path: Path) -> None:
     write(tmp_path / "README.md", b"# about")
     write(tmp_path / ".cache" / "a.jsonl", LINES)
@@ -218,14 +197,6 @@ def test_a_folder_gives_its_tables_else_its_documents(tmp_path: Path) -> None:
     assert left.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
         "nothing is passed over in silence"
     )
-
-
-def test_a_glob_skips_hidden_files_unless_it_writes_their_dot(tmp_path: Path) -> None:
-    for name in ("a.csv", "deep/b.csv", ".old/c.csv", "deep/.d.csv"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("text\nx\n")
-    for pattern, names in (("**/*.csv", ["a.csv", "b.csv"]), (".old/*.csv", ["c.csv"]), ("deep/.*.csv", [".d.csv"])):
-        assert [path.name for path in files_of(DataSource(path=f"{tmp_path}/{pattern}")) or []] == names
 
 
 def test_a_text_file_is_one_document_and_an_empty_one_is_counted(tmp_path: Path) -> None:

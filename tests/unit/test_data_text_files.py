@@ -40,30 +40,11 @@ def test_another_encoding_hears_of_iconv(name: str, tmp_path: Path) -> None:
     assert "iconv" in (error.hint or "")
 
 
-def test_a_control_character_is_shown_escaped(tmp_path: Path) -> None:
-    (error,) = refusals(tmp_path / "a.jsonl", b'{"question": "a\x00\x1b[2J"}\n')
-    assert error.render().endswith('the line reads: {"question": "a\\x00\\x1b[2J"}')
-
-
 @pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")])
 def test_the_header_tells_what_separates_columns(name: str, mark: str, tmp_path: Path) -> None:
     content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert [row for _, row in read_file(tmp_path / name)] == [{"question": "1,5", "answer": f"b{mark}c"}]
-
-
-def test_a_semicolon_within_columns_by_commas_is_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("question;x,answer\na;b,c\n")
-    assert [row for _, row in read_file(path)] == [{"question;x": "a;b", "answer": "c"}]
-
-
-def test_a_header_with_a_comma_within_a_name_is_read_as_its_rows_are(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("Frage, kurz;Antwort\nWer?;Müller, Jürgen, und ich\nWo?;Zürich;CH\n", encoding="utf-8")
-    (_, row), (_, problem) = read_file(path)
-    assert row == {"Frage, kurz": "Wer?", "Antwort": "Müller, Jürgen, und ich"}
-    assert isinstance(problem, DataError) and problem.message.endswith("3 and not 2, separated by `;`")
 
 
 @pytest.mark.parametrize(("name", "told"), [("README", "a file whose name has no ending"), ("ls.1.gz", "files ending in `.1`")])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError
-from sft_play.files import write_json
 from sft_play.launch.run_folder import SPARE_BYTES, disk_refusals_told, needed_bytes, record_event, require_disk_space
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.runs.folder import RunFolder
@@ -67,27 +65,3 @@ def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> Non
         raise OSError(errno.EROFS, "Read-only file system", "/elsewhere/cache")
     assert outside.value.render().startswith("error: /elsewhere/cache: cannot be written: Read-only file system")
     assert outside.value.hint is not None and outside.value.hint.endswith("then: make resume RUN=mine")
-
-
-def test_a_read_only_run_folder_is_told_by_its_name(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "mine")
-    run.path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(run.path)], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        with pytest.raises(HardwareError, match="cannot be written: Read-only") as refused, disk_refusals_told(run):
-            write_json(run.plan, {})
-        assert refused.value.place == str(run.plan), "not the name of a file that is only there while it is written"
-    finally:
-        subprocess.run(["umount", str(run.path)], check=True)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [PermissionError(errno.EPERM, "not permitted"), FileNotFoundError(errno.ENOENT, "none", "plan.json"), ConnectionResetError()],
-)
-def test_other_errors_stay_what_they_are(tmp_path: Path, error: OSError) -> None:
-    with pytest.raises(type(error)) as raised, disk_refusals_told(RunFolder(tmp_path)):
-        raise error
-    assert raised.value is error

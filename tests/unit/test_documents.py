@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.data.documents import SCANNED, Document, clean, join_pages, without_hyphens
+from sft_play.data.documents import SCANNED, Document, clean, join_pages
 from sft_play.data.documents import read_document as read_content
 from sft_play.data.example import LeftOut
 from sft_play.data.readers import read_file
@@ -49,14 +49,6 @@ def test_html_gives_its_content_and_title_without_navigation(tmp_path: Path) -> 
     assert all(word not in found.text for word in ("Home", "Products", "All rights", "var x"))
 
 
-def test_html_without_main_content_falls_back_to_all_its_text(tmp_path: Path) -> None:
-    path = tmp_path / "short.htm"
-    path.write_text("<style>p {}</style><p>Hello <b>there</b></p>", encoding="utf-8")
-    assert read(path).text == "Hello there"
-    path.write_bytes("<meta charset='latin-1'><p>Käse</p>".encode("latin-1"))
-    assert read(path).text == "Käse"
-
-
 def test_docx_gives_paragraphs_and_tables_in_order(tmp_path: Path) -> None:
     found = read(write_docx(tmp_path / "a.docx"))
     assert found.title == "Pump handbook"
@@ -75,11 +67,6 @@ def test_headers_footers_and_page_numbers_go() -> None:
     pages = [f"Manual 7\nText of page {word}.\nPage {number} of 4" for number, word in enumerate("abcd", 1)]
     assert join_pages(pages) == "Text of page a.\n\nText of page b.\n\nText of page c.\n\nText of page d."
     assert join_pages(pages[:2]).startswith("Manual 7")  # two pages are too few to tell
-
-
-def test_hyphens_that_end_no_word_stay() -> None:
-    assert without_hyphens("a list:\n- one\n-\n--\n") == "a list:\n- one\n-\n--\n"
-    assert without_hyphens("pages 3-\n5, e-\nmail") == "pages 3-\n5, e-\nmail"
 
 
 def test_what_is_scanned_or_empty_is_skipped_with_the_reason(tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from torch.utils.file_baton import FileBaton
 
 from sft_play.launch import attempt
 from sft_play.launch.liveness import SCALE
-from sft_play.launch.process import kill_descendants
 from tests.nvml_double import MACHINES, Machine
 
 PROGRAM = """
@@ -59,24 +57,6 @@ def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool
         _, rest = process.communicate(timeout=30)
     assert process.returncode == 0
     assert ("still held after 0 s" in said + rest) is not freed
-
-
-def test_processes_that_sigkill_does_not_end_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The kernel's part is replaced: a process that waits for a device takes no signal."""
-    others = set(psutil.Process().children())
-    agent = subprocess.Popen(["sleep", "60"])
-    end = psutil.Process.kill
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(psutil.Process, "kill", lambda _: None)
-            patched.setattr(agent, "wait", lambda **_: None)
-            kill_descendants(agent, others, 0.05)
-    finally:
-        end(psutil.Process(agent.pid))
-        agent.wait()
-    assert f"warning: SIGKILL has not ended process {agent.pid} (sleep, sleeping)" in capsys.readouterr().err
 
 
 def test_locks_of_torchs_extension_builder_that_nobody_holds_are_removed(tmp_path: Path) -> None:

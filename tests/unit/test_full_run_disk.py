@@ -49,13 +49,6 @@ def test_what_is_written_names_the_run_that_is_full_and_not_the_cache(small: Run
     ]
 
 
-def test_a_cache_that_is_full_is_still_named(small: RunFolder) -> None:
-    fill(small.path)
-    with pytest.raises(HardwareError, match="the model or the prepared data") as refused, disk_errors_told():
-        write_json(small.path / "manifest.json", {"rows": "x" * 9000})
-    assert refused.value.place == str(small.path / "manifest.json") and "SFT_PLAY_CACHE" in (refused.value.hint or "")
-
-
 def test_a_refusal_on_a_full_disk_stays_the_only_error(small: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     small.prepared.write_text("old" * 5000)
     fill(small.path)

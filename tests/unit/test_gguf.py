@@ -76,8 +76,3 @@ def test_the_order_of_rotary_rows_is_restored(part: str, heads: int) -> None:
     permuted = original.reshape(heads, 2, 4, 3).swapaxes(1, 2).reshape(original.shape)
     assert not np.array_equal(permuted, original)
     assert np.array_equal(_restore(f"blk.0.{part}.weight", permuted, 4, 2), original)
-
-
-def test_other_weights_stay_as_they_are() -> None:
-    weight = np.arange(12, dtype=np.float32).reshape(4, 3)
-    assert _restore("blk.0.attn_v.weight", weight, 4, 2) is weight

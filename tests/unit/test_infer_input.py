@@ -125,26 +125,12 @@ def test_the_runs_columns_rename_only_what_a_row_has(tmp_path: Path, row: dict[s
     assert [found.messages for found in read_questions(path, [RENAMED])] == [ASKED]
 
 
-def test_one_fault_of_many_rows_is_told_once(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("Frage\n" + "Was?\n" * 30)
-    with pytest.raises(DataError, match=r"no column asks.*\(30 such rows; the first is here\)") as caught:
-        read_questions(path)
-    assert caught.value.place == f"{path}:2"
-
-
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00bad"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "questions.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"no prompts|UTF-8"):
         read_questions(path)
-
-
-def test_characters_that_end_lines_elsewhere_are_content(tmp_path: Path) -> None:
-    path = tmp_path / "questions.jsonl"
-    path.write_text('{"prompt": "one\u2028line"}\n', encoding="utf-8")
-    assert [row.messages[0]["content"] for row in read_questions(path)] == ["one\u2028line"]
 
 
 def test_the_questions_are_never_overwritten(tmp_path: Path) -> None:

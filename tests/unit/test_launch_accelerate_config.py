@@ -50,11 +50,6 @@ def test_ddp(tmp_path: Path) -> None:
     assert choices.train == {"bf16": True, "fp16": False}
 
 
-def test_no_is_no(tmp_path: Path) -> None:
-    assert read(tmp_path, precision="'no'").train == {"bf16": False, "fp16": False}
-    assert read(tmp_path, precision="no").train == {"bf16": False, "fp16": False}
-
-
 def test_several_machines(tmp_path: Path) -> None:
     base = BASE.replace("num_machines: 1", "num_machines: 2").replace("machine_rank: 0", "machine_rank: 1")
     choices = read(tmp_path, "main_process_ip: 10.0.0.1\nmain_process_port: 29500\n", base=base)
@@ -129,11 +124,6 @@ def test_fsdp2(tmp_path: Path) -> None:
 def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[str, ...]) -> None:
     message = refusal(tmp_path, extra, kind=kind)
     assert all(word in message for word in words), message
-
-
-def test_all_problems_at_once(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "gpu_ids: '0'\nmain_process_port: x\n", kind="XLA", precision="fp8")
-    assert message.count("error: ") == 4
 
 
 def test_not_a_config(tmp_path: Path) -> None:

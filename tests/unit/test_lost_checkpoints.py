@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import CheckpointError
-from sft_play.launch.resume import choose_checkpoint, saved_once, without_checkpoints
-from sft_play.launch.run_folder import record_event
+from sft_play.launch.resume import choose_checkpoint, without_checkpoints
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_stamp import stamp as stamp_of_a_run
@@ -31,11 +30,6 @@ def test_checkpoints_that_were_deleted_are_missed(tmp_path: Path, folder: bool) 
     with pytest.raises(CheckpointError, match="the last at step 4") as refused:
         choose_checkpoint(run)
     assert refused.value.exit_code == 5 and "new RUN_NAME" in refused.value.render()
-
-
-def test_a_run_that_never_saved_begins_at_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert choose_checkpoint(with_rows(tmp_path, {"kind": "save", "step": 2, "failed": "no space"})) is None
-    assert "from its start" in capsys.readouterr().err
 
 
 def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
@@ -61,20 +55,6 @@ def test_a_launch_never_begins_anew_where_its_checkpoints_are_gone(tmp_path: Pat
         end.code == 5 and f"{run.checkpoints}: `mine` had saved checkpoints (the last at step 4), and none is left" in end.message
     )
     assert "make resume RUN=mine" in end.message and "why it had ended: rank 1 was killed" in end.message
-
-
-@pytest.mark.parametrize("metrics", [None, bytes(range(256)) * 9])
-def test_events_know_of_checkpoints_where_the_metrics_are_lost(tmp_path: Path, metrics: bytes | None) -> None:
-    run = RunFolder(tmp_path)
-    if metrics:
-        run.metrics.write_bytes(metrics)
-    record_event(run, "started", checkpoint=None)
-    record_event(run, "resumed", node_rank=1, checkpoint="step-000030")
-    assert saved_once(run) is None, "node 1 may have a folder of its own, and no checkpoints in it"
-    record_event(run, "resumed", checkpoint="step-000020")
-    record_event(run, "stopped", checkpoint="step-000010", step=25)
-    with pytest.raises(CheckpointError, match="the last at step 20"):
-        choose_checkpoint(run)
 
 
 @pytest.mark.parametrize("metrics", [None, bytes(range(256)) * 9])

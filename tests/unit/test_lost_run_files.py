@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +13,10 @@ from sft_play.files import append_json_line
 from sft_play.launch.job import LaunchOptions, read_options
 from sft_play.launch.resume import as_resume, existing_run
 from sft_play.launch.run_folder import (
-    NEEDED,
     find_run,
     first_launch,
     has_started,
-    last_launch,
     last_plan,
-    record_event,
     reserved,
 )  # fmt: skip
 from sft_play.runs.folder import RunFolder
@@ -78,29 +73,11 @@ def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, how: str, 
         assert said == (left == "checkpoints")
 
 
-def test_a_folder_that_was_only_reserved_is_still_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
-    (tmp_path / "demo").mkdir()
-    assert existing_run(typed(tmp_path), config(tmp_path)) is None
-    with reserved("demo", never_started_too=True) as run:
-        assert not has_started(run)
-
-
 def test_a_lost_plan_is_told_with_its_place(run: RunFolder) -> None:
     run.plan.unlink()
     with pytest.raises(CheckpointError, match="`step-000030` is there") as refused:
         last_plan(run)
     assert refused.value.place == str(run.plan) and refused.value.hint
-
-
-def test_a_launch_that_lacks_a_fact_cannot_be_repeated(run: RunFolder) -> None:
-    run.events.unlink()
-    record_event(run, "started", launch={"command": "single"})
-    assert first_launch(run)["command"] == "single"
-    with pytest.raises(CheckpointError, match="missing or damaged"):
-        last_launch(run, 0)
-    with pytest.raises(CheckpointError, match="missing or damaged"):
-        first_launch(run, needed=NEEDED)
 
 
 def test_a_run_that_never_started_is_told_so(tmp_path: Path) -> None:
@@ -125,19 +102,3 @@ def test_a_lost_configuration_is_named(run: RunFolder) -> None:
         assert refused.value.place == str(run.config) and refused.value.hint
     with pytest.raises(CheckpointError, match="there is no run `other`"):
         find_run("other")
-
-
-def test_an_event_is_on_the_disk_when_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
-    real = os.fsync
-
-    def counted(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", counted)
-    run = RunFolder(tmp_path)
-    record_event(run, "started")
-    record_event(run, "finished")
-    assert synced == [run.events, tmp_path, run.events]
-    assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["started", "finished"]

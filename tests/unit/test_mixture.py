@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError
-from sft_play.plan.mixture import Mixture, RowOrder, mixture_of, permutation
+from sft_play.plan.mixture import Mixture, RowOrder, mixture_of
 from sft_play.runs.prepared import SourceFacts
 
 
@@ -41,13 +41,6 @@ def test_what_an_epoch_is() -> None:
 def test_a_source_that_is_repeated_many_times_is_warned_of() -> None:
     lines = mixture([1, 109], [100, 10_900], [1, 1]).describe()
     assert lines[-1].startswith("warning: every row of ") and "comes 109 times an epoch" in lines[-1]
-
-
-def test_without_weights_the_order_is_the_permutation_of_before() -> None:
-    assert mixture_of(DataConfig(), [facts("a", 3, 30, None), facts("b", 4, 40, None)]) is None
-    order = list(range(50))
-    random.Random("7/2").shuffle(order)
-    assert permutation(50, 7, 2) == order == RowOrder(rows=50, seed=7)(2)
 
 
 def test_a_weighted_source_without_rows_is_an_error() -> None:

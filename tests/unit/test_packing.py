@@ -41,12 +41,6 @@ def test_packs_hold_every_row_once_and_never_too_much(lengths: list[int]) -> Non
     assert -(-sum(lengths) // LIMIT) <= len(packs) <= most_packs(len(lengths), sum(lengths), LIMIT)
 
 
-def test_best_fit_decreasing_finds_what_first_come_does_not() -> None:
-    assert best_fit([30, 50, 20, 40, 60], 100) == [[4, 3], [1, 0, 2]]
-    with pytest.raises(ValueError, match="row 1 has 101 tokens, a pack 100"):
-        best_fit([5, 101], 100)
-
-
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
     """(lengths, global batch, slots of unequal ranks) as the plan makes them: enough slots for the most packs there can be."""

@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sft_play.config.schema import Config, ModelConfig, TrainConfig
+from sft_play.config.schema import TrainConfig
 from sft_play.errors import UserError
-from sft_play.plan.architecture import shape_of
 from sft_play.plan.batch import choose_batch
-from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.plan import Setup
-from sft_play.plan.request import Request
-from sft_play.plan.shape import ModelShape
 
 
 def train(**values: Any) -> TrainConfig:
@@ -97,31 +92,4 @@ def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], want
     assert all(-(-wanted * micro // (total * batch.accumulation)) <= micro for micro in batch.micro_batches)
 
 
-@given(room=st.integers(1, 64), world=st.integers(1, 16), given_micro=st.integers(1, 64))
-def test_the_global_batch_does_not_depend_on_the_world(room: int, world: int, given_micro: int) -> None:
-    assert choose_batch(train(), (room,) * world, 64).global_batch == choose_batch(train(), (room,), 64).global_batch == 32
-    assert choose_batch(train(batch_size=given_micro), (room,) * world, 64).global_batch == max(32, given_micro * world)
-
-
 # What fits, exactly.
-
-
-@given(one=st.integers(1, 2**34), row=st.integers(1, 2**31), bend=st.integers(0, 2**24), capacity=st.integers(1, 2**37))
-def test_the_largest_batch_is_exact(one: int, row: int, bend: int, capacity: int) -> None:
-    config = Config(model=ModelConfig(name="HuggingFaceTB/SmolLM2-135M-Instruct"))
-
-    def memory(_: Config, shape: ModelShape, setup: Setup, rows: int) -> dict[str, int]:
-        return {"base": one, "rows": row * rows, "mask": bend * rows**2 // 1024, "logits": min(row * rows, 2**30)}
-
-    request = Request(config=config, hardware=parse_hardware("24GB"), shape=shape_of(config.model), memory=memory)
-    setup = setup_for("cuda")
-    most = request.largest_in(setup, capacity)
-    assert most == 0 or request.need(setup, most) <= capacity
-    assert request.need(setup, most + 1) > capacity or most >= 2**20
-
-
-def setup_for(device: str) -> Setup:
-    return Setup(
-        device=device, strategy="single", world_size=1, precision="bf16", weights_dtype="bfloat16", optim="adamw_torch_fused",
-        gradient_checkpointing=False, layout="padded", attention="sdpa", label_share=1.0, row_tokens=128,
-    )  # fmt: skip

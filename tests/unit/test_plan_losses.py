@@ -44,25 +44,6 @@ def test_chunks_shrink_to_256_mib_where_there_is_no_room_or_memory_ran_out() -> 
     assert plan_of("cpu", mode="lora", max_seq_len=1024, batch_size=4).loss_chunk == 448
 
 
-def test_a_micro_batch_with_fewer_labels_than_a_chunk_is_left_whole() -> None:
-    plan = plan_of("H200", mode="lora", max_seq_len=1024, batch_size=1)
-    assert plan.loss_chunk == 0 and not reason(plan)
-    assert plan_of("H200", mode="lora", max_seq_len=1024, batch_size=2).loss_chunk == 1344
-
-
-def test_few_labels_among_many_tokens_are_left_whole() -> None:
-    """The row with most labels has 50, the longest 100 tokens: 8 rows have 400 at most."""
-    assert plan_of("H200", mode="lora", rows=64, batch_size=8).loss_chunk == 0
-    assert plan_of("cpu", mode="lora", rows=64, batch_size=16).loss_chunk == 448
-
-
-def test_a_trained_head_is_chunked_only_where_that_saves_more_than_its_gradients_take() -> None:
-    case: dict[str, Any] = {"name": LLAMA, "mode": "full", "command_strategy": "fsdp2"}
-    whole = plan_of("8xH200", max_seq_len=2048, batch_size=1, **case)
-    assert whole.loss_chunk == 0 and not reason(whole)
-    assert plan_of("8xH200", max_seq_len=8192, batch_size=1, **case).loss_chunk == 1024
-
-
 def test_what_cannot_be_chunked_says_why() -> None:
     on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
     case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}

@@ -141,12 +141,9 @@ def test_one_process_takes_the_best_device_and_sees_no_other() -> None:
 @pytest.mark.parametrize(
     ("machine", "shown", "words", "wanted"),
     [
-        ("rtx3090_pair", None, {}, "0"), ("rtx3090_pair", "1,0", {}, "1"), ("rtx3090_pair", "GPU-1111", {}, "1"), ("unlike_pair", None, {}, "1"),
-        ("mig", None, {}, "MIG-11111111-0000-0000-0000-000000000002"),
+        ("rtx3090_pair", None, {}, "0"), ("rtx3090_pair", "1,0", {}, "1"), ("unlike_pair", None, {}, "1"),
         ("mig", "MIG-11111111-0000-0000-0000-000000000001", {}, "MIG-11111111-0000-0000-0000-000000000001"),
-        ("rtx3090_pair", "1,0", {"command_strategy": "auto"}, "1,0"),
         ("split_beside_whole", None, {"command_strategy": "auto"}, "1,2"),
-        ("mig", None, {"command_strategy": "auto"}, "MIG-11111111-0000-0000-0000-000000000002"),
     ],
 )  # fmt: skip
 def test_workers_see_the_cards_of_their_plan(
@@ -211,15 +208,6 @@ def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
     assert plan_of(optim="sgd").optim == "sgd"
 
 
-def test_learning_rate_and_warmup() -> None:
-    assert plan_of().learning_rate == 2e-4
-    assert plan_of(mode="full").learning_rate == 2e-5
-    assert plan_of(learning_rate=3e-3).learning_rate == 3e-3
-    assert plan_of(rows=3200, epochs=1).warmup_steps == 3  # 3 % of 100
-    assert plan_of(rows=3200, epochs=1, warmup_steps=7).warmup_steps == 7
-    assert plan_of().warmup_steps is None
-
-
 def test_steps_come_from_rows() -> None:
     plan = plan_of(rows=100, epochs=3)
     assert (plan.steps_per_epoch, plan.steps) == (4, 12)
@@ -246,14 +234,6 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
         assert any("of all tokens by forecast" in reason for reason in plan.reasons)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "nemotron_h"])
-@pytest.mark.parametrize("hardware", [CPU, parse_hardware("H100")])
-def test_hybrids_and_heads_with_sinks_are_flattened_by_lengths(family: str, hardware: Hardware) -> None:
-    model = replace(shape_of(ModelConfig(name=SMALL)), model_type=family)
-    plan = make_plan(Request(config=Config(model=ModelConfig(name=SMALL)), hardware=hardware, shape=model, prepared=prepared(64)))
-    assert (plan.attn_implementation, plan.layout) == ("varlen", "flattened")
-
-
 def test_attention() -> None:
     assert plan_of(attn_implementation="eager").attn_implementation == "eager"
     assert "needs a GPU" in message(HardwareError, attn_implementation="flash_attention_2")
@@ -275,11 +255,8 @@ def test_attention() -> None:
     ("card", "changes", "reason"),
     [
         ("H200", {}, "attention varlen: torch's own flash attention takes rows of any length"),
-        ("RTX4090", {"mode": "qlora"}, "attention varlen: "),
         ("T4", {"mode": "qlora"}, "attention sdpa: flash attention needs compute capability 8.0, and T4 has 7.5"),
-        ("V100", {"mode": "qlora"}, "and V100 has 7.0"),
         ("T4+RTX4090", {"mode": "qlora", "command_strategy": "auto"}, "and T4 has 7.5"),
-        ("H100", {"bf16": False, "fp16": True}, "attention varlen: "),
         ("H100", {"bf16": False}, "attention sdpa: flash attention computes in bf16 and fp16 only, and this run in fp32"),
     ],
 )
@@ -295,11 +272,8 @@ def test_attention_goes_by_the_lengths_of_rows_where_the_cards_can(card: str, ch
     ("changes", "why"),
     [
         ({"model_type": "gemma2"}, "`gemma2` is not among the families"),
-        ({"model_type": "jamba"}, "`jamba` is not among the families"),
-        ({"head_dim": 80}, None),
         ({"head_dim": 36}, "has no heads of 36"),
         ({"head_dim": 256}, None),
-        ({"head_dim": 208}, "has no heads of 208"),
         ({"attention_dropout": 0.1}, "has no dropout, and this model's is 0.1"),
     ],
 )
@@ -365,12 +339,6 @@ def test_command_and_configuration_contradict(command: Any, configured: Any, rig
     assert f"`launch.strategy` is `{configured}`" in text and right in text
 
 
-def test_backends() -> None:
-    config = Config(model=ModelConfig(name=SMALL, max_seq_len=64), launch=LaunchConfig(backend="nccl"))
-    with pytest.raises(UserError, match="needs GPUs"):
-        make_plan(Request(config=config, hardware=CPU, shape=shape_of(config.model)))
-
-
 def test_qlora_under_zero3_shares_out_the_base_and_not_its_scales() -> None:
     words = {"name": QWEN, "mode": "qlora", "max_seq_len": 512, "command_strategy": "auto"}
     whole, shared = (plan_of("2x24GB", strategy=strategy, **words).ranks[0].memory_bytes for strategy in ("ddp", "zero3"))
@@ -399,11 +367,6 @@ def test_more_gpus_than_there_are() -> None:
     assert "`NUM_GPUS` is 3, but there are 2 (H100, H100)" in text and "NUM_GPUS=2" in text
     assert "`make train` runs one process" in message(UserError, num_gpus=2)
     assert "`NUM_GPUS` is 65" in message(HardwareError, command_strategy="auto", num_gpus=65)
-
-
-def test_rows_longer_than_the_model() -> None:
-    text = message(UserError, max_seq_len=100_000)
-    assert "8192" in text
 
 
 def test_what_does_not_fit_shows_parts_and_ways_out() -> None:
@@ -497,9 +460,8 @@ def test_speed_is_forecast_where_it_can_be_known() -> None:
 @pytest.mark.parametrize(
     ("hardware", "changes"),
     [
-        ("H200", {"max_seq_len": 2048}), ("2xRTX4090", {"max_seq_len": 2048, "mode": "qlora"}), ("H100", {"name": SMALL, "max_seq_len": 2048}),
+        ("H200", {"max_seq_len": 2048}),
         ("3xRTX4070Laptop@1Gbit", {"name": "meta-llama/Llama-2-7b-hf", "mode": "qlora", "max_seq_len": 2048, "global_batch_size": 24}),
-        ("H200", {"rows": 512}),
         ("RTX4090+RTX3090", {"mode": "qlora", "max_seq_len": 1024}),
     ],
 )  # fmt: skip
@@ -514,13 +476,6 @@ def test_no_typed_micro_batch_is_faster_than_the_automatic_one(hardware: str, ch
         if typed.gradient_checkpointing == plan.gradient_checkpointing and typed.tokens_per_second:
             assert (plan.tokens_per_second or 0) * 1.025 >= typed.tokens_per_second, micro
         assert typed.global_batch_size == plan.global_batch_size
-
-
-def test_what_is_kept_free_and_how_memory_is_handed_out_is_said() -> None:
-    gpu, cpu = plan_of("H100", name=LLAMA).reasons, plan_of().reasons
-    assert "memory: 94% of what is free is planned for, 6% stay as the margin" in gpu
-    assert any(reason.startswith("allocator: expandable_segments") for reason in gpu)
-    assert "memory: 85% of what is free is planned for, 15% stay as the margin" in cpu
 
 
 def test_adapters_on_layers_that_are_not_there_are_refused() -> None:
@@ -543,29 +498,7 @@ def test_more_micro_steps_than_rows_are_refused() -> None:
     assert "a step has 32 rows: 999968 micro-steps would be empty" in text and "TRAIN_GRAD_ACCUM=32 at most" in text
 
 
-def test_the_longest_rows_are_those_of_either_layout() -> None:
-    plan = plan_of(rows=64, batch_size=4)
-    assert plan.layout == "flattened"
-    longer = replace(shape_of(ModelConfig(name=SMALL)), max_positions=2**20)
-    config = Config(model=ModelConfig(name=SMALL, max_seq_len=256), train=TrainConfig(batch_size=4))
-    free = make_plan(Request(config=config, hardware=CPU, shape=longer, prepared=prepared(64)))
-    fits = replace(config, model=replace(config.model, max_seq_len=free.longest_row))
-    make_plan(Request(config=fits, hardware=CPU, shape=longer, prepared=prepared(64, longest=free.longest_row)))
-
-
 # Any world, the same run.
-
-
-def test_the_summary_names_what_matters() -> None:
-    text = show_plan(plan_of("2xH200", name=LLAMA, command_strategy="auto", rows=320), details=True)
-    for part in (
-        "plan: ddp on 2 x H200, bf16",
-        "32 rows a step = micro-batch 16 x accumulation 1 x 2",
-        "tokens/s",
-        "ranks 0 to 1",
-        "free",
-    ):
-        assert part in text
 
 
 def test_the_reasons_name_what_is_adapted() -> None:

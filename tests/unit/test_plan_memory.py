@@ -16,7 +16,7 @@ from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConf
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, parse_hardware
 from sft_play.plan.measured import Tracer, case_of
-from sft_play.plan.memory import rank_memory, rank_moments, trainable_parameters
+from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, Setup
 from sft_play.plan.shape import Counted, Matrices, ModelShape
 from sft_play.plan.sources import plan_for
@@ -95,14 +95,6 @@ def test_peaks_agree_with_the_traced_ones(
     assert allocated(parts) == pytest.approx(traced, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("targets", "r", "name", "expected"),
-    [(QV, 16, LLAMA2, 8_388_608), ("auto", 16, LLAMA2, 39_976_960), ("auto", 16, LLAMA3, 41_943_040), ("auto", 64, LLAMA3, 167_772_160)],
-)  # fmt: skip
-def test_adapter_parameters(targets: Any, r: int, name: str, expected: int) -> None:
-    assert trainable_parameters(config(name, targets=targets, r=r), shape(name)) == expected
-
-
 def test_what_each_strategy_shards() -> None:
     def parts(strategy: str) -> dict[str, int]:
         return rank_memory(config(LLAMA3, "full"), shape(LLAMA3), setup(strategy=strategy, world_size=4, optim="adamw_torch"), 1)
@@ -116,35 +108,6 @@ def test_what_each_strategy_shards() -> None:
     # fp32 master weights and two moments: 12 bytes a weight over four ranks.
     assert zero1["optimizer"] == zero3["optimizer"] == pytest.approx(12 * 8_030_261_248 / 4, rel=1e-6)
     assert sum(zero3.values()) < sum(zero2.values()) < sum(zero1.values()) < sum(ddp.values())
-
-
-def test_a_zero_run_in_bf16_holds_half_of_fp32_weights() -> None:
-    """DeepSpeed casts the model, and keeps fp32 master weights beside it: 2 + 4 + 12 / W bytes a weight."""
-    case = setup(strategy="zero1", world_size=2, weights_dtype="float32", optim="adamw_torch")
-    parts = rank_memory(config(LLAMA3, "full"), shape(LLAMA3), case, 1)
-    per_weight = (parts["trained"] + parts["gradients"] + parts["optimizer"]) / 8_030_261_248
-    assert per_weight == pytest.approx(2 + 4 + 12 / 2)
-    assert "casts" not in parts
-
-
-def test_a_quantised_checkpoint_is_small_without_qlora() -> None:
-    small = replace(shape(LLAMA3), quantized_bits=4)
-    parts = rank_memory(config(LLAMA3, "lora"), small, setup(), 1)
-    assert (parts["frozen"] + parts["quant_state"]) / GIB == pytest.approx(5.311, rel=0.002)
-    assert parts["dequantised"] > 0
-
-
-def test_logits_exist_at_label_positions_only() -> None:
-    whole = rank_memory(config(LLAMA3), shape(LLAMA3), setup(), 1)["logits"]
-    assert whole == 2048 * 128256 * 12
-    assert rank_memory(config(LLAMA3), shape(LLAMA3), setup(label_share=0.25), 1)["logits"] == whole // 4
-
-
-def test_eager_attention_keeps_scores() -> None:
-    """Traced: 141.5 bytes against 45.5 at 2048 tokens."""
-    model = shape(LLAMA2)
-    parts = rank_memory(config(LLAMA2, "full"), model, setup(attention="eager"), 1)
-    assert parts["activations"] / (2048 * model.layers * model.hidden_size) == pytest.approx(141.5, rel=0.01)
 
 
 def counted(plain: ModelShape, *matrices: Matrices, **changes: Any) -> ModelShape:
@@ -177,41 +140,6 @@ def test_experts_are_quantised_where_that_can_be_and_adapted_where_they_are_type
     assert experts.active_parameters == dense.active_parameters + experts.expert_parameters // 4
 
 
-def test_autocast_keeps_the_casts_of_every_layer_that_trains_until_the_forward_pass_ends() -> None:
-    """Under recomputation too: real and traced tensors of a 16-layer model, both 2 B a weight."""
-    model, case = shape(LLAMA3), setup(weights_dtype="float32", gradient_checkpointing=True)
-    parts = rank_memory(config(LLAMA3, "full"), model, case, 1)
-    assert parts["casts"] == 2 * model.linear_parameters
-    frozen = rank_moments(config(LLAMA3), model, case, 1)["forward last"]
-    assert frozen["casts"] == 2 * model.layer_linear_parameters  # autocast does not keep those of frozen weights
-
-
-def test_the_worst_moment_counts() -> None:
-    model, case = shape(LLAMA3), setup(gradient_checkpointing=True)
-    moments = rank_moments(config(LLAMA3), model, case, 4)
-    parts = rank_memory(config(LLAMA3), model, case, 4)
-    assert sum(parts.values()) == max(sum(each.values()) for each in moments.values())
-    assert parts == moments["backward head"] and not parts["recompute"]  # all labels at once: 12 B x 128,256 each
-    few = rank_memory(config(LLAMA3), model, replace(case, label_share=0.05), 4)
-    assert few["recompute"] and not few["logits"]
-
-
-@pytest.mark.parametrize(
-    ("optim", "each"), [("paged_adamw_32bit", 8), ("ademamix", 12), ("paged_ademamix_32bit", 12), ("lion_32bit", 4), ("adamw_torch", 4)]
-)  # fmt: skip
-def test_bitsandbytes_holds_32_bit_moments_in_fp32(optim: str, each: int) -> None:
-    parts = rank_memory(config(LLAMA2, "full"), shape(LLAMA2), setup(optim=optim), 1)
-    assert parts["optimizer"] == each * 6_738_415_616
-
-
-def test_an_offloaded_optimizer_needs_no_copy_on_the_gpu() -> None:
-    case = setup(strategy="zero3", optim="adamw_torch", offload_optimizer=True, offload_parameters=True)
-    fused = replace(case, optim="adamw_torch_fused")
-    assert rank_memory(config(LLAMA2, "full"), shape(LLAMA2), case, 1) == rank_memory(
-        config(LLAMA2, "full"), shape(LLAMA2), fused, 1
-    )
-
-
 def test_the_peak_is_named_with_what_would_lower_it_by_formula_too() -> None:
     def peak(*words: str) -> tuple[str, str]:
         call = parse_call(["plan", "CONFIG=configs/run_bnb.yaml", *words], COMMANDS)
@@ -239,12 +167,3 @@ def test_a_tracer_that_crashes_says_its_last_words(tmp_path: Path, monkeypatch: 
         assert tracer.ask([asdict(case)]) == [{"error": "the trace ended with code 3: ImportError: no torch here"}]
     finally:
         tracer.close()
-
-
-def test_linear_layers_of_a_class_of_their_own_stay_as_they_are() -> None:
-    """Falcon's, which transformers does not give to bitsandbytes (traced: 17.1 GiB, not 6.2)."""
-    plain = shape(LLAMA2)
-    own = tuple(replace(one, quantised=False) for one in plain.matrices)
-    falcon = replace(plain, counted=Counted(parameters=plain.parameters, largest_layer=1, matrices=own))
-    parts = rank_memory(config(LLAMA2, "qlora"), falcon, setup(), 1)
-    assert parts["frozen"] == 2 * falcon.parameters and not parts["quant_state"] and "dequantised" not in parts

@@ -11,17 +11,11 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import Link
 from sft_play.plan.hardware import network_speed, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.memory import trainable_parameters
 from sft_play.plan.network import (
     communication_seconds,
-    compressed_bytes,
-    exchange_seconds,
-    gathering_seconds,
-    latency_seconds,
-    powersgd_elements,
     sent_bytes,
 )
 from sft_play.plan.plan import LaunchRequest, Plan, Setup
@@ -64,18 +58,6 @@ def setup_for(strategy: str = "ddp", **changes: Any) -> Setup:
 # The figures that people quote.
 
 
-def test_every_message_has_its_latency() -> None:
-    """8.4 M parameters: two buckets of 25 MiB in fp32; two messages of PowerSGD; one of local steps, once in 16."""
-    link = Link(ranks=3, latency_seconds=1.0, bytes_per_second=1e9)
-
-    def waits(config: Config, strategy: str = "ddp") -> float:
-        return latency_seconds(config, shape_of(config.model), setup_for(strategy), link, 3, 4)
-
-    assert waits(config_of()) == 2 and waits(config_of(train={"ddp_bucket_cap_mb": 8})) == 4
-    assert waits(config_of(compression="powersgd")) == 2 and waits(config_of(local_steps=16)) == 1 / 16
-    assert waits(config_of(), "fsdp2") == 4 * (2 + 2 * 32), "gradients, and each layer's weights twice, in each of 4 micro-steps"
-
-
 def test_adapters_of_a_7b_model_take_a_third_of_a_second() -> None:
     config = config_of()
     shape = shape_of(config.model)
@@ -87,55 +69,7 @@ def test_adapters_of_a_7b_model_take_a_third_of_a_second() -> None:
     assert [round(communication_seconds(sent, n, GIGABIT), 2) for n in (1, 2, 4)] == [0.0, 0.29, 0.43]
 
 
-def test_shards_of_gradients_travel_in_every_micro_step() -> None:
-    """Nobody holds all of them until the next one: N bytes are reduced and scattered in (N-1)/N of their time, 4 times."""
-    config = config_of(mode="full")
-    shape = shape_of(config.model)
-    gradients = 4 * trainable_parameters(config, shape)  # reduced in fp32, whatever is computed in
-    each = 2 / 3 * gradients / GIGABIT
-
-    def seconds(strategy: str, accumulation: int) -> float:
-        gathered = accumulation * gathering_seconds(config, shape, setup_for(strategy), 3, GIGABIT)
-        return exchange_seconds(config, shape, setup_for(strategy), 3, accumulation, GIGABIT) - gathered
-
-    for strategy in ("fsdp2", "zero3"):
-        assert seconds(strategy, 4) == pytest.approx(4 * each) and seconds(strategy, 1) == pytest.approx(each)
-    weights = each / 2  # in bf16, once, when they have been updated
-    assert seconds("zero2", 4) == pytest.approx(4 * each + weights)
-    assert seconds("zero1", 4) == pytest.approx(2 * each + weights)
-    assert seconds("ddp", 4) == seconds("ddp", 1)
-
-
-def test_gathering_a_frozen_7b_takes_two_and_a_half_minutes() -> None:
-    config = config_of()
-    setup = setup_for("zero3")
-    assert gathering_seconds(config, shape_of(config.model), setup, 3, GIGABIT) == pytest.approx(153, abs=1)
-    recomputing = replace(setup, gradient_checkpointing=True)
-    assert gathering_seconds(config, shape_of(config.model), recomputing, 3, GIGABIT) == pytest.approx(229.4, abs=1.5)
-    assert gathering_seconds(config, shape_of(config.model), setup_for("ddp"), 3, GIGABIT) == 0
-
-
 # Choices.
-
-
-def test_what_each_choice_sends() -> None:
-    config = config_of()
-    shape = shape_of(config.model)
-    whole = 8_388_608
-    assert [compressed_bytes(config, shape, 4, kind) / whole for kind in ("none", "fp16", "bf16")] == [4, 2, 2]
-    assert compressed_bytes(config, shape, 2, "fp16") / whole == 2  # 16-bit gradients already
-    # Adapters of 16 x 4096: factors of rank 4 have (16 + 4096) x 4 values of 65,536 = 1 in 3.98.
-    assert (
-        powersgd_elements(16, 4096, 4) == 16_448 and powersgd_elements(16, 4096, 8) == 65_536 and powersgd_elements(4, 4, 9) == 16
-    )
-    assert compressed_bytes(config, shape, 4, "powersgd") == 4 * 128 * 16_448
-    for steps, sent in ((16, 4), (1, 16 * 4)):
-        local = replace(config, launch=LaunchConfig(local_steps=steps))
-        assert sent_bytes(local, shape, setup_for()) == whole * sent / 16
-    narrow = replace(config, launch=LaunchConfig(local_steps=16, compression="fp16"))
-    assert sent_bytes(narrow, shape, setup_for()) == whole * 2 / 16
-    full = config_of(mode="full", compression="powersgd")
-    assert 0 < sent_bytes(full, shape, setup_for()) < 0.025 * 4 * shape.parameters
 
 
 def test_the_plan_has_a_table_of_them() -> None:
@@ -176,11 +110,6 @@ def test_cards_without_bf16_are_told_what_their_loss_scaler_does_not_go_with(tra
         assert planned("2xRTX4090@1Gbit", config_of(SMALL, **launch)).precision == "bf16"
         assert planned("2xT4@1Gbit", config_of(SMALL, train={"bf16": False}, **launch)).precision == "fp32"
     assert planned("2xT4@1Gbit", config_of(SMALL, compression="fp16")).precision == "fp16"
-
-
-def test_one_process_has_nothing_to_share() -> None:
-    plan = planned("2xRTX4090", config_of(seq=256, local_steps=8), command_strategy="single")
-    assert "`launch.local_steps` 8 has no effect: one process shares nothing" in plan.reasons and plan.exchanges == ()
 
 
 # The speed of the network.
@@ -232,16 +161,6 @@ def test_a_network_that_is_fast_enough_is_not_refused() -> None:
     assert planned("24GB", config_of(QWEN, seq=512), command_strategy="fsdp2", num_nodes=3).strategy == "fsdp2"
 
 
-def test_a_fast_network_and_a_long_wait_are_told_in_plain_numbers() -> None:
-    fast = show_plan(planned("4xH100@100Gbit", config_of(), num_nodes=2))
-    assert "over the network of 11.8 GB/s" in fast and "e+0" not in fast
-    slow = planned("12GB+8GB+8GB@1Mbit", config_of(seq=512, mode="qlora"))
-    assert "e+0" not in show_plan(slow)
-    with pytest.raises(UserError) as error:
-        planned(CARDS + "@10Mbit", config_of(seq=512), command_strategy="fsdp2")
-    assert "e+0" not in str(error.value) and " MB/s" in str(error.value)
-
-
 NAME_CARDS, NAME_NETWORK = "name the cards (HARDWARE=2xRTX4090)", "name the network: LAUNCH_NETWORK="
 
 
@@ -260,27 +179,3 @@ def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: 
     if network:
         assert f"{NAME_NETWORK}{network} (`launch.network`), or HARDWARE=...@{network}" in shown
     assert ("tokens/s" in shown) is (not cards and network is None)
-
-
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_a_typed_network_beside_that_of_hardware_is_told_not_to_count(nodes: int) -> None:
-    def told(hardware: str, network: str, *keys: str) -> list[str]:
-        launch = LaunchRequest(command_strategy="auto", num_nodes=nodes)
-        config = config_of(SMALL, seq=512, network=network)
-        plan = make_plan(
-            Request(
-                config=config,
-                typed=keys.__contains__,
-                hardware=parse_hardware(hardware),
-                shape=shape_of(config.model),
-                launch=launch,
-            )
-        )
-        assert plan.communication_seconds is not None
-        return [reason for reason in plan.reasons if reason.startswith("`launch.network`")]
-
-    assert told(CARDS + "@1Gbit", "10Gbit", "launch.network") == [
-        "`launch.network` 10Gbit does not count: HARDWARE names a network of 118 MB/s"
-    ]
-    assert told(CARDS + "@1Gbit", "1Gbit", "launch.network") == []
-    assert told(CARDS, "10Gbit", "launch.network") == []

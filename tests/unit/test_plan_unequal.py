@@ -11,7 +11,7 @@ from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSetting
 from sft_play.errors import HardwareError
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.batch import spans
-from sft_play.plan.calibration import Calibration, StepFit, load_calibration, of_all_nodes
+from sft_play.plan.calibration import Calibration, StepFit, of_all_nodes
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
@@ -98,42 +98,6 @@ def test_engines_that_meet_in_every_micro_step_have_as_many(command: Any) -> Non
     assert gain(plan) > 1.1
 
 
-def test_alike_ranks_are_as_ever() -> None:
-    plan = planned("3xRTX4090@1Gbit", config_of())
-    assert len({(rank.micro_batch, rank.accumulation) for rank in plan.ranks}) == 1
-    assert not any(one.startswith(("shares by", "unequal")) for one in plan.reasons)
-
-
-def test_packs_are_shared_out_too() -> None:
-    plan = planned(CARDS + "@1Gbit", config_of(seq=1024, packing="on"))
-    assert plan.pack_tokens == 1024 and sum(rank.micro_batch * rank.accumulation for rank in plan.ranks) >= 24
-    assert plan.ranks[0].micro_batch * plan.ranks[0].accumulation > plan.ranks[2].micro_batch * plan.ranks[2].accumulation
-
-
-def test_after_memory_ran_out_each_rank_has_half() -> None:
-    plan, again = (planned(CARDS, config_of(), halvings=halvings) for halvings in (0, 1))
-    for before, after in zip(plan.ranks, again.ranks, strict=True):
-        assert after.micro_batch == -(-before.micro_batch // 2) and after.most_rows <= max(1, -(-before.most_rows // 2))
-        assert after.micro_batch * after.accumulation >= before.micro_batch * before.accumulation
-    assert again.global_batch_size == 24 and any("memory ran out: micro-batch" in one for one in again.reasons)
-
-
-def test_measured_speeds_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    hardware = parse_hardware("RTX4090+RTX3090")
-    assert load_calibration(hardware) is None
-    first = Calibration(
-        device="NVIDIA GeForce RTX 4090", kind="cuda", threads=8, measured="2026-11-21", matmul_flops={"4096": 1e14}
-    )
-    first.save()
-    assert load_calibration(hardware) is None  # one of the two was never measured: priors and measurements do not compare
-    replace(first, device="NVIDIA GeForce RTX 3090", measured="2026-11-20").save()
-    both = load_calibration(hardware)
-    assert both and both.measured == "2026-11-20" and both.of("RTX4090").measured == "2026-11-21"
-    one = load_calibration(parse_hardware("2xRTX4090"))
-    assert one and one.of("RTX4090") is one
-
-
 # When fewer would be faster.
 
 
@@ -178,18 +142,6 @@ def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
     assert counted.world_size == 4 and not any(one.startswith("each of the") for one in counted.reasons)
     written = planned("RTX4090+RTX4090@1Gbit", config_of(seq=512), num_nodes=2)
     assert written.world_size == 2 and [rank.device for rank in written.ranks] == ["cuda:0"] * 2
-
-
-@pytest.mark.parametrize(
-    ("hardware", "request_", "world", "told"),
-    [
-        (LAN, {"num_nodes": 2}, 6, "each of the 2 nodes has all 3 cards; with NUM_NODES=3 each would have one of them"),
-        (LAN, {"num_nodes": 2, "num_gpus": 2}, 4, "each of the 2 nodes has 2 of the 3 cards; with NUM_NODES=3 each would have one of them"),
-    ],
-)  # fmt: skip
-def test_numbers_that_do_not_match_are_said(hardware: str, request_: dict[str, int], world: int, told: str) -> None:
-    plan = planned(hardware, config_of(seq=512), **request_)
-    assert plan.world_size == world and reason(plan, "each of the") == told
 
 
 def gpu(name: str, gib: float, flops: float, free: float | None = None) -> Device:
@@ -257,21 +209,6 @@ def test_shares_rest_on_what_each_node_measured_on_its_own_card() -> None:
     assert first + second == 24 and 2 * second <= first
     second, first = shares(replace(slow, device="a"), (), (replace(fast, device="b"),))
     assert first + second == 24 and 2 * second <= first, "also where node 0's is the slow one"
-
-
-def test_a_processor_of_another_node_has_its_own_threads() -> None:
-    cpus = tuple(Device(name=name, memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False) for name in ("x", "y"))
-    hardware = Hardware(kind="cpu", devices=cpus[:1], cpu_threads=4, ram_bytes=32 * GIB)
-    config = config_of(SMALL, "lora", seq=128)
-
-    def of_cpu(name: str, threads: int) -> Calibration:
-        found = fitted(name, 1e10 * threads)
-        return replace(found, kind="cpu", threads=threads, steps=(replace(found.steps[0], threads=float(threads)),))
-
-    found = of_all_nodes(of_cpu("x", 4), [(of_cpu("x", 4),), (of_cpu("y", 16),)])
-    launch = LaunchRequest(command_strategy="auto", num_nodes=2, num_gpus=1, node_devices=(cpus[:1], cpus[1:]))
-    plan = make_plan(Request(config=config, hardware=hardware, shape=shape_of(config.model), launch=launch, calibration=found))
-    assert counts(plan)[1] > 2 * counts(plan)[0] > 0
 
 
 def test_a_full_gpu_of_another_node_is_named() -> None:

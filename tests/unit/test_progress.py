@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,13 +49,3 @@ def test_the_log_has_the_lines_whatever_the_console_is(
     assert lines[-1] == "step 700/1000: held-out loss 0.5000" and len(lines) == len(set(lines))
     if console is not None:
         assert console.getvalue().splitlines() == (lines[-1:] if panel else lines)
-
-
-def test_the_log_alone_is_not_on_the_console(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from sft_play.training.process import log_alone, redirect\n"
-        "console = redirect(Path(sys.argv[1]), 0); print('both'); log = log_alone(); log.write('step 1\\n'); log.flush()"
-    )
-    log = tmp_path / "rank0.log"
-    done = subprocess.run([sys.executable, "-c", code, str(log)], capture_output=True, text=True, timeout=60, check=True)
-    assert log.read_text() == "both\nstep 1\n" and done.stdout == "both\n"

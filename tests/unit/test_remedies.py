@@ -120,34 +120,11 @@ def test_every_remedy_of_every_preset_is_taken_when_it_is_typed(preset: str, mod
             assert remedy.fits, remedy.override
 
 
-def test_random_weights_are_offered_no_adapters() -> None:
-    words = ["CONFIG=from_scratch", "MODEL_HIDDEN_SIZE=4096", "MODEL_ATTENTION_HEADS=32", "MODEL_LAYERS=32"]
-    for hardware in ("24GB", "2x24GB@1Gbit"):
-        with pytest.raises(DoesNotFitError) as error:
-            typed_plan("train-distributed", words, hardware)
-        assert error.value.remedies and "TUNING_MODE" not in error.value.render()
-
-
 def refused(*arguments: Any) -> dict[str, Remedy]:
     preset, hardware, typed, launch = arguments
     with pytest.raises(DoesNotFitError) as error:
         planned(ROOT / "configs" / f"{preset}.yaml", hardware, typed, launch)
     return {remedy.override: remedy for remedy in error.value.remedies}
-
-
-def test_recomputation_is_said_where_it_was_typed_off() -> None:
-    found = refused(*CASES["recomputation typed off"])
-    assert found["MODEL_MAX_SEQ_LEN=1024 TRAIN_GRADIENT_CHECKPOINTING=true"].fits
-
-
-def test_cards_without_bfloat16_hold_frozen_weights_in_half_precision() -> None:
-    found = refused(*CASES["fp16"])
-    assert found["TUNING_MODE=lora"].fits
-
-
-def test_writing_out_quantised_weights_has_its_price() -> None:
-    slower = refused(*CASES["T4"])["TUNING_MODE=qlora"].slower
-    assert slower is not None and slower > 1.01
 
 
 def test_what_came_nearest_is_shown() -> None:

@@ -97,15 +97,6 @@ def test_the_checksum_of_an_unchanged_weight_file_comes_from_the_cache(
     assert weights_sha256(weights) == [file_sha256(weights[0])]
 
 
-def test_a_file_of_the_hubs_cache_has_its_blobs_name_for_a_checksum(tmp_path: Path) -> None:
-    blob, link = tmp_path / "blobs" / ("ab" * 32), tmp_path / "snapshots" / "model.safetensors"
-    for path in (blob, link):
-        path.parent.mkdir()
-    blob.write_bytes(b"weights")
-    link.symlink_to(blob)
-    assert weights_sha256([link]) == [blob.name]
-
-
 def test_an_adapter_folder_names_what_to_set(model: Path) -> None:
     (model / "config.json").rename(model / "adapter_config.json")
     error = refused(model)
@@ -131,10 +122,6 @@ def test_a_folder_that_lacks_something_is_named_with_it(missing: str, named: str
     error = refused(model)
     assert error.place == str(model)
     assert named in error.message
-
-
-def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
-    assert "no `config.json`" in refused(tmp_path).message
 
 
 def test_weights_that_were_cut_short_are_refused(model: Path) -> None:
@@ -165,11 +152,6 @@ def test_a_gguf_file_is_refused(present: bool, tmp_path: Path) -> None:
         path.write_bytes(b"GGUF")
     assert refused(path).message == "GGUF files cannot be trained"
     assert refused("model.gguf").message == "GGUF files cannot be trained"
-
-
-def test_a_folder_with_only_a_gguf_file_is_refused_by_its_name(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "small.gguf")
-    assert "`small.gguf` is a GGUF file" in refused(model).message
 
 
 @pytest.mark.parametrize("name", ["./missing", "missing/deep/folder", "~/missing_model_of_a_test"])
@@ -335,10 +317,3 @@ def test_a_hub_in_trouble_is_named(hub: Hub, ask: Ask) -> None:
     assert done.returncode == 4, done.stderr
     assert "someone/small" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_name_that_no_hub_takes_is_refused(ask: Ask) -> None:
-    done = ask("not a name!/x")
-    assert done.returncode == 4, done.stderr
-    assert "is neither a folder nor a hub id" in done.stderr
-    assert done.stderr.startswith("error: not a name!/x")

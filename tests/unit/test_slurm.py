@@ -24,13 +24,12 @@ import pytest
 from sft_play.config.call import Call
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config, read_config
-from sft_play.config.schedulers import SlurmConfig, seconds_of
+from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import UserError
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.verdict import CAUSE_VARIABLE, Outcome, tell_cause
 from sft_play.runs.folder import RunFolder
-from sft_play.schedulers.slurm import BatchJob, first_index, options, render, submit
+from sft_play.schedulers.slurm import BatchJob, options, render, submit
 from tests.conftest import Done, Program
 from tests.programs import need
 
@@ -76,7 +75,7 @@ def test_bash_and_shellcheck_have_nothing_to_say(changes: dict[str, Any]) -> Non
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("letter", ["\n", "\x85"])
+@pytest.mark.parametrize("letter", ["\n"])
 def test_control_characters_are_refused(letter: str) -> None:
     bad = f"a{letter}b"
     for change in (
@@ -237,8 +236,8 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
 @pytest.mark.parametrize(
     ("codes", "code", "requeued"),
     [
-        ((143, 143), 143, True), ((75, 75), 75, True), ((75, 143), 75, True), ((0, 75), 75, True), ((4, 75), 4, False), ((143, 5), 5, False),
-        ((1, 1), 1, False), ((2, 0), 2, False), ((3, 75), 3, False), ((130, 130), 130, False), ((137, 137), 137, False), ((137, 75), 75, True),
+        ((143, 143), 143, True), ((75, 75), 75, True), ((0, 75), 75, True), ((4, 75), 4, False), ((1, 1), 1, False), ((3, 75), 3, False),
+        ((137, 75), 75, True),
     ],
 )  # fmt: skip
 def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
@@ -255,17 +254,6 @@ def test_memory_that_ran_out_takes_no_other_turn(bench: Bench, cause: str, reque
     assert not list(bench.logs.glob("*.??????")), "codes are left behind"
 
 
-def test_a_launcher_says_its_cause_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "0.cause"
-    monkeypatch.setenv(CAUSE_VARIABLE, str(path))
-    tell_cause(Outcome(code=0))
-    assert not path.exists()
-    tell_cause(Outcome(code=75, cause="out_of_memory"))
-    assert path.read_text() == "out_of_memory\n"
-    monkeypatch.setenv(CAUSE_VARIABLE, str(path / "below" / "a-file"))
-    tell_cause(Outcome(code=75, cause="out_of_memory"))  # raises nothing
-
-
 @pytest.mark.parametrize(("turn", "requeued"), [("1", True), ("2", False)])
 def test_there_is_a_last_turn(bench: Bench, turn: str, requeued: bool) -> None:
     job = batch_job(bench.folder, slurm=SlurmConfig(max_requeues=2))
@@ -273,7 +261,7 @@ def test_there_is_a_last_turn(bench: Bench, turn: str, requeued: bool) -> None:
     assert ("slurm.max_requeues" in said) is not requeued
 
 
-@pytest.mark.parametrize("state", ["CANCELLED", "PENDING", "TIMEOUT", ""])
+@pytest.mark.parametrize("state", ["CANCELLED", ""])
 def test_a_job_that_somebody_has_ended_stays_as_it_is(bench: Bench, state: str) -> None:
     (bench.folder / "state").write_text(state)
     bench.run((143, 143), 143)
@@ -316,8 +304,7 @@ def test_a_port_that_is_taken_is_passed_over(bench: Bench, address: str) -> None
     ("setup", "named"),
     [
         (["module() { return 7; }", "module load cuda/99", "export B=1"], "module load cuda/99"),
-        (["if true; then", "  cat /no/such/file", "fi"], "  cat /no/such/file"),
-        (["source /no/such/env.sh"], "source /no/such/env.sh"), (["set -e", "(exit 9)"], "(exit 9)"),
+        (["if true; then", "  cat /no/such/file", "fi"], "  cat /no/such/file"), (["set -e", "(exit 9)"], "(exit 9)"),
     ],
 )  # fmt: skip
 def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench, setup: list[str], named: str) -> None:
@@ -335,26 +322,7 @@ def test_what_is_no_failure_of_a_setup_line_changes_nothing(bench: Bench, setup:
     bench.run((143, 143), 143, batch_job(bench.folder, slurm=SlurmConfig(setup=lines)), requeued=True)
 
 
-def test_what_a_killed_turn_left_is_removed(bench: Bench) -> None:
-    own, other = bench.logs / "slurm-1234567.a1B2c3", bench.logs / "slurm-12345671.a1B2c3"
-    for folder in (own, other):
-        folder.mkdir(parents=True)
-    (bench.logs / "slurm-1234567.node1.out").write_text("kept\n")
-    bench.run((0, 0), 0)
-    assert not own.exists() and other.is_dir()
-    assert (bench.logs / "slurm-1234567.node1.out").read_text().startswith("kept\n")
-
-
 # ---- Configuration, and what sbatch refuses
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("24:00:00", 86400), ("2-12", 216000), ("1-02:30:10", 95410), ("soon", None), ("1:2:3:4", None),
-     ("-5", None), ("", None)],
-)  # fmt: skip
-def test_times_are_read_as_sbatch_reads_them(text: str, seconds: int | None) -> None:
-    assert seconds_of(text) == seconds
 
 
 def config_file(folder: Path, *lines: str) -> Path:
@@ -371,21 +339,15 @@ def config_file(folder: Path, *lines: str) -> Path:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ('account: "a b"', "slurm.account"), ('qos: ""', "slurm.qos"),
-        ("memory: lots", "slurm.memory"),
-        ('constraint: "$(id)"', "slurm.constraint"), ("array: all", "slurm.array"), ("array: 1-10%0", "slurm.array"),
-        ("array: 3-1", "whose range `3-1` runs backwards\n\nhint: did you mean `1-3`?"), ("array: '0,9-7:2%1'", "did you mean `7-9`?"),
+        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ("memory: lots", "slurm.memory"), ('constraint: "$(id)"', "slurm.constraint"),
+        ("array: all", "slurm.array"), ("array: 3-1", "whose range `3-1` runs backwards\n\nhint: did you mean `1-3`?"),
         ("array: 0-3:0", "has a step of 0"),
         ("time: 25:99", "did you mean `26:39:00` (hours:minutes:seconds) or `26:39` (minutes:seconds)?"),
-        ("time: 1:90:00", "did you mean `02:30:00`?"), ("time: 30:00:75", "did you mean `30:01:15`?"),
-        ("time: 2-12:90", "did you mean `2-13:30:00`?"),
-        ("time: soon", "slurm.time"), ("time: '2'", "the job ends after 120 s"), ("warning_seconds: 90000", "slurm.warning_seconds"),
+        ("time: '2'", "the job ends after 120 s"), ("warning_seconds: 90000", "slurm.warning_seconds"),
         ("options: ['-N 3']", "expected an option of sbatch"), ("options: ['--nodes=3']", "NUM_NODES"),
-        ("options: ['--partition=x']", "slurm.partition"),
-        ("options: ['--requeue']", "not for the script"), ("options: ['--export=ALL']", "not for the script"),
-        ("options: ['--hold']", "type it when you"),
+        ("options: ['--export=ALL']", "not for the script"), ("options: ['--hold']", "type it when you"),
         ('options: ["--comment=a\\nb"]', "expected an option of sbatch"), (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
-        ('setup: ["a\\u001bb"]', "control character"), ("max_requeues: -1", "slurm.max_requeues"),
+        ("max_requeues: -1", "slurm.max_requeues"),
     ],
 )  # fmt: skip
 def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, line: str, words: str) -> None:
@@ -407,16 +369,11 @@ def test_a_time_needs_no_quotes_and_a_resumed_run_may_have_another(tmp_path: Pat
     ("said", "key", "hint"),
     [
         ("Batch job submission failed: Invalid partition name specified", "slurm.partition", "SLURM_PARTITION=NAME"),
-        ("User's group not permitted to use this partition", "slurm.partition", "SLURM_PARTITION=NAME"),
         ("Invalid account or account/partition combination specified", "slurm.account", "SLURM_ACCOUNT=NAME"),
-        ("Invalid qos specification", "slurm.qos", "then SLURM_QOS=NAME"),
         ("QOSMaxSubmitJobPerUserLimit\nJob violates accounting/QOS policy (user's size and/or time limits)", None, "your limits"),
-        ("AssocGrpCPUMinutesLimit", None, "your limits"),
         ("Requested time limit is invalid (missing or exceeds some limit)", "slurm.time", "SLURM_TIME="),
         ("Requested node configuration is not available", None, "NUM_NODES, NUM_GPUS"),
-        ("Invalid job array specification", "slurm.array", "SLURM_ARRAY="),
         ("unrecognized option '--frobnicate'", "slurm.options", "slurm.options"),
-        ("something else", None, "sbatch's own"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_placed_where_its_key_was_written(
@@ -432,11 +389,6 @@ def test_a_refusal_is_placed_where_its_key_was_written(
             submit(script, {key or "slurm.time": origin})
         assert caught.value.place == place
         assert said in caught.value.message and hint in (caught.value.hint or "")
-
-
-@pytest.mark.parametrize(("array", "index"), [("0-3", 0), ("4-10:2", 4), ("5,8-9%1", 5), ("12%1", 12)])
-def test_the_first_task_of_an_array(array: str, index: int) -> None:
-    assert first_index(array) == index
 
 
 # ---- The command
@@ -497,16 +449,10 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["SUBMIT=perhaps"], 2, "expected `1` or `0`"),
-        (["RUN_NAME=a b"], 2, "`RUN_NAME` is `a b`"),
-        ([f"RUN_NAME={'a' * 115}", "SLURM_ARRAY=0-3"], 2, "`RUN_NAME` is"),
+        (["SUBMIT=perhaps"], 2, "expected `1` or `0`"), (["RUN_NAME=a b"], 2, "`RUN_NAME` is `a b`"),
         (["OUT=FOREIGN"], 2, "was not written by `make slurm`"),
-        (["OUT=FOREIGN/job.sbatch"], 2, "cannot be written"),
-        (['SLURM_SETUP=["echo \'open"]'], 2, "`slurm.setup` is not valid shell text"),
-        (["SUBMIT=1"], 3, "there is no `sbatch` here"),
-        (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"),
-        (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "different GPUs"),
-        (["HARDWARE=A100+L40S", "SLURM_GPU_TYPE=a100"], 2, "different GPUs"),
+        (['SLURM_SETUP=["echo \'open"]'], 2, "`slurm.setup` is not valid shell text"), (["SUBMIT=1"], 3, "there is no `sbatch` here"),
+        (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"), (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "different GPUs"),
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
 )  # fmt: skip
@@ -527,9 +473,8 @@ def test_bad_input_is_one_error_and_loses_nothing(
 
 
 @pytest.mark.parametrize(("begun", "hardware", "target"), [
-    ("fsdp2", "4xH100", "train-fsdp"), ("zero", "1xH100", "train-deepspeed"), ("auto", "1xH100", "train"), ("auto", "4xH100", "train-distributed"),
-    ("single", "2xH100", "train-distributed"),
-])  # fmt: skip
+        ("fsdp2", "4xH100", "train-fsdp"), ("zero", "1xH100", "train-deepspeed"), ("single", "2xH100", "train-distributed"),
+    ])  # fmt: skip
 def test_a_run_that_has_started_goes_on_by_its_own_command(
     in_process: Program, tmp_path: Path, begun: str, hardware: str, target: str
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import re
 import resource
 import signal
 from collections.abc import Iterator
@@ -13,8 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from sft_play.files import append_text, disk_problem, errno_of, free_bytes
-from sft_play.runs.manifest import Room, free_memory_bytes, with_spare
+from sft_play.files import append_text, disk_problem, errno_of
 
 
 @pytest.mark.parametrize(
@@ -32,16 +29,6 @@ from sft_play.runs.manifest import Room, free_memory_bytes, with_spare
 def test_a_failed_write_is_told_from_a_mistake(error: Exception, number: int | None, words: str) -> None:
     assert errno_of(error) == number
     assert words in disk_problem(error)
-
-
-def test_what_a_library_raises_from_an_error_of_the_system_counts_as_that() -> None:
-    try:
-        try:
-            raise OSError(errno.ENOSPC, "full")
-        except OSError as error:
-            raise RuntimeError("cannot serialise") from error
-    except RuntimeError as outer:
-        assert errno_of(outer) == errno.ENOSPC
 
 
 @pytest.fixture
@@ -64,21 +51,6 @@ def test_the_real_error_of_safetensors_is_understood(tmp_path: Path, limited: No
         save_file({"a": numpy.zeros(2**16)}, tmp_path / "a.safetensors")
     assert errno_of(caught.value) == errno.EFBIG
     assert disk_problem(caught.value) == "the run folder cannot be written: File too large"
-
-
-def test_room_is_asked_with_something_to_spare() -> None:
-    assert with_spare(100 * 2**20) == 103 * 2**20
-    assert not Room(with_spare(0), 2**20 - 1).enough
-    assert str(Room(3 * 2**30, 2**19)) == "it needs 3.00 GiB and 0.5 MiB are free"
-
-
-def test_free_space_and_memory_are_what_the_system_says(tmp_path: Path) -> None:
-    found = os.statvfs(tmp_path)
-    assert abs(free_bytes(tmp_path) - found.f_bavail * found.f_frsize) < 2**30
-    match = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
-    assert match is not None
-    free = free_memory_bytes()
-    assert free is not None and 0 < free < int(match.group(1)) * 1024
 
 
 def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, limited: None) -> None:

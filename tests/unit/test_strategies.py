@@ -15,7 +15,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import HardwareError
 from sft_play.files import read_json
 from sft_play.launch.attempt import write_launch_files
-from sft_play.launch.environment import Node, worker_environment
+from sft_play.launch.environment import Node
 from sft_play.launch.job import Job, LaunchOptions
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
@@ -111,11 +111,6 @@ def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
     assert plan_of("3x12GB", name=QWEN, max_seq_len=512, command_strategy="auto").strategy == "fsdp2"
 
 
-def test_gradients_alone_may_travel_slowly() -> None:
-    plan = plan_of("3x24GB@1Gbit", name=QWEN, max_seq_len=512, command_strategy="zero")
-    assert plan.strategy == "zero2" and not any(text.startswith("SLOW") for text in plan.reasons)
-
-
 # Several machines: each plans by itself, from its own GPUs, and all must come to the same run.
 
 
@@ -160,24 +155,7 @@ def test_no_free_memory_anywhere(command: Any) -> None:
     assert "needs" in message(HardwareError, none, name=SMALL)
 
 
-def test_a_gpu_that_others_use_is_left_out_by_the_hint() -> None:
-    hardware = gpus(23, 2, 23)
-    text = message(HardwareError, hardware, name=QWEN, mode="qlora", max_seq_len=512, command_strategy="auto", strategy="ddp")
-    assert "CUDA_VISIBLE_DEVICES=2,4: 2 of 3 GPUs hold it" in text
-
-
 # The allocator of CUDA workers.
-
-
-def test_expandable_segments_on_gpus_unless_the_user_chose() -> None:
-    plan, name = plan_of("H100", name=SMALL), "PYTORCH_ALLOC_CONF"
-    ours = worker_environment(plan, Node(), {}, cpu_threads=8)
-    assert ours.set_here[name] == "expandable_segments:True" and any(name in note for note in ours.notes)
-    for theirs in (name, "PYTORCH_CUDA_ALLOC_CONF"):
-        kept = worker_environment(plan, Node(), {theirs: "max_split_size_mb:64"}, cpu_threads=8)
-        assert kept.variables[theirs] == kept.inherited[theirs] == "max_split_size_mb:64"
-        assert name not in kept.set_here and not any(name in note for note in kept.notes)
-    assert name not in worker_environment(plan_of(), Node(), {}, cpu_threads=8).variables
 
 
 # The learning rate that goes with the batch.

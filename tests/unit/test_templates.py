@@ -16,7 +16,7 @@ from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.example import Message
 from sft_play.errors import DataError
-from sft_play.model.tokenizer import default_template, end_of_turn_ids, load_tokenizer
+from sft_play.model.tokenizer import default_template, load_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, build_tokenizer
 
 LLAMA3 = (
@@ -143,36 +143,6 @@ def test_every_answer_is_trained_with_its_end_and_nothing_else(family: Family) -
     assert trained(tokenizer, *rows_of(tokenizer, CONVERSATION)) == [f"Fine, thanks.{end}", f"The same:\n\n  still fine.{end}"]
 
 
-def test_what_is_not_trained_is_the_rest_of_the_rendered_text(family: Family) -> None:
-    _, tokenizer, before, end = family
-    encoded = encode(tokenizer, SINGLE)
-    text = tokenizer.decode(encoded.input_ids)
-    assert tokenizer.apply_chat_template(SINGLE, tokenize=False).rstrip("\n") == text
-    at = next(i for i, label in enumerate(encoded.labels) if label != IGNORED)
-    assert tokenizer.decode(encoded.input_ids[:at]).endswith(before)
-    after = len(encoded.labels) - next(i for i, label in enumerate(reversed(encoded.labels)) if label != IGNORED)
-    assert tokenizer.decode(encoded.input_ids[at:after]) == f"Fine, thanks.{end}"
-    assert not tokenizer.decode(encoded.input_ids[after:]).strip()
-
-
-def test_the_prompt_is_where_the_row_begins(family: Family) -> None:
-    _, tokenizer, before, _ = family
-    for messages in (SINGLE, CONVERSATION):
-        encoded = encode(tokenizer, messages)
-        first = tokenizer.decode(encoded.prompt_ids)
-        assert first.endswith(before)
-        assert tokenizer.decode(encoded.input_ids).startswith(first + messages[-1]["content"])
-        assert encoded.input_ids[: len(encoded.prompt_ids)] == encoded.prompt_ids
-        assert encoded.labels[len(encoded.prompt_ids)] != IGNORED
-
-
-def test_the_end_of_a_turn_comes_first_among_the_stops(family: Family) -> None:
-    _, tokenizer, _, end = family
-    stops = end_of_turn_ids(tokenizer)
-    assert stops[0] == tokenizer.convert_tokens_to_ids(end)
-    assert tokenizer.eos_token_id in stops
-
-
 @pytest.mark.parametrize("name", ["llama3", "gemma"])
 def test_a_template_with_bos_begins_with_exactly_one(name: str, families: dict[str, Family]) -> None:
     tokenizer = families[name][1]
@@ -227,13 +197,6 @@ def test_the_default_template_ends_turns_with_eos_where_chatml_marks_are_unknown
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     assert trained(tokenizer, encode(tokenizer, SINGLE)) == ["Fine, thanks.</s>"]
-
-
-def test_a_system_message_is_never_trained(families: dict[str, Family]) -> None:
-    _, tokenizer, _, end = families["llama3"]
-    encoded = encode(tokenizer, [{"role": "system", "content": "Be brief."}, *SINGLE])
-    assert "Be brief." in tokenizer.decode(encoded.prompt_ids)
-    assert trained(tokenizer, encoded) == [f"Fine, thanks.{end}"]
 
 
 def test_a_conversation_that_the_template_refuses_names_its_roles(families: dict[str, Family]) -> None:

@@ -90,14 +90,6 @@ def test_a_file_that_is_no_template_is_refused(content: bytes, message: str, tmp
         chat_format(DataConfig(chat_template=str(path)))
 
 
-def test_transformers_own_tag_is_no_syntax_error(tmp_path: Path) -> None:
-    path = tmp_path / "mine.jinja"
-    path.write_text(
-        "{% for m in messages %}{% if not m %}{% break %}{% endif %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-    )
-    assert chat_format(DataConfig(chat_template=str(path))) is not None
-
-
 def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text(
@@ -170,13 +162,6 @@ def test_a_conversation_that_begins_with_an_answer(folder: Path, tmp_path: Path)
     with pytest.raises(DataError, match="begins with an answer"):
         rows(tokenizer, [greeting, *CHAT])
     assert learnt(tokenizer, rows(tokenizer, [{**greeting, "train": False}, *CHAT])) == ["Four.", "Five."]
-
-
-def test_a_template_that_counts_turns_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "counts.jinja"
-    path.write_text("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}" + CHAT_TEMPLATE)
-    with pytest.raises(DataError, match="changes earlier turns when later ones are added"):
-        rows(load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path)))), CHAT)
 
 
 def test_a_generation_prompt_that_opens_a_thought_which_answers_lack_is_refused(folder: Path, tmp_path: Path) -> None:

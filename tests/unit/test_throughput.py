@@ -10,8 +10,7 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.batch import rank_rows
-from sft_play.plan.calibration import Calibration, Link, StepFit
+from sft_play.plan.calibration import Calibration, StepFit
 from sft_play.plan.hardware import BOARD_WATTS, GIB, Device, Hardware, energy_kwh, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.mixture import Data
@@ -19,7 +18,7 @@ from sft_play.plan.plan import LaunchRequest, Plan, Setup
 from sft_play.plan.request import Request
 from sft_play.plan.scaling import parse_price, parse_scale, scale_table, show_scale, with_cost
 from sft_play.plan.show import show_speed
-from sft_play.plan.throughput import attended_pairs, describe_work, flops_per_token, step_flops
+from sft_play.plan.throughput import describe_work, flops_per_token, step_flops
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 
 SMALL, LLAMA2, LLAMA3 = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
@@ -79,49 +78,6 @@ def test_operations_of_a_token_of_llama_3(mode: str, recompute: bool, tokens: in
     assert flops_per_token(config, shape_of(config.model), tokens, recompute=recompute) / 1e9 == pytest.approx(gflops, rel=0.01)
 
 
-def test_the_head_costs_only_where_there_are_labels() -> None:
-    config = config_of()
-    shape = shape_of(config.model)
-    whole, eighth = (flops_per_token(config, shape, 128, recompute=False, label_share=share) for share in (1.0, 0.125))
-    assert whole - eighth == pytest.approx(4 * 0.875 * shape.vocab_size * shape.hidden_size)
-
-
-def test_pairs_are_those_that_kernels_compute() -> None:
-    assert attended_pairs(SETUP, [100.0]) == 5000
-    assert attended_pairs(SETUP, [100.0, 50.0]) == 150**2, "one line under a mask"
-    padded = replace(SETUP, layout="padded")
-    assert attended_pairs(padded, [100.0, 50.0]) == 2 * 100**2 == attended_pairs(padded, [100.0, 100.0], ragged=True)
-    assert attended_pairs(padded, [100.0, 100.0]) == 100**2, "no mask is needed"
-    assert attended_pairs(replace(SETUP, layout="unmasked"), [100.0, 100.0], ragged=True) == 100**2
-    assert attended_pairs(replace(SETUP, layout="unmasked", attention="eager"), [100.0, 100.0]) == 2 * 100**2
-    for attention in ("flash_attention_2", "varlen"):
-        assert attended_pairs(replace(SETUP, attention=attention), [100.0, 50.0]) == (100**2 + 50**2) / 2
-        assert attended_pairs(replace(SETUP, attention=attention, packed=True), [100.0], inside=30.0) == 100 * 15
-    assert attended_pairs(replace(SETUP, attention="eager"), [100.0]) == 100**2
-    assert attended_pairs(SETUP, []) == 0
-
-
-def test_padding_is_work_too() -> None:
-    config = config_of()
-    shape, data = shape_of(config.model), Data(row_tokens=100, longest=180, label_share=0.2)
-    flat, padded = (step_flops(config, shape, replace(SETUP, layout=layout), 8, 2, data) for layout in ("flattened", "padded"))
-    assert 1.2 < padded / flat < 1.8
-    even = Data(row_tokens=100, longest=100, label_share=0.2)
-    assert step_flops(config, shape, replace(SETUP, layout="padded"), 8, 8, even) == pytest.approx(
-        step_flops(config, shape, SETUP, 8, 8, even)
-    )
-
-
-def test_the_rank_with_most_rows_sets_the_pace() -> None:
-    assert (
-        rank_rows(24, (3, 3, 3)) == [8, 8, 8] and rank_rows(8, (1, 1, 1)) == [3, 3, 3] and rank_rows(24, (4, 1, 1)) == [16, 4, 4]
-    )
-    three, four = (plan_of(f"{n}xH200", config_of(LLAMA3, seq=1024, global_batch_size=24)) for n in (3, 5))
-    assert three.tokens_per_second and four.tokens_per_second
-    # 24 rows on 5 cards: one of them has 5, as if there were 24 / 5 cards.
-    assert four.tokens_per_second / three.tokens_per_second == pytest.approx(8 / 5, rel=0.02)
-
-
 # Paces and calibration.
 
 
@@ -166,27 +122,6 @@ def test_other_work_says_that_it_is_a_guess() -> None:
     assert none.speed_basis == "a prior, not measured here" and none.mfu is None
 
 
-def test_processes_share_threads() -> None:
-    config = config_of(global_batch_size=8)
-    calibration = measured(
-        fit_of(config, seconds_per_micro_step=0.0), links={"gloo": Link(ranks=2, latency_seconds=0.25, bytes_per_second=1e9)}
-    )
-    one, two = (plan_of(CPU, config, data_of(), calibration, num_gpus=n) for n in (1, 2))
-    assert two.seconds_per_step and one.seconds_per_step and two.communication_seconds
-    assert two.communication_seconds == pytest.approx(0.25 + 4 * shape_of(config.model).adapter_parameters(16, "auto") / 1e9)
-    assert two.seconds_per_step - two.communication_seconds == pytest.approx(one.seconds_per_step, rel=0.1)
-
-
-def test_small_micro_steps_are_launches_and_quantised_weights_are_written_out() -> None:
-    small = plan_of("H200", config_of(seq=64, global_batch_size=1))
-    assert small.seconds_per_step and small.seconds_per_step > 30 * 6e-4, "30 layers"
-    plain, quantised = (plan_of("RTX4090", config_of(LLAMA2, "qlora", seq=1024, global_batch_size=n)) for n in (1, 1))
-    assert plain.seconds_per_step == quantised.seconds_per_step
-    shape = shape_of(config_of(LLAMA2).model)
-    per_pass = shape.linear_parameters * 2.516 / 1.008e12
-    assert per_pass == pytest.approx(16.2e-3, rel=0.02), "shared facts: 16 ms a pass on a 4090"
-
-
 # Energy and money.
 
 
@@ -217,11 +152,6 @@ def test_a_price_is_a_number(text: str) -> None:
 
 
 # The table.
-
-
-def test_scale_is_read() -> None:
-    assert parse_scale("1..10") == tuple(range(1, 11)) and parse_scale("1,2,4, 8") == (1, 2, 4, 8)
-    assert parse_scale("8,1..3,2") == (1, 2, 3, 8) and parse_scale("5") == (5,)
 
 
 @pytest.mark.parametrize(

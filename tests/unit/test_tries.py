@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -52,13 +51,6 @@ def test_a_newer_checkpoint_begins_the_count_anew(run: RunFolder) -> None:
     record_event(run, "resumed")
     run.checkpoint(10).mkdir(parents=True)
     assert third.end(LOST) == LOST
-    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
-
-
-def test_a_run_that_was_removed_is_another(run: RunFolder) -> None:
-    run.checkpoint(10).mkdir(parents=True)
-    assert [lost() for _ in range(2)] == [LOST, LOST]
-    run.checkpoint(10).rmdir()
     assert [lost() for _ in range(3)] == [LOST, LOST, 3]
 
 
@@ -114,12 +106,6 @@ def test_only_node_0_counts_and_only_where_there_is_a_limit(run: RunFolder) -> N
         begin(WORDS, {LIMIT: "many"})
 
 
-def test_a_count_that_cannot_be_read_begins_anew(run: RunFolder) -> None:
-    assert [lost() for _ in range(2)] == [LOST, LOST]
-    run.tries.write_text('{"used": ')
-    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
-
-
 def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> None:
     """The Master waits and leaves, and again; when the Workers come at last, the run has all its tries."""
     assert [one().end(LOST) for _ in range(5)] == [LOST] * 5
@@ -129,19 +115,6 @@ def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> No
     record_event(run, "failed", node_rank=1, code=LOST)  # the other node's last word comes late
     assert one().end(LOST) == LOST
     assert [lost(), lost()] == [LOST, 3]
-
-
-def test_another_run_in_a_folder_of_that_name_is_counted_anew(run: RunFolder) -> None:
-    assert [lost(), lost()] == [LOST, LOST]
-    shutil.rmtree(run.path)
-    assert run.tries.exists()
-    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
-    assert [lost(), lost()] == [LOST, LOST]
-    one()  # killed
-    shutil.rmtree(run.path)
-    run.path.mkdir()
-    record_event(run, "started")  # by a launch that counts nothing
-    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
 
 
 def test_the_entry_point_ends_for_good(
