@@ -133,15 +133,18 @@ def measure(setting: Setting, pairs: int) -> dict[str, list[Measurement]]:
 
 def ours(setting: Setting) -> list[str]:
     """Answers and scores as `make eval` does."""
+    import torch
+
+    from sft_play.evaluation.answering import AnswerSettings
     from sft_play.evaluation.generate import score_by_generation
+    from sft_play.training.ranks import Ranks
 
     result = score_by_generation(
         setting.model,
         setting.tokenizer,
         setting.rows,
-        batch_size=setting.batch_size,
-        max_new_tokens=setting.tokens,
-        device=setting.device,
+        AnswerSettings(batch_size=setting.batch_size, max_new_tokens=setting.tokens),
+        ranks=Ranks(device=torch.device(setting.device)),
     )
     return [prediction.answer for prediction in result.predictions]
 

@@ -92,12 +92,12 @@ COMMANDS: dict[str, Command] = {
         "sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", (LAUNCH | {"RUN"}) - {"CONFIG"}
     ),
     "eval": Command(
-        "sft_play.evaluate:main",
+        "sft_play.evaluation.evaluate:main",
         "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA; BENCHMARKS= for standard ones",
         RUN | {"CHECKPOINT", "MODEL", "CONFIG", "DATA", "BENCHMARKS", "BENCHMARK_LIMIT"},
     ),
     "compare": Command(
-        "sft_play.compare:main",
+        "sft_play.evaluation.compare:main",
         "RUNS side by side: configuration, speed, scores with paired intervals, where they differ most",
         frozenset({"RUNS", "METRIC", "ROWS", "DATA", "JSON"}),
         overrides=False,

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
 from torch.distributed.fsdp import FSDPModule
 
 from sft_play.config.metrics import short_name
@@ -26,6 +25,8 @@ from sft_play.evaluation.scores import DEFAULT_METRICS, ROUGE, Interval, Scored,
 from sft_play.plan.shape import VARLEN
 from sft_play.training.ranks import Ranks
 from sft_play.training.stopping import StopOnRequest
+
+ALONE = Ranks()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,15 +91,12 @@ def score_by_generation(
     model: Any,
     tokenizer: Any,
     rows: Sequence[Mapping[str, Any]],
+    settings: AnswerSettings,
     *,
-    batch_size: int,
-    max_new_tokens: int,
-    num_beams: int = 1,
     metrics: Sequence[str] = DEFAULT_METRICS,
     budget: Budget | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     synced: bool = False,
-    device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
     stop: StopOnRequest | None = None,
     alive: Callable[[], None] | None = None,
@@ -112,10 +110,9 @@ def score_by_generation(
     """
     if not rows:
         raise ValueError("no rows to answer")
-    budget, ranks = budget or Budget(), ranks or Ranks()
+    budget = budget or Budget()
     prompts = [list(row["prompt_ids"]) for row in rows]
     spread_by = None if budget.seconds is None else budget.seed
-    settings = AnswerSettings(max_new_tokens=max_new_tokens, num_beams=num_beams, batch_size=batch_size)
     answers: list[tuple[int, Answer]] = []
     together_only = synced or budget.seconds is not None  # ranks meet before each batch, so that none may leave alone
     started = budget.clock()
@@ -123,7 +120,7 @@ def score_by_generation(
     if stop:
         stop.begin_evaluation()
     with _ready_to_generate(model, synced=synced, alive=alive) as ready:
-        together = share_size(len(rows), batch_size) if refills(ready, settings, synced=synced) else batch_size
+        together = share_size(len(rows), settings.batch_size) if refills(ready, settings, synced=synced) else settings.batch_size
         lengths = [len(prompt) for prompt in prompts]
         mine, rounds = share_batches(lengths, together, *ranks.model, spread_by=spread_by)
         for turn in range(rounds):
@@ -139,7 +136,7 @@ def score_by_generation(
             # Ranks that have run out of batches keep the others company: every forward pass is a collective.
             asked = [prompts[index] for index in batch] or [prompts[0][:1]]
             given = answer_batch(
-                ready, tokenizer, asked, settings, device=device, synced=synced and ranks.world > 1, enough=enough
+                ready, tokenizer, asked, settings, device=ranks.device, synced=synced and ranks.world > 1, enough=enough
             )
             answers += zip(batch, given[: len(batch)], strict=True)
             if progress:

@@ -18,6 +18,7 @@ from sft_play.config.schema import Config
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
 from sft_play.errors import DataError
+from sft_play.evaluation.answering import AnswerSettings
 from sft_play.evaluation.generate import Budget, answerable, choose_rows, decide, score_by_generation, share_batches
 from sft_play.evaluation.results import GenerationResult, HeldOut, write_evaluation
 from sft_play.evaluation.scores import check_library_metrics
@@ -88,16 +89,18 @@ def answer_rows(
 ) -> GenerationResult:
     """Answers and scores, as `config` says, those rows that `eval.samples` chooses of the ones that are `ready` for it.
 
-    `where`: ranks, device and the like, as `score_by_generation` takes them.
+    `where`: ranks and the like, as `score_by_generation` takes them.
     """
     chosen = [ready[place] for place in choose_rows(len(ready), config.eval.samples, config.train.seed)]
     return score_by_generation(
         model,
         tokenizer,
         [rows[index] for index in chosen],
-        batch_size=batch_size,
-        max_new_tokens=config.train.generation_max_new_tokens,
-        num_beams=config.train.generation_num_beams,
+        AnswerSettings(
+            max_new_tokens=config.train.generation_max_new_tokens,
+            num_beams=config.train.generation_num_beams,
+            batch_size=batch_size,
+        ),
         metrics=config.eval.metrics,
         budget=Budget(seconds=config.eval.max_seconds, seed=config.train.seed),
         **where,
@@ -188,7 +191,6 @@ class WhileTraining:
                 batch_size=size,
                 ranks=context.ranks,
                 synced=context.plan.strategy in SHARDED or context.ranks.copies > 1,
-                device=trainer.args.device,
                 stop=self.stop,
                 alive=context.activity.get_on,
             )
@@ -242,7 +244,7 @@ def score_run(
     result = None
     if generate:
         progress = _progress if sys.stderr.isatty() else None
-        result = answer_rows(model, tokenizer, rows, ready, config, batch_size=batch_size, device=device, progress=progress)
+        result = answer_rows(model, tokenizer, rows, ready, config, batch_size=batch_size, ranks=alone, progress=progress)
         for warning in result.warnings:
             print(f"note: {warning}", file=sys.stderr)
     for name in (SCORES, PREDICTIONS):  # never older scores with newer answers

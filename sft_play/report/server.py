@@ -17,10 +17,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sft_play.access import App, Guard, Message, Receive, Send, address_of, is_loopback, own_url, serve_token
-from sft_play.compare import compare
 from sft_play.config.call import Call
 from sft_play.errors import UserError
-from sft_play.evaluation.sides import read_sides
+from sft_play.evaluation.compare import compare, read_sides
 from sft_play.files import finite
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.summary import summary_of

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sft_play.config.metrics import OF_LOSS
 from sft_play.runs.folder import label_of_metric
 from sft_play.text import Finding
 
@@ -16,7 +17,7 @@ LATEST, LEAST, LEAST_COMPARED = 20, 3, 8
 """Rows that findings look back on, how many there must be, and how many to compare ranks by."""
 SLOW, WAITING, THROTTLED, FULL = 0.2, 0.1, 10.0, 0.95
 """Shares of speed, of a step, percent of time, share of the limit from which something is told."""
-NOT_OF_ANSWERS = ("loss", "perplexity", "label_tokens", "loss_rows_per_second")
+NOT_OF_ANSWERS = (*OF_LOSS, "label_tokens", "loss_rows_per_second")
 
 
 def findings(rows: Sequence[Row], spikes: Sequence[Row] = ()) -> list[Finding]:

@@ -97,7 +97,7 @@ def test_weights_show_in_the_mixture(in_process: Program, arguments: list[str], 
     ("typed", "words"),
     [
         ("SPLIT=test", "`SPLIT` is `test`; expected `train` or `validation`"),
-        ("HTML=yes", "`HTML` is `yes`"),
+        ("HTML=maybe", "`HTML` is `maybe`"),
         ("OUT=x.html", "no page is written"),
         ("ROWS=0", "`ROWS`"),
     ],

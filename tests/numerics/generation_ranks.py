@@ -55,6 +55,7 @@ def main() -> None:
     from torch.distributed.fsdp import fully_shard
 
     from sft_play.config.metrics import OF_ANSWERS
+    from sft_play.evaluation.answering import AnswerSettings
     from sft_play.evaluation.generate import Budget, score_by_generation
     from sft_play.training.ranks import Ranks
 
@@ -77,8 +78,7 @@ def main() -> None:
             model,
             tokenizer,
             rows(),
-            batch_size=4,
-            max_new_tokens=10,
+            AnswerSettings(batch_size=4, max_new_tokens=10),
             metrics=OF_ANSWERS,
             ranks=ranks,
             synced=kind == "fsdp2",
@@ -88,8 +88,7 @@ def main() -> None:
             model,
             tokenizer,
             rows(),
-            batch_size=2,
-            max_new_tokens=4,
+            AnswerSettings(batch_size=2, max_new_tokens=4),
             budget=Budget(seconds=2.5, seed=3, clock=Ticks(1.0 if rank == 0 else 100.0 * (rank - 1))),
             ranks=ranks,
             synced=kind == "fsdp2",

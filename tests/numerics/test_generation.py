@@ -36,12 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    return score_by_generation(*load(folder), rows(), batch_size=4, max_new_tokens=10, metrics=OF_ANSWERS)
+    return score_by_generation(*load(folder), rows(), AnswerSettings(batch_size=4, max_new_tokens=10), metrics=OF_ANSWERS)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 13, 50])
 def test_greedy_answers_do_not_depend_on_the_batch_size(folder: Path, alone: Any, batch_size: int) -> None:
-    other = score_by_generation(*load(folder), rows(), batch_size=batch_size, max_new_tokens=10, metrics=OF_ANSWERS)
+    other = score_by_generation(
+        *load(folder), rows(), AnswerSettings(batch_size=batch_size, max_new_tokens=10), metrics=OF_ANSWERS
+    )
     assert [(p.row, p.answer, p.tokens) for p in other.predictions] == [(p.row, p.answer, p.tokens) for p in alone.predictions]
     assert other.scores == alone.scores
     assert len({p.answer for p in alone.predictions}) > 5, "a model that says the same everywhere would prove nothing"
@@ -112,14 +114,14 @@ def test_answer_ends_with_the_turn_and_holds_only_the_completion(folder: Path) -
     ]
     # The folder's own settings would sample and forbid repetition; answers are greedy all the same.
     model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=50.0)
-    result = score_by_generation(model, tokenizer, rows_, batch_size=2, max_new_tokens=30)
+    result = score_by_generation(model, tokenizer, rows_, AnswerSettings(batch_size=2, max_new_tokens=30))
     assert [p.row for p in result.predictions] == [7, 3]
     answer = result.predictions[0]
     assert (answer.answer, answer.tokens, answer.stopped) == ("the return value", len(wanted) - 1, True)
     assert answer.scores == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
     assert answer.prompt == tokenizer.decode(prompt)
     assert model.generation_config.temperature == 5.0, "the model's settings are put back"
-    short = score_by_generation(model, tokenizer, rows_[:1], batch_size=1, max_new_tokens=2)
+    short = score_by_generation(model, tokenizer, rows_[:1], AnswerSettings(batch_size=1, max_new_tokens=2))
     assert short.predictions[0].tokens == 2
     assert not short.predictions[0].stopped
     assert "generation_max_new_tokens" in short.warnings[-1]
@@ -129,7 +131,7 @@ def test_answers_never_outgrow_the_context(tmp_path: Path) -> None:
     small = build_tiny_llama(tmp_path / "small", max_position_embeddings=32)
     model, tokenizer = load(small)
     long_row = {"row": 0, "prompt_ids": list(range(300, 329)), "reference": "the"}
-    result = score_by_generation(model, tokenizer, [long_row], batch_size=1, max_new_tokens=50)
+    result = score_by_generation(model, tokenizer, [long_row], AnswerSettings(batch_size=1, max_new_tokens=50))
     assert result.predictions[0].tokens <= 3
 
 
@@ -148,7 +150,7 @@ def test_files_are_enough_to_compute_the_scores_again(alone: Any, tmp_path: Path
 def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(folder: Path, tmp_path: Path) -> None:
     def scored(seconds: float | None, seed: int = 0) -> Any:
         budget = Budget(seconds=seconds, seed=seed, clock=Ticks(1.0))
-        return score_by_generation(*load(folder), rows(40), batch_size=4, max_new_tokens=4, budget=budget)
+        return score_by_generation(*load(folder), rows(40), AnswerSettings(batch_size=4, max_new_tokens=4), budget=budget)
 
     part, whole = scored(3.0), scored(None)
     assert (len(part.predictions), part.asked, part.complete) == (12, 40, False)
@@ -221,7 +223,9 @@ def test_every_forward_pass_of_an_evaluation_with_answers_is_progress(folder: Pa
     passes: list[str] = []
     model, tokenizer = load(folder)
     alive = partial(passes.append, "alive")
-    result = score_by_generation(model, tokenizer, rows()[:4], batch_size=4, max_new_tokens=10, synced=synced, alive=alive)
+    result = score_by_generation(
+        model, tokenizer, rows()[:4], AnswerSettings(batch_size=4, max_new_tokens=10), synced=synced, alive=alive
+    )
     count = len(passes)
     assert count >= max(answer.tokens for answer in result.predictions) > 2, "at least one for each token of the longest answer"
     model(torch.tensor([[300]]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.schema import DataConfig
-from sft_play.evaluate import kept_scores
+from sft_play.evaluation.evaluate import kept_scores
 from sft_play.files import write_json, write_text
 from sft_play.runs.folder import data_name, metrics_of, read_predictions
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.inspection.show import Piece, Sample, show
+from sft_play.inspection import Piece, Sample, show
 
 
 def test_names_and_rows_are_shown_letter_for_letter(capsys: pytest.CaptureFixture[str]) -> None:

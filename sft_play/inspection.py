@@ -1,24 +1,95 @@
-"""Prepared rows as pieces of text (trained, only read, special): coloured in the terminal, or as one HTML page."""
+"""`make inspect`: prepares the data if needed, then shows rows with the loss mask visible, in the terminal or as a page (`HTML=1`)."""
 
 from __future__ import annotations
 
 import html
+import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from sft_play.config.call import Call
 from sft_play.data.chat import IGNORED
 from sft_play.data.manifest import counted_as, rows_cut
-from sft_play.errors import printable
-from sft_play.plan.mixture import Mixture
+from sft_play.data.store import Rows
+from sft_play.errors import UserError, printable
+from sft_play.files import write_text
+from sft_play.plan.mixture import Mixture, mixture_of
+from sft_play.prepare import prepare
+from sft_play.runs.prepared import PreparedSplit, row_integers
 
-SEARCHED_AT_ONCE = 256
+IN_TERMINAL, IN_PAGE = 3, 200
+"""Rows that are shown unless `ROWS` says how many."""
+SPLITS = ("train", "validation")
+
+
+def main(call: Call) -> int:
+    """Show samples and statistics of one split, or of both in a page."""
+    config = call.load_config().config
+    split = call.options.get("SPLIT", "train")
+    if split not in SPLITS:
+        raise UserError(f"`SPLIT` is `{split}`; expected {' or '.join(f'`{name}`' for name in SPLITS)}")
+    as_page = call.flag("HTML")
+    if "OUT" in call.options and not as_page:
+        raise UserError("`OUT` is where the page goes, and no page is written", hint="add HTML=1")
+    count = call.integer("ROWS", 1) or (IN_PAGE if as_page else IN_TERMINAL)
+    prepared, manifests = prepare(config)
+    if split not in manifests:
+        raise UserError("there is no validation data to inspect", hint="set `data.validation`, or omit SPLIT")
+    mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
+    words = call.options.get("SEARCH")
+    found = {
+        name: samples_of(prepared.model.path, manifest, count, config.train.seed, words)
+        for name, manifest in manifests.items()
+        if as_page or name == split
+    }
+    if as_page:
+        path = Path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
+        splits = [
+            SplitView(name=name, manifest=manifest, samples=found[name], mixture=mixture if name == "train" else None)
+            for name, manifest in manifests.items()
+        ]
+        write_text(path, render(_name(call), config.model.max_seq_len, splits))
+        print(json.dumps({"page": str(path)}) if call.json else f"page: {path}")
+    elif call.json:
+        shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in found[split]]}
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+    else:
+        show(split, manifests[split], found[split], words, mixture if split == "train" else None)
+    return 0
+
+
+def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, words: str | None) -> list[Sample]:
+    """Return rows of a prepared split: those that hold `words` in any letter case, else some of each source, chosen by `seed`."""
+    from sft_play.model.tokenizer import load_tokenizer
+
+    rows = Rows(manifest["split"]["path"])
+    tokenizer = load_tokenizer(Path(model))
+    special = frozenset(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    names = [source["name"] for source in manifest["sources"]]
+    if words:
+        wanted = words.casefold()
+        holding = (at for at, ids in enumerate(rows["input_ids"]) if wanted in tokenizer.decode(ids).casefold())
+        indices = list(islice(holding, count))
+        if not indices:
+            print(f"no row holds `{words}`", file=sys.stderr)
+    else:
+        indices = chosen(count, seed, list(rows["source"]))
+    return [sample_of(index, rows[index], names, tokenizer, special) for index in indices]
+
+
+def _name(call: Call) -> str:
+    return Path(call.options.get("CONFIG") or call.options.get("RUN") or "data").stem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +133,7 @@ def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, spec
     return Sample(index=index, row=row["row"], source=name, tokens=len(ids), trained=sum(trained), pieces=tuple(pieces))
 
 
-def chosen(rows: Any, count: int, seed: int, of_source: Sequence[int]) -> list[int]:
+def chosen(count: int, seed: int, of_source: Sequence[int]) -> list[int]:
     """Return `count` row indices in order: the same number of each source as far as it has them, chosen by `seed`."""
     by_source: dict[int, list[int]] = {}
     for index, source in enumerate(of_source):
@@ -75,17 +146,7 @@ def chosen(rows: Any, count: int, seed: int, of_source: Sequence[int]) -> list[i
         taken += [indices[turn] for _, indices in sorted(by_source.items()) if turn < len(indices)]
         if len(taken) >= count:
             break
-    return sorted(taken[: min(count, len(rows))])
-
-
-def holding(rows: Any, words: str, decode: Callable[[list[list[int]]], list[str]]) -> Iterator[int]:
-    """Yield the indices of rows whose text holds `words`, letter case aside."""
-    wanted = words.casefold()
-    for start in range(0, len(rows), SEARCHED_AT_ONCE):
-        ids = rows[start : start + SEARCHED_AT_ONCE]["input_ids"]
-        for offset, text in enumerate(decode([list(row) for row in ids])):
-            if wanted in text.casefold():
-                yield start + offset
+    return sorted(taken[:count])
 
 
 # Samples in the terminal: trained tokens coloured, special tokens framed, and what was skipped.
@@ -201,8 +262,6 @@ class SplitView:
     name: str
     manifest: Mapping[str, Any]
     samples: Sequence[Sample]
-    rows: tuple[Sequence[int], Sequence[int]]
-    """The tokens and the trained tokens of every row."""
     mixture: Mixture | None
     """How an epoch mixes the sources, where they have weights."""
 
@@ -217,7 +276,7 @@ def render(name: str, limit: int, splits: Sequence[SplitView]) -> str:
         '<span class="s">violet</span> is a special token.</p>',
     ]  # fmt: skip
     for split in splits:
-        parts += [f"<h2>{split.name.capitalize()}</h2>", _sources(split), _charts(limit, *split.rows)]
+        parts += [f"<h2>{split.name.capitalize()}</h2>", _sources(split), _charts(limit, split.manifest)]
         lines = [*(split.mixture.describe() if split.mixture else ()), *left_out(split.manifest)]
         parts += [f'<p class="lead">{html.escape(line)}</p>' for line in lines]
     parts += ["<h2>Samples</h2>", _tools(splits)]
@@ -246,7 +305,10 @@ def _sources(split: SplitView) -> str:
     return "".join(lines) + "</table></div>"
 
 
-def _charts(limit: int, lengths: Sequence[int], trained: Sequence[int]) -> str:
+def _charts(limit: int, manifest: Mapping[str, Any]) -> str:
+    split = PreparedSplit.from_json(manifest["split"])
+    lengths, trained = row_integers(split, "lengths.i32"), row_integers(split, "labels.i32")
+    assert lengths is not None and trained is not None, "every split that this version prepares has them"
     shares = [count / length for count, length in zip(trained, lengths, strict=True)]
     longest = f"tokens of a row; the longest has {max(lengths):,} of {limit:,} that it may have"
     return (

@@ -1,0 +1,354 @@
+"""`make compare RUNS="a b"`: runs side by side, with paired intervals, and the answers that differ most. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.config.load import read_config, saved_form
+from sft_play.errors import CheckpointError, DataError, UserError
+from sft_play.evaluation.subject import Weights, find_weights
+from sft_play.launch.run_folder import find_run, has_started
+from sft_play.launch.summary import summary_of
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder, label_of_metric, metrics_of, read_benchmarks, read_predictions, read_scores, run_path
+from sft_play.runs.prepared import Prepared
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+
+ROWS = 5
+BYTES = " (bytes)"
+SPECIAL = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|\[/?INST\]|<(?:bos|eos|(?:start|end)_of_turn)>")
+"""Tokens by which chat templates part turns: of a prompt only its text is shown."""
+LEAST_WIDTH = 100
+"""Columns of the output where it does not go to a terminal."""
+NOT_SETTINGS = ("data.train_path", "data.val_path")
+"""Keys that only stand for others."""
+
+
+def main(call: Call) -> int:
+    """Compares, and prints tables, or JSON."""
+    if "RUNS" not in call.options:
+        raise UserError("`RUNS` is missing", hint='make compare RUNS="first second", or RUNS="run@base run@step-000040 run"')
+    rows = call.integer("ROWS")
+    sides = read_sides(call.options["RUNS"].replace(",", " ").split(), call.options.get("DATA"))
+    result = compare(sides, call.options.get("METRIC"), ROWS if rows is None else rows)
+    if call.json:
+        print(json.dumps(result, indent=2, ensure_ascii=False, default=str))
+    else:
+        show(result)
+    return 0
+
+
+def compare(sides: Sequence[Side], wanted: str | None, count: int) -> dict[str, Any]:
+    """Returns everything that is shown. `wanted` is the metric by which `count` rows are chosen. Raises `UserError`."""
+    rows, notes = common_rows(sides)
+    metrics = shared_metrics(sides)
+    metric = _metric(wanted, metrics, sides)
+    if not metrics:
+        notes.append("no score of answers is common to all; `make eval` scores answers, with EVAL_METRICS= for the same metrics")
+    return {
+        "runs": [side.name for side in sides],
+        "folders": [str(side.folder) for side in sides],
+        "settings": changed_settings(sides),
+        "facts": _facts(sides),
+        "losses": {key: [side.scores[key] for side in sides] for key in ("loss", "perplexity")},
+        "scores": {name: [metrics_of(side.scores)[name] for side in sides] for name in metrics},
+        "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
+        "benchmarks": shared_benchmarks(sides),
+        "metric": metric,
+        "rows": _rows(sides, rows, metric, count) if metric else [],
+        "notes": notes,
+    }
+
+
+def _metric(wanted: str | None, metrics: Sequence[str], sides: Sequence[Side]) -> str | None:
+    if wanted is None:
+        return "rougeL" if "rougeL" in metrics else next(iter(metrics), None)
+    name = wanted.removeprefix("eval_")
+    if name in metrics:
+        return name
+    close = get_close_matches(name, metrics, n=1, cutoff=0.5)
+    known = f"all of them have {', '.join(f'`{m}`' for m in metrics) or 'no score of answers'}"
+    raise UserError(
+        f"`METRIC` is `{wanted}`, which {' or '.join(f'`{s.name}`' for s in sides if name not in metrics_of(s.scores))} lacks",
+        hint=f"did you mean `METRIC={close[0]}`? {known}" if close else known,
+    )
+
+
+def _facts(sides: Sequence[Side]) -> dict[str, list[Any]]:
+    each = [side.facts() for side in sides]
+    return {name: [found.get(name) for found in each] for name in dict.fromkeys(name for found in each for name in found)}
+
+
+def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> list[dict[str, Any] | None]:
+    """Returns each side's paired difference from the first, `None` for the first itself."""
+    from sft_play.evaluation.scores import paired_difference
+
+    values = [
+        [float(side.answers[row]["scores"][metric]) for row in rows if metric in side.answers[row]["scores"]] for side in sides
+    ]
+    if len(values[0]) < len(rows):  # a metric of the whole set, with nothing for a single answer
+        return [None] * len(sides)
+    return [None, *(paired_difference(values[0], other).to_json() for other in values[1:])]
+
+
+def _rows(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -> list[dict[str, Any]]:
+    """Returns the `count` rows whose scores lie furthest apart."""
+    scored = [(row, [side.answers[row]["scores"].get(metric) for side in sides]) for row in rows]
+    apart = [(max(values) - min(values), row, values) for row, values in scored if None not in values]
+    apart.sort(key=lambda item: (-item[0], item[1]))
+    found = []
+    for gap, row, values in apart[:count]:
+        first = sides[0].answers[row]
+        answers = [{"run": s.name, "answer": s.answers[row]["answer"], "score": v} for s, v in zip(sides, values, strict=True)]
+        found.append({"row": row, "gap": gap, "prompt": first["prompt"], "reference": first["reference"], "answers": answers})
+    return found
+
+
+# ---- What the user reads
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Prints tables for settings, facts and scores, then the rows that differ most."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else max(LEAST_WIDTH, 34 + 48 * len(result["runs"])), highlight=False)
+
+    def table(title: str, lines: Mapping[str, Sequence[Any]]) -> None:
+        if not lines:
+            return
+        console.print(Text(title, style="bold"))
+        found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for heading in ("", *result["runs"]):
+            found.add_column(Text(heading), overflow="fold")
+        for name, values in lines.items():
+            found.add_row(Text(name), *(Text(_shown(value)) for value in values))
+        console.print(found)
+        console.print()
+
+    table("Configuration: keys that differ", result["settings"])
+    table("Training", _with_units(result["facts"]))
+    table("Scores (95 % intervals)", _score_lines(result))
+    for part in result["rows"]:
+        console.print(Text(f"row {part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart", style="bold"))
+        for label, text in (("prompt", SPECIAL.sub("", part["prompt"])), ("reference", part["reference"])):
+            console.print(Text(f"  {label}: {_indented(text)}"))
+        for one in part["answers"]:
+            console.print(Text(f"  {one['run']} ({one['score']:.3f}): {_indented(one['answer'])}"))
+        console.print()
+    for note in result["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _with_units(facts: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Returns bytes as people read them."""
+    sizes = {name: [value and f"{value / 2**30:.2f} GiB" for value in facts[name]] for name in facts if name.endswith(BYTES)}
+    return {name.removesuffix(BYTES): sizes.get(name, values) for name, values in facts.items()}
+
+
+def _indented(text: str) -> str:
+    """Returns a text of several lines that stands clear of the names."""
+    return text.strip().replace("\n", "\n    ")
+
+
+def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
+    lines: dict[str, list[Any]] = {name: list(values) for name, values in result["losses"].items()}
+    for metric, values in result["scores"].items():
+        label = label_of_metric(metric)
+        lines[label] = [f"{v['mean']:.4f} [{v['low']:.4f}, {v['high']:.4f}], n = {v['n']}" for v in values]
+        if found := result["differences"].get(metric):
+            lines[f"  {label}, paired difference"] = [
+                f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else "" for d in found
+            ]
+    return lines | {name: list(values) for name, values in result["benchmarks"].items()}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+# The runs that are compared: what their evaluations left, and which of their rows are the same.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One of the compared."""
+
+    name: str
+    """As the user said: `run` or `run@step-000040`."""
+    run: RunFolder
+    weights: Weights
+    folder: Path
+    """Where its scores are."""
+    scores: Mapping[str, Any]
+    answers: Mapping[int, Mapping[str, Any]]
+    """Row -> a line of `predictions.jsonl`."""
+    settings: Mapping[str, Any]
+    """Its configuration: key -> value."""
+    tokenizer: str
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what is known of its training and size."""
+        plan, prepared, one = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
+        found = {
+            "weights": f"{self.weights.label} (step {self.weights.step})", "model": prepared.model.name, "strategy": plan.strategy,
+            "processes": plan.world_size, "precision": plan.precision, "global batch": plan.global_batch_size,
+            "training rows": prepared.train.rows if prepared.train else None,
+            "training tokens": prepared.train.tokens if prepared.train else None,
+            "steps": one.step or None, "training seconds": one.seconds if one.step else None, "tokens/s": one.tokens_per_second,
+            "peak memory (bytes)": one.peak_memory_bytes, "energy (kWh)": one.energy_kwh, "training loss, last step": one.loss,
+        }  # fmt: skip
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def read_sides(names: Sequence[str], data: str | None) -> list[Side]:
+    """Returns what is known of each `run` or `run@checkpoint`. Raises `UserError` or `CheckpointError` for what is missing."""
+    if len(names) < 2:
+        raise UserError(f"`RUNS` names {len(names)} run; expected two or more", hint='make compare RUNS="first second"')
+    if len(set(names)) < len(names):
+        raise UserError("`RUNS` names a run twice", hint="one run at two steps: make compare RUNS='a@base a'")
+    return [_side(name, data) for name in names]
+
+
+def _side(name: str, data: str | None) -> Side:
+    bare, at, checkpoint = name.rpartition("@")
+    if not at or run_path(name):
+        bare, checkpoint = name, ""
+    run = find_run(bare)
+    if not run.plan.is_file() or not run.prepared.is_file():
+        raise CheckpointError(f"the run `{run.name}` was never launched, so there is nothing to compare")
+    weights = find_weights(run, checkpoint or None)
+    folder = _evaluation(name, run, weights, data)
+    scores = read_scores(folder)
+    assert scores is not None, "_evaluation returns only what has scores"
+    return Side(
+        name=name,
+        run=run,
+        weights=weights,
+        folder=folder,
+        scores=scores,
+        answers={int(line["row"]): line for line in read_predictions(folder)},
+        settings=_settings(run),
+        tokenizer=Prepared.load(run.prepared).model.tokenizer_fingerprint,
+    )
+
+
+def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -> Path:
+    """Returns the folder with the scores of these weights on the run's own rows, or on `data`: its path, or a folder's name."""
+    base = run.evaluation(weights.step).name
+    all_of_step = [run.evaluation(weights.step), *sorted(run.path.glob(f"eval/{base}-*"))]
+    known = {folder: scores for folder in all_of_step if (scores := read_scores(folder)) is not None}
+    if data is None:
+        found = [folder for folder in known if folder.name == base]
+    else:
+        found = [f for f, scores in known.items() if data in (scores["settings"].get("data"), f.name.removeprefix(f"{base}-"))]
+    if not found:
+        how = f"make eval RUN={run.name}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
+        how += f" DATA={data}" if data else ""
+        others = sorted(str(scores["settings"].get("data")) for folder, scores in known.items() if folder.name != base)
+        hint = f"score it: {how}" + (f"; or compare what it was scored on: DATA={others[0]}" if others and not data else "")
+        of_step = f"{f' on `{data}`' if data else ''} of its step {weights.step}"
+        raise CheckpointError(f"`{name}` has no scores{of_step}", place=str(run.path / "eval"), hint=hint)
+    chosen = max(found, key=lambda folder: (folder / "scores.json").stat().st_mtime)
+    made_of = known[chosen]["settings"]
+    if made_of.get("weights") == weights.label and made_of.get("weights_sha256") not in (None, weights.content):
+        raise CheckpointError(
+            f"the scores of `{name}` are older than its weights", place=str(chosen), hint=f"make eval RUN={run.name}"
+        )
+    return chosen
+
+
+def _settings(run: RunFolder) -> dict[str, Any]:
+    """Returns key -> value of the configuration; of a plain model without what is about training, which it never had."""
+    found = dict(_flat(saved_form(read_config(run.config))["config"]))
+    for key in ("data.sources", "data.validation"):
+        if isinstance(found[key], list):
+            found[key] = [{k: v for k, v in source.items() if v not in (None, False, "auto", {})} for source in found[key]]
+    trained = has_started(run)
+    return {key: value for key, value in found.items() if trained or key.startswith(("model.", "tuning."))}
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
+    """Returns the keys in which the configurations differ, each with one value a side; `None` where a side has no such key."""
+    keys = dict.fromkeys(key for side in sides for key in side.settings if key not in NOT_SETTINGS)
+    values = {key: [side.settings[key] for side in sides if key in side.settings] for key in keys}
+    differ = (key for key, known in values.items() if any(value != known[0] for value in known))
+    return {key: [side.settings.get(key) for side in sides] for key in differ}
+
+
+def shared_metrics(sides: Sequence[Side]) -> list[str]:
+    """Returns the metrics that every side has, in the first one's order."""
+    return [name for name in metrics_of(sides[0].scores) if all(name in metrics_of(side.scores) for side in sides)]
+
+
+def shared_benchmarks(sides: Sequence[Side]) -> dict[str, list[float]]:
+    """Returns standard benchmarks that every side has: `task metric` -> one value a side."""
+    each = []
+    for side in sides:
+        tasks = (read_benchmarks(side.run.evaluation(side.weights.step)) or {}).get("tasks", {})
+        each.append({f"{t} {m}": v["value"] for t, part in tasks.items() for m, v in part["metrics"].items()})
+    return {name: [found[name] for found in each] for name in each[0] if all(name in found for found in each)}
+
+
+def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
+    """Returns the rows that all sides answered, and what the user must know about the others.
+
+    Rows are the same when number and reference are, and the prompt, unless another tokenizer or template wrote it: then
+    every prompt differs, and that is said. Raises `DataError` when no row is common.
+    """
+    first, notes = sides[0], []
+    numbers = [row for row in first.answers if all(row in side.answers for side in sides)]
+    same = [row for row in numbers if all(side.answers[row]["reference"] == first.answers[row]["reference"] for side in sides)]
+    asked = [row for row in same if all(side.answers[row]["prompt"] == first.answers[row]["prompt"] for side in sides)]
+    template = any(side.tokenizer != first.tokenizer or _template(side.settings) != _template(first.settings) for side in sides)
+    if same and not asked and template:
+        notes.append("the prompts differ, since templates or tokenizers do; rows are paired by number and reference")
+        asked = same
+    if all(side.answers for side in sides) and not asked:
+        raise DataError(
+            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common: their validation data differ",
+            hint="score them on the same rows: make eval RUN=... DATA=file.jsonl for each, then make compare ... DATA=file.jsonl",
+        )
+    for side in sides:
+        if left := len(side.answers) - len(asked):
+            notes.append(f"{left} of {len(side.answers)} answers of `{side.name}` are left out: not every side has that row")
+    if len({side.scores["settings"].get("rows_sha256") for side in sides} - {None}) > 1 and not template:
+        notes.append("the validation rows are not all the same: losses are of different rows, answers of the common ones")
+    for key in ("max_new_tokens", "num_beams"):
+        made = [side.scores["settings"].get(key) for side in sides if side.answers]
+        if len({value for value in made if value is not None}) > 1:
+            notes.append(f"the answers were made differently: {key} {', '.join(map(str, made))}")
+    for side in sides:
+        if side.scores.get("complete") is False:
+            notes.append(f"`{side.name}` was scored in part only: its time budget ended (`eval.max_seconds`)")
+    return asked, notes
+
+
+def _template(settings: Mapping[str, Any]) -> list[Any]:
+    return [
+        value for key, value in settings.items() if key.startswith("data.style.") or key in ("data.chat_template", "data.system")
+    ]
