@@ -176,17 +176,6 @@ def test_rows_are_read_as_they_are_needed(processes: int, tiny: Path, tmp_path: 
             assert read <= taken + WAITING * processes
 
 
-def test_an_empty_split_and_unreadable_files_are_told(data: Data, tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", pairs(3))
-    done = data(f"data.train_path: {file}", "data.validation: 0.0001")
-    assert done.code == 4
-    assert "error: `data.validation: 0.0001` leaves no row for validation" in done.err
-    absent = data(f"data.train_path: {tmp_path}/absent.jsonl")
-    assert absent.code == 4
-    assert "there is no such file" in absent.err
-    assert not list((tmp_path / "cache" / "data").glob(".*")), "nothing is left aside"
-
-
 class Running:
     """`make data` on many rows, once its processes are at work."""
 

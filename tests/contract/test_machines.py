@@ -11,9 +11,8 @@ import pytest
 
 from sft_play.errors import HardwareError
 from sft_play.model.use import best_device
-from sft_play.plan.detect import detect, open_nvml, shown_gpus
+from sft_play.plan.detect import detect
 from sft_play.training.ranks import check_world
-from sft_play.training.readings import SAMPLES, Sampler
 from tests.conftest import Program
 from tests.nvml_double import A100_SPLIT, MACHINES, MISMATCH, RTX3090, RTX4090, Machine, emulated, move_to
 from tests.plans import simple_plan
@@ -157,38 +156,6 @@ def test_a_worker_that_sees_two_cards_is_refused() -> None:
     check_world(plan, one, 1)
     with pytest.raises(HardwareError, match="sees 2 GPUs and would train under torch's DataParallel"):
         check_world(plan, one, 2)
-
-
-def sampled(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, folder: Path, *, then: Machine
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns what a rank's sampler finds on a machine, and when it has become another."""
-    move_to(monkeypatch, machine, folder)
-    nvml = open_nvml()
-    gpu, sampler = shown_gpus(nvml)[0][0], Sampler(0)
-    sampler.look(nvml, gpu)
-    first = sampler.take()
-    then.write(folder)
-    sampler.look(nvml, gpu)
-    return first, sampler.take()
-
-
-def test_a_rank_s_sampler_ends_with_one_note_for_each_reading(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lost = replace(PAIR, cards=(replace(RTX3090, lost=True), RTX3090))
-    first, second = sampled(monkeypatch, PAIR, tmp_path, then=lost)
-    assert {"device_gib", "utilisation"} <= first.keys() and not second
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == len(SAMPLES) and "GPU is lost" in notes[-1]
-
-
-def test_a_slice_has_a_reading_of_its_memory_and_none_of_its_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = sampled(monkeypatch, MACHINES["mig"], tmp_path, then=MACHINES["mig"])
-    assert first["device_gib"] == second["device_gib"] == pytest.approx(0.05)
-    assert capsys.readouterr().err.count("`utilisation` of GPU 0 is read no more") == 1
 
 
 def test_other_makers_gpus_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_process: Program) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -182,38 +181,6 @@ def test_all_faults_of_a_deepspeed_json_before_anything_starts(
 
 
 # Presets: the hardware that each names, and the rows per step that people quote for it.
-
-
-def test_shapes_agree_with_config_files(tmp_path: Path) -> None:
-    """The table holds what the models' own config.json say; here a nested multimodal one and a quantised one."""
-    gemma: dict[str, Any] = {
-        "model_type": "gemma3",
-        "text_config": {"model_type": "gemma3_text", "hidden_size": 5376, "num_hidden_layers": 62, "num_attention_heads": 32,
-                        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, "vocab_size": 262208,
-                        "max_position_embeddings": 131072},
-        "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(gemma), encoding="utf-8")
-    from sft_play.config.schema import ModelConfig
-
-    read, table = shape_of(ModelConfig(name=str(tmp_path))), shape_of(ModelConfig(name="google/gemma-3-27b-it"))
-    assert read.tied and read.vision_parameters == pytest.approx(table.vision_parameters, rel=0.03)
-    assert read.parameters == pytest.approx(table.parameters, rel=0.001)
-    llama = {
-        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
-    }  # fmt: skip
-    for settings, bits in (
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
-        ({"load_in_8bit": True}, 8),
-        ({"bits": 3}, 3),
-        (None, 0),
-    ):
-        (tmp_path / "config.json").write_text(
-            json.dumps(llama | ({"quantization_config": settings} if settings else {})), encoding="utf-8"
-        )
-        assert shape_of(ModelConfig(name=str(tmp_path))).quantized_bits == bits
-    assert shape_of(ModelConfig(name=str(tmp_path))) == shape_of(ModelConfig(name="meta-llama/Meta-Llama-3-8B"))
 
 
 @pytest.mark.parametrize(

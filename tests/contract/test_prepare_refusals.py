@@ -13,9 +13,7 @@ import pytest
 
 from sft_play.config.load import load_config, save_config
 from sft_play.config.schema import Config
-from sft_play.prepare import main, prepare_run
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import lookup
+from sft_play.prepare import main
 from tests.conftest import ROOT, Done, called, environment
 
 pytestmark = pytest.mark.slow
@@ -66,14 +64,6 @@ def start(tmp_path: Path, tiny: Path) -> Start:
     return run
 
 
-def test_rows_without_an_answer_are_named_by_their_lines(start: Start, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "q", "completion": " "}, ROWS[1], {"prompt": "q"}])
-    done = start(data)
-    assert done.code == 4
-    assert f"error: {data}:2: `completion` is empty" in done.err
-    assert f"error: {data}:4: format `prompt_completion` needs `completion`" in done.err
-
-
 def test_faults_of_rows_and_of_their_text_are_told_together_and_one_that_moves_only_once(start: Start, tmp_path: Path) -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "note", "user", "assistant", "note")]
     stop = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>b"}]
@@ -105,19 +95,3 @@ def test_a_hub_id_without_a_network_is_refused(what: str, env: dict[str, str], s
     assert done.code == 4
     assert "error: nobody/nothing: " in done.err
     assert "the hub cannot be reached" in done.err
-
-
-@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "deep"])
-def test_lookup_sees_a_change_behind_a_glob_or_in_a_folder(
-    pattern: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    deep = tmp_path / "deep"
-    deep.mkdir()
-    file = write_rows((tmp_path if pattern == "*.jsonl" else deep) / "a.jsonl", ROWS)
-    config = configure(tmp_path, tmp_path / pattern, tiny)
-    assert lookup(config) is None
-    prepared = prepare_run(RunFolder(tmp_path / "run"))
-    assert lookup(config) == prepared
-    write_rows(file, ROWS[2:])
-    assert lookup(config) is None

@@ -57,34 +57,6 @@ def test_template_system_style_and_loss_are_parts_of_the_key(prepare: Any) -> No
     assert len({one.model.tokenizer_fingerprint for one in made}) == 4
 
 
-def test_a_template_of_another_family_is_refused_before_anything_is_written(prepare: Any, tmp_path: Path) -> None:
-    for value, message in (("gemma", "needs tokens that the vocabulary lacks"), ("zephir", "is no template's name")):
-        with pytest.raises(UserError, match=message):
-            prepare(value, f"data.chat_template: {value}")
-        assert not (tmp_path / value / "prepared.json").exists()
-
-
-ENDLESS = (
-    "{% for message in messages %}{% if 'for ever' in message['content'] %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endif %}{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_template_that_never_ends_is_one_error(
-    processes: int, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
-    (tmp_path / "t.jinja").write_text(ENDLESS)
-    write_rows(
-        tmp_path / "rows.jsonl", [*pairs(3), {"prompt": "for ever", "completion": "x"}, {"prompt": "for ever", "completion": "y"}]
-    )
-    with pytest.raises(UserError, match="was not done after") as caught:
-        prepare("r", f"data.chat_template: {tmp_path}/t.jinja", f"data.num_proc: {processes}")
-    assert caught.value.exit_code == 4 and caught.value.place
-
-
 @pytest.mark.parametrize(("template", "said"), [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "was not done after"),
     ("{{ 10 ** (10 ** 9) }}", "was not done after"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from sft_play.runs.stamp import RULES, Stamp, compare, refuse
 from sft_play.stamps import parts_of, run_again
 from tests.conftest import Done, call_program
 from tests.conftest import environment as variables
-from tests.documents import ROOT
 from tests.plans import simple_plan
 from tests.unit.test_stamp import stamp
 
@@ -92,12 +89,6 @@ def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:
     assert note.isprintable() and "\\x1b[2J" in note
 
 
-@pytest.mark.parametrize("name", ["~nosuchuser9/x", "~nosuchuser9/x@last"])
-def test_a_run_of_nobody_is_not_there(name: str, runs: Path) -> None:
-    done = ask(runs, f"RUN={name}")
-    assert done.code == 5 and "there is no run" in done.err
-
-
 def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
     run = make_run(tmp_path, "parts", stamp())
     facts = {"command": "single", "num_gpus": None, "num_nodes": 1, "deepspeed": None}
@@ -113,19 +104,6 @@ def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
     assert start.startswith("from the start: world size 1, strategy single, steps 4")
     assert second.startswith("from step-000004: world size 2, strategy ddp, steps 8")
     assert "made in parts, which no one command repeats" in ask(tmp_path, "RUN=parts").out
-
-
-def test_a_part_that_was_made_again_is_left_out(tmp_path: Path) -> None:
-    """On several machines a run whose memory ran out is resumed from where the recovery says."""
-    run = make_run(tmp_path, "again", stamp())
-    events = [
-        {"event": "started", "world_size": 2, "strategy": "ddp", "steps": 4, "batches": ["2 x 4 x 1"]},
-        {"event": "recovered", "after": {"micro_batches": [2, 2], "accumulation": 2}, "checkpoint": "step-000001"},
-        {"event": "resumed", "world_size": 2, "strategy": "ddp", "steps": 4, "batches": ["2 x 2 x 2"], "checkpoint": "step-000001"},
-    ]  # fmt: skip
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    _, second = parts_of(RunFolder(run))
-    assert second.startswith("from step-000001: ") and second.endswith('batches ["2 x 2 x 2"]')
 
 
 @pytest.mark.parametrize(
@@ -172,16 +150,6 @@ def test_what_cannot_be_shown_is_one_clear_error(runs: Path, words: list[str], c
     refused = ask(runs, *words)
     assert refused.code == code and said in refused.err and refused.err.startswith("error: ")
     assert "Traceback" not in refused.err and not refused.out
-
-
-def test_it_answers_without_torch(runs: Path) -> None:
-    code = (
-        "import sys; from sft_play.__main__ import main; main(['stamp', 'RUN=one', 'JSON=1']);"
-        "print([m for m in sys.modules if m in ('torch', 'numpy', 'transformers', 'rich')], file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=variables(runs.parent / "cache", runs), cwd=ROOT,
-                          capture_output=True, text=True, timeout=120, check=True)  # fmt: skip
-    assert done.stderr.strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def command_of(example: str) -> list[str]:
     return shlex.split(block.group(1))
 
 
-LONG = ("05_fsdp2",)
-"""The same command with the same number of processes is in test_training_equivalence.py."""
+LONG = ("03_two_processes", "05_fsdp2", "07_continued_pretraining", "08_from_scratch")
+"""The same commands are in test_training_equivalence.py and test_pretraining.py."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -59,6 +59,7 @@ def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Pat
     assert (plan["strategy"], plan["global_batch_size"]) == EXAMPLES[example]
 
 
+@pytest.mark.long
 def test_stop_resume_ask_merge(tiny: Path, cache: Path, tmp_path: Path) -> None:
     if not (ROOT / ".venv" / ".runtime").exists():
         pytest.skip("the script calls make, and `make install` was not run in this checkout")

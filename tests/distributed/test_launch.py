@@ -285,6 +285,7 @@ def default_file(launcher: Launcher, text: str) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_training_follows_accelerates_default_file_where_it_asks_for_a_strategy(launcher: Launcher) -> None:
     default_file(launcher, "distributed_type: FSDP\nnum_machines: 1\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
     outcome = launcher("train-distributed", f"CONFIG={launcher.config}", "RUN_NAME=sharded", "TRAIN_MAX_STEPS=1")

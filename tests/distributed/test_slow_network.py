@@ -140,18 +140,6 @@ def test_local_steps_go_on_with_another_number_of_ranks(trained: Trained, tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("packed", [False, True])
-def test_local_steps_learn_about_as_much_with_packing_and_accumulation(packed: bool, trained: Trained) -> None:
-    plan = (("pack_tokens", 64),) if packed else ()
-    ranks = ((1, 4), (1, 4)) if packed else HALVES
-    every = trained(Trial(strategy="ddp", ranks=ranks, settings=(OFF,), plan=plan, steps=24))
-    local = trained(Trial(strategy="ddp", ranks=ranks, settings=(OFF, "launch.local_steps: 4"), plan=plan, steps=24))
-    first, *_, last = column(every, "loss")
-    found = column(local, "loss")[-1]
-    assert found < first - 0.3 and found == pytest.approx(last, rel=0.1), (column(local, "loss"), column(every, "loss"))
-
-
-@pytest.mark.long
 def test_a_loss_that_is_no_number_on_any_rank_stops_all(base: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", base, Trial(strategy="ddp", ranks=HALVES, settings=LOCAL, mode="lora", learning_rate=1e20))
     assert train(run).returncode != 0

@@ -50,63 +50,45 @@ def nothing() -> None:
     """What a trainer that measures nothing does when gradients are there."""
 
 
-def wrapped(
-    kind: str, *, guard: str = "report", computed: Callable[[], None] = nothing
-) -> tuple[Any, list[int], PowerSgd | None]:
-    """Returns a model under DDP with the hook that `register` gives it, the indices of buckets that came to it, and PowerSGD's states."""
+def wrapped(kind: str, *, guard: str = "report", computed: Callable[[], None] = nothing) -> tuple[Any, PowerSgd | None]:
+    """Returns a model under DDP with its hook, and PowerSGD's states."""
     ddp = DistributedDataParallel(model_of(), bucket_cap_mb=0.1)
-    calls: list[int] = []
-
-    def take(state: Any, hook: Any) -> None:
-        def counted(given: Any, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
-            calls.append(bucket.index())
-            found: torch.futures.Future[Tensor] = hook(given, bucket)
-            return found
-
-        counted.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-        ddp.register_comm_hook(state, counted)
-
     context = context_of(
         Path(), Ranks(distributed.get_rank(), distributed.get_world_size()),
         plan=simple_plan(strategy="ddp", world_size=distributed.get_world_size(), warmup_steps=None),
         launch={"compression": kind, "powersgd_rank": 4}, train={"seed": 1, "spike_guard": guard},
     )  # fmt: skip
     trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(fp16=False), model=ddp.module, model_wrapped=SimpleNamespace(register_comm_hook=take),
-        state=SimpleNamespace(global_step=0),
-    )  # fmt: skip
+        args=SimpleNamespace(fp16=False), model=ddp.module, model_wrapped=ddp, state=SimpleNamespace(global_step=0)
+    )
     found = exchange_of(context, trainer, computed)
     assert found is None or isinstance(found, PowerSgd)
-    return ddp, calls, found
+    return ddp, found
 
 
-def train(kind: str, rank: int, *, steps: int, micro_steps: int = 1) -> dict[str, Any]:
-    """Returns losses over both ranks' rows, bytes of a later step, calls of the hook in each step, and the weights' sum."""
-    ddp, calls, powersgd = wrapped(kind)
+def train(kind: str, rank: int, *, steps: int) -> dict[str, Any]:
+    """Returns losses over both ranks' rows, bytes of a later step, and the weights' sum."""
+    ddp, powersgd = wrapped(kind)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     rows = torch.Generator().manual_seed(100 + rank)
-    losses, each, sent = [], [], []
+    losses, sent = [], []
     for step in range(steps):
         if powersgd is not None:
             powersgd.step = step
         distributed.barrier()
-        before, called = sent_bytes(), len(calls)
-        total = torch.zeros(())
-        for micro in range(micro_steps):
-            x = torch.randn(32, WIDTH, generator=rows)
-            with ddp.no_sync() if micro < micro_steps - 1 else torch.enable_grad():
-                loss = (ddp(x) - target(x)).pow(2).mean() / micro_steps
-                loss.backward()
-            total += loss.detach()
+        before = sent_bytes()
+        x = torch.randn(32, WIDTH, generator=rows)
+        loss = (ddp(x) - target(x)).pow(2).mean()
+        loss.backward()
         distributed.barrier()
         sent.append(sent_bytes() - before)
-        each.append(len(calls) - called)
         optimizer.step()
         optimizer.zero_grad()
+        total = loss.detach()
         distributed.all_reduce(total)
         losses.append(float(total) / distributed.get_world_size())
     weights = [float(parameter.detach().double().sum()) for parameter in ddp.parameters()]
-    return {"losses": losses, "sent": sent[-1], "calls": each, "weights": weights, "error": _norms(powersgd)}
+    return {"losses": losses, "sent": sent[-1], "weights": weights, "error": _norms(powersgd)}
 
 
 def backward(ddp: Any, seed: int) -> Tensor:
@@ -121,7 +103,7 @@ def waiting(rank: int) -> dict[str, Any]:
     """Seconds that the stopwatch finds where another rank is late by `LATE` seconds in each of two steps."""
     watch = Stopwatch(torch.device("cpu"))
     lap = Lap(watch)
-    ddp, _, powersgd = wrapped("powersgd", computed=watch.computed)
+    ddp, powersgd = wrapped("powersgd", computed=watch.computed)
     assert powersgd is not None
     powersgd.step = 1000
     for warm in range(2):  # DDP sorts its buckets anew after the first step
@@ -149,7 +131,7 @@ def states(powersgd: PowerSgd) -> dict[str, dict[str, Tensor]]:
 
 def left_out(rank: int) -> dict[str, Any]:
     """Whether an update that is left out leaves PowerSGD as it was, whether one that is made does not, and what stays in memory."""
-    ddp, _, powersgd = wrapped("powersgd", guard="skip")
+    ddp, powersgd = wrapped("powersgd", guard="skip")
     assert powersgd is not None
     powersgd.step = 1000
     backward(ddp, rank)
@@ -190,10 +172,8 @@ def _norms(powersgd: PowerSgd | None) -> dict[str, float]:
     return {name: float(error.norm()) for name, error in powersgd.error.items()} if powersgd else {}
 
 
-def local_steps(
-    wrapped: Any, model: Any, *, world: int, compression: str = "none", rate: float = 0.7, momentum: float = 0.9
-) -> LocalSteps:
-    launch = {"local_steps": 4, "outer_learning_rate": rate, "outer_momentum": momentum, "compression": compression}
+def local_steps(wrapped: Any, model: Any, *, world: int) -> LocalSteps:
+    launch = {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     trainer: Any = SimpleNamespace(model=model, model_wrapped=wrapped)
     return LocalSteps(context_of(Path(), Ranks(distributed.get_rank(), world), launch=launch), trainer)
 
@@ -230,17 +210,6 @@ def _gap(mine: Any, others: Any) -> float:
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(mine, others, strict=True))
 
 
-def averaging(world: int, compression: str) -> dict[str, Any]:
-    """Bytes of one outer step, and how far plain averages of equal weights are from them."""
-    local = local_steps(SimpleNamespace(), model_of(), world=world, compression=compression, rate=1.0, momentum=0.0)
-    local.window = local.tokens = 1
-    distributed.barrier()
-    before = sent_bytes()
-    local.synchronise()
-    distributed.barrier()
-    return {"sent": sent_bytes() - before, "gap": _gap(local.parameters, model_of().parameters())}
-
-
 def main(arguments: list[str]) -> None:
     """Runs every case."""
     rank, world, meeting, out = int(arguments[0]), int(arguments[1]), arguments[2], Path(arguments[3])
@@ -252,13 +221,10 @@ def main(arguments: list[str]) -> None:
     }
     cases["powersgd"] = lambda: train("powersgd", rank, steps=60)
     cases["plain60"] = lambda: train("none", rank, steps=60)
-    cases["accumulated"] = lambda: train("fp16", rank, steps=3, micro_steps=4)
     cases["waiting"] = lambda: waiting(rank)
     cases["left out"] = lambda: left_out(rank)
     cases["buffers"] = lambda: buffers(rank, world)
     cases["outer"] = lambda: outer(rank, world)
-    cases["average"] = lambda: averaging(world, "none")
-    cases["average-fp16"] = lambda: averaging(world, "fp16")
     numbers = sum(parameter.numel() for parameter in model_of().parameters())
     found = {"numbers": numbers, **{name: case() for name, case in cases.items()}}
     out.write_text(json.dumps(found))

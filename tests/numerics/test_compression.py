@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -101,14 +100,3 @@ def test_small_gradients_keep_their_digits_and_large_ones_do_not_overflow() -> N
     assert (bare == 0).float().mean() > 20 * (mean == 0).float().mean()
     large = kept.unpack(kept.pack(torch.tensor([1e9, -1e9]), 1), torch.empty(2))
     assert large.tolist() == [FP16_MOST / 1024, -FP16_MOST / 1024]
-
-
-def test_what_is_no_number_stays_none() -> None:
-    for kind in ("fp16", "bf16"):
-        narrow = narrow_of(kind, scaled=False)
-        assert narrow is not None
-        sent = narrow.pack(torch.tensor([math.nan, math.inf, 1.0]), 2)
-        assert sent.isnan().tolist() == [True, False, False] and sent.isinf().tolist() == [False, True, False]
-    scaled = narrow_of("fp16", scaled=True)
-    assert scaled is not None and scaled.pack(torch.tensor([1e6]), 2).isinf().all(), "a loss scaler must see it"
-    assert narrow_of("none", scaled=False) is None and narrow_of("powersgd", scaled=False) is None

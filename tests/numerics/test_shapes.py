@@ -16,7 +16,7 @@ import torch
 
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model import lora
-from sft_play.plan.architecture import FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, shape_from_config, shape_of
+from sft_play.plan.architecture import FORMULA_MODEL_TYPES, shape_from_config, shape_of
 from sft_play.plan.shape import ModelShape
 from sft_play.trace.build import BASE
 from sft_play.trace.run import count
@@ -140,10 +140,3 @@ def test_the_formulas_say_what_is_counted(kind: str) -> None:
         assert getattr(formula, name) == getattr(counted, name), name
     for targets in ("auto", ["q_proj", "v_proj"], ["self_attn.o_proj"]):
         assert formula.adapter_parameters(8, targets) == counted.adapter_parameters(8, targets)
-
-
-@pytest.mark.parametrize("kind", sorted(TIED_BY_DEFAULT))
-def test_families_that_tie_unless_told(kind: str) -> None:
-    from transformers import AutoConfig
-
-    assert AutoConfig.for_model(kind).tie_word_embeddings and not AutoConfig.for_model("llama").tie_word_embeddings

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import distributed
 from transformers import TrainerState
 
 from sft_play.errors import UserError
 from sft_play.training.guards import SpikeGuard
-from sft_play.training.heartbeat import NotJoined, roll_call
 from tests.contexts import context_of
 from tests.unit.test_plan_make import plan_of
 
@@ -75,18 +73,6 @@ def test_a_resumed_guard_decides_alike(tmp_path: Path) -> None:
     rest = list(enumerate(norms))[15:]
     assert [whole.jumps(n, step=s, rows=[]) for s, n in rest] == [second.jumps(n, step=s, rows=[]) for s, n in rest]
     assert (whole.norms, whole.found) == (second.norms, second.found)
-
-
-def test_ranks_that_did_not_come_are_named() -> None:
-    store = distributed.HashStore()
-    with pytest.raises(NotJoined, match=r"ranks 1, 2 of 3 did not join within 0\.3 s") as caught:
-        roll_call(store, 0, "node0", 3, 0.3)
-    assert caught.value.exit_code == 75
-    assert caught.value.facts == {"cause": "not_joined", "blames": 1}
-    assert "there are: 0 (node0)" in str(caught.value)
-    for rank in (1, 2):
-        store.set(f"here/{rank}", "node1")
-    roll_call(store, 0, "node0", 3, 0.3)
 
 
 def test_skipping_is_refused_where_the_update_comes_first() -> None:

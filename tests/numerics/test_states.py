@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -13,8 +12,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError
@@ -43,26 +40,6 @@ def piece(start: int, end: int, *, numel: int = 100, file: str = "f", name: str 
         key=f"{name}-{start}", parameter=name, state="exp_avg", kind="slice", start=start, end=end, shape=(numel,), dtype="float32",
         file=file,
     )  # fmt: skip
-
-
-@given(
-    st.integers(1, 60).flatmap(
-        lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n), max_size=6), st.integers(0, n), st.integers(0, n))
-    ),
-)
-@settings(max_examples=300, deadline=None)
-def test_any_range_is_put_together_from_any_cut(case: tuple[int, list[int], int, int]) -> None:
-    numel, cuts, one, other = case
-    edges = sorted({0, numel, *cuts})
-    pieces = [piece(start, end, numel=numel) for start, end in itertools.pairwise(edges)]
-    start, end = sorted((one, other))
-    whole = list(range(numel))
-    found: list[int | None] = [None] * (end - start)
-    for read in reads(start, end, [*pieces, *pieces[::-1]], "it"):  # what two ranks both hold is read once
-        source = whole[read.piece.start : read.piece.end][read.begin : read.end]
-        assert found[read.into : read.into + len(source)] == [None] * len(source)
-        found[read.into : read.into + len(source)] = source
-    assert found == whole[start:end]
 
 
 @pytest.mark.parametrize("pieces", [[], [(0, 10)], [(0, 10), (11, 20)], [(5, 20)]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +78,3 @@ def test_a_file_that_makes_no_sense_counts_as_none(damage: str) -> None:
     assert load_calibration(cpu()) is None
     calibration().save()
     assert load_calibration(cpu()) is not None
-
-
-def test_the_nearest_fit_stands_in() -> None:
-    full, large = (
-        fit(work=WORK | {"mode": "full"}, model="full"),
-        fit(work=WORK | {"layers": 60}, model="large", flops_per_token=4e9),
-    )
-    known = calibration(steps=(full, large, fit(), fit(threads=1.0, model="one thread")))
-
-    def chosen(work: dict[str, Any], size: float = 5e8, threads: float = 2.0) -> tuple[str, bool]:
-        found = known.fit_for(work, flops_per_token=size, threads=threads)
-        assert found
-        return found[0].model, found[1]
-
-    assert chosen(WORK) == ("small", True) and chosen(WORK, threads=1.0) == ("one thread", True)
-    assert chosen(WORK | {"layers": 12}) == ("small", False)
-    assert chosen(WORK | {"layers": 12}, size=5e9) == ("large", False)
-    assert chosen(WORK | {"layers": 12, "mode": "full"}, size=5e9) == ("full", False)
-    assert replace(known, steps=()).fit_for(WORK, flops_per_token=1.0, threads=1.0) is None

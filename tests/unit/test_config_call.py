@@ -119,12 +119,6 @@ def test_make_e_is_refused_where_something_was_typed() -> None:
     assert call("config", "--from-make", environ={"MAKEFLAGS": "e"}).options == {}
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "2.0", "two", "1e3", "9" * 30, "²"])
-def test_options_that_are_no_whole_number(text: str) -> None:
-    with pytest.raises(UserError, match=r"`NUM_GPUS` is `.*`; expected an integer >= 1"):
-        Call(command="x", options={"NUM_GPUS": text}).integer("NUM_GPUS", minimum=1)
-
-
 def test_every_field_of_training_arguments_is_owned_accepted_or_refused_with_a_name_that_exists() -> None:
     options = {option for row in COMMANDS.values() for option in row.options}
     for field in table():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.data.example import FOLLOWERS, Example
-from sft_play.data.formats import FORMATS, recognise, to_example, understand
+from sft_play.data.formats import recognise, understand
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
@@ -170,15 +170,3 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(sorted({c for cs, _ in FORMATS.values() for c in cs} | {"tools", "system", "history"})), JSON)
-)
-def test_any_json_is_an_example_or_one_clear_error(row: Row) -> None:
-    for form in (None, *FORMATS):
-        try:
-            assert to_example(row, form or recognise(row), place="p", source=0)
-        except DataError as error:
-            assert error.message

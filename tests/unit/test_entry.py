@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from sft_play.errors import HardwareError, UserError
-from sft_play.schedulers.entry import first_host, normalised, supervised
+from sft_play.schedulers.entry import normalised, supervised
 from tests.conftest import ROOT
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
@@ -82,27 +81,6 @@ def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
 
 
 @pytest.mark.parametrize(
-    ("addresses", "master"),
-    [
-        (["::1", "fe80::1", "fd00::7"], "fd00::7"), (["fd00::7", "127.0.1.1", "10.0.0.7"], "10.0.0.7"), (["127.0.1.1"], "::1"), ([], "::1"),
-    ],
-)  # fmt: skip
-def test_a_master_whose_name_has_ipv6_addresses_only_is_found_there(
-    addresses: list[str], master: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The resolver's answers are given; no machine here has a name with such addresses."""
-
-    def resolved(*_: object, **__: object) -> list[tuple[object, ...]]:
-        if not addresses:
-            raise socket.gaierror(-2, "Name or service not known")
-        return [(None, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    environ = {**PYTORCHJOB, "PET_MASTER_ADDR": "::1", "PET_NODE_RANK": "0", "RANK": "0"}
-    assert added(TWO, environ)["MASTER_ADDR"] == master
-
-
-@pytest.mark.parametrize(
     ("environ", "words", "said"),
     [
         (PYTORCHJOB, (*WORDS, "NUM_NODES=3"), "`NUM_NODES` is 3, but the operator says 2"),
@@ -117,14 +95,6 @@ def test_what_does_not_agree_is_refused(environ: dict[str, str], words: tuple[st
     with pytest.raises(UserError) as caught:
         normalised(words, environ)
     assert said in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("listed", "first"),
-    [("n1", "n1"), ("n[3-5,7],m1", "n3"), ("node[001-004]", "node001"), ("a-b[7]-ib,c", "a-b7-ib"), ("a,b", "a"), ("", None)],
-)
-def test_the_first_of_slurms_list(listed: str, first: str | None) -> None:
-    assert first_host(listed) == first
 
 
 @pytest.mark.parametrize(

@@ -109,22 +109,6 @@ def test_the_last_answer_of_a_training_row_stands_aside(
     assert found.tools == [{"type": "function"}] and not any("train" in turn for turn in found.messages)
 
 
-RENAMED = {"messages": "talk.thread", "messages.role": "by", "messages.content": "body", "messages.role.user": "customer"}
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": ASKED}, {"question": "2+2?"}, {"talk": {"thread": [{"by": "customer", "body": "2+2?"}]}},
-        {"talk": {"thread": [{"role": "customer", "content": "2+2?"}]}},
-    ],
-)  # fmt: skip
-def test_the_runs_columns_rename_only_what_a_row_has(tmp_path: Path, row: dict[str, Any]) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row))
-    assert [found.messages for found in read_questions(path, [RENAMED])] == [ASKED]
-
-
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00bad"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "questions.txt"

@@ -170,13 +170,6 @@ def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
     assert given.ranks[0].accumulation == 3 and given.ranks[0].micro_batch == 4  # 12 packs at most / 3
 
 
-def test_memory_ran_out_with_packs(planned: Callable[..., Plan]) -> None:
-    before = planned([100, 60] * 200, packing="on", batch_size=4)
-    after = planned([100, 60] * 200, LaunchRequest(halvings=1), packing="on", batch_size=4)
-    assert (before.ranks[0].micro_batch, after.ranks[0].micro_batch) == (4, 2)
-    assert after.ranks[0].accumulation == 2 * before.ranks[0].accumulation and after.pack_tokens == 512
-
-
 def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan]) -> None:
     plan = planned([100, 60] * 200, batch_size=1)
     outcome = Outcome(

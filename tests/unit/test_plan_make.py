@@ -179,15 +179,6 @@ def test_precision_follows_the_hardware() -> None:
     assert "zero2 on a CPU computes in fp32 only" in message(HardwareError, fast, bf16=True, command_strategy="zero")
 
 
-def test_types_of_weights() -> None:
-    assert plan_of("H100", name=LLAMA).weights_dtype == "bfloat16"
-    assert plan_of("2xB200", name=LLAMA, mode="full", command_strategy="auto").weights_dtype == "float32"
-    assert plan_of(dtype="bfloat16").weights_dtype == "bfloat16"
-    text = message(UserError, "T4", mode="full", dtype="float16")
-    assert "`model.dtype` is `float16`, but every weight is trained" in text and "TRAIN_FP16=true" in text
-    assert plan_of("T4", dtype="float16").weights_dtype == "float16"
-
-
 def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
     plan = plan_of(optim="paged_adamw_8bit")
     assert plan.optim == "adamw_torch"
@@ -337,12 +328,6 @@ def test_strategies(command: Any, configured: Any, chosen: str) -> None:
 def test_command_and_configuration_contradict(command: Any, configured: Any, right: str) -> None:
     text = message(UserError, command_strategy=command, num_gpus=None if command == "single" else 2, strategy=configured)
     assert f"`launch.strategy` is `{configured}`" in text and right in text
-
-
-def test_qlora_under_zero3_shares_out_the_base_and_not_its_scales() -> None:
-    words = {"name": QWEN, "mode": "qlora", "max_seq_len": 512, "command_strategy": "auto"}
-    whole, shared = (plan_of("2x24GB", strategy=strategy, **words).ranks[0].memory_bytes for strategy in ("ddp", "zero3"))
-    assert shared["frozen"] == pytest.approx(whole["frozen"] / 2) and shared["quant_state"] == whole["quant_state"] > 0
 
 
 def test_unsloth() -> None:
@@ -499,16 +484,3 @@ def test_more_micro_steps_than_rows_are_refused() -> None:
 
 
 # Any world, the same run.
-
-
-def test_the_reasons_name_what_is_adapted() -> None:
-    def said(**changes: Any) -> list[str]:
-        return [why for why in plan_of("2xH200", **changes).reasons if why.startswith("adapters of rank")]
-
-    layers = "q_proj, k_proj, v_proj, o_proj"
-    assert said(name=LLAMA) == [f"adapters of rank 16 on {layers}, gate_proj, up_proj, down_proj: 41,943,040 parameters"]
-    attention = 16 * 24 * 2 * ((2880 + 4096) + (2880 + 512))
-    assert said(name="unsloth/gpt-oss-20b-BF16") == [
-        f"adapters of rank 16 on {layers}: {attention:,} parameters; experts.gate_up_proj, experts.down_proj stay frozen"
-    ]
-    assert said(name=QWEN, mode="full") == []

@@ -122,12 +122,6 @@ def test_the_rank_that_ran_out_is_named_and_not_its_peers(tmp_path: Path) -> Non
     assert "rank 1 (" in outcome.message and ") ran out of memory" in outcome.message
 
 
-def test_an_error_for_good_before_it_counts_first(tmp_path: Path) -> None:
-    bad = {"code": 4, "time": 1.0, "error": "error: bad row"}
-    outcome = judge(run_with(tmp_path, {0: bad, 1: SHORT}), range(2), agent_code=1, agent_log="")
-    assert (outcome.code, outcome.rank, outcome.cause) == (4, 0, None)
-
-
 def test_sigkill_is_want_of_memory_only_with_evidence(tmp_path: Path) -> None:
     run = run_with(tmp_path, {0: GONE})
     by_hand = judge(run, range(2), agent_code=1, agent_log=summary(1, -9))

@@ -14,8 +14,7 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig
 from sft_play.errors import CheckpointError, DataError
-from sft_play.files import file_sha256
-from sft_play.model.resolve import hub_reachable, resolve_model, says, weights_sha256
+from sft_play.model.resolve import hub_reachable, resolve_model
 from sft_play.model.use import unchanged_base
 from sft_play.runs.prepared import Prepared
 from tests.conftest import ROOT, environment
@@ -36,12 +35,6 @@ def refused(name: Path | str) -> DataError:
     with pytest.raises(DataError) as caught:
         resolve_model(ModelConfig(name=str(name)))
     return caught.value
-
-
-def test_a_folder_is_taken_as_it_is(model: Path) -> None:
-    found = resolve_model(ModelConfig(name=str(model)))
-    assert (found.source, found.path, found.revision) == ("folder", str(model.resolve()), None)
-    assert says(found) == f"model: {model}, from the folder {model.resolve()}"
 
 
 def test_the_fingerprint_tells_weights_and_tokenizers_apart(model: Path, tmp_path: Path) -> None:
@@ -82,19 +75,6 @@ def test_a_base_that_has_changed_is_not_scored_as_the_runs(changed: str, model: 
     with pytest.raises(CheckpointError, match="of the base have changed since the run") as caught:
         unchanged_base(config, prepared)
     assert caught.value.hint and "restore" in caught.value.hint
-
-
-def test_the_checksum_of_an_unchanged_weight_file_comes_from_the_cache(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    weights = [model / "model.safetensors"]
-    assert weights_sha256(weights) == [file_sha256(weights[0])]
-    [record] = (tmp_path / "cache" / "digests").iterdir()
-    record.write_text(record.read_text().replace(file_sha256(weights[0]), "kept"))  # would be overruled by reading the content
-    assert weights_sha256(weights) == ["kept"]
-    record.write_text("[]")
-    assert weights_sha256(weights) == [file_sha256(weights[0])]
 
 
 def test_an_adapter_folder_names_what_to_set(model: Path) -> None:

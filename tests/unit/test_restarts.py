@@ -13,8 +13,6 @@ from sft_play.launch.recovery import Restarts
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, culprits, hang, standing
 from sft_play.runs.folder import RunFolder
-from sft_play.training.heartbeat import patience
-from sft_play.training.process import Activity
 
 LOST = Outcome(
     code=75,
@@ -117,21 +115,3 @@ def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_i
     assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in said
     assert begun(41, 41, 41)[0] == []
     assert begun(41, None, 41)[0] == [], "one that did not tell is not compared"
-
-
-def test_patience_by_phase() -> None:
-    assert patience("training", None, 1.0) == 600
-    assert patience("updating", None, 100.0) == 1000
-    assert patience("training", 5.0, 100.0) == 5
-    assert patience("loading", 5.0, 0.0) == 3600
-    assert patience("saving", None, 1000.0) == 30_000
-
-
-def test_the_longest_step_is_what_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("sft_play.training.process.time.monotonic", lambda: now[0])
-    doing = Activity()
-    for phase, at in (("training", 50), ("updating", 53), ("saving", 54), ("training", 99), ("updating", 101), ("training", 200)):
-        now[0] = at
-        doing.enter(phase)  # type: ignore[arg-type]
-    assert doing.longest_step == 4, "loading, saving and waiting for rows are no steps"

@@ -128,13 +128,6 @@ def test_a_trained_tokenizer_writes_any_text_and_chatml(tmp_path: Path, monkeypa
     assert end_of_turn_ids(tokenizer) == [turn, tokenizer.eos_token_id]
 
 
-def test_too_little_text_says_what_was_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match=r"too little text for `model.vocab_size` 9000: they give (\d+) tokens") as error:
-        resolve(scratch(vocab_size=9000))
-    assert "MODEL_VOCAB_SIZE=" in (error.value.hint or "")
-
-
 def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     build_tokenizer(tmp_path / "tokenizer")

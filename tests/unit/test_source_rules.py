@@ -8,7 +8,6 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import UserError
-from tests.conftest import Program
 
 
 @pytest.mark.parametrize(
@@ -46,23 +45,3 @@ def test_what_a_source_cannot_mean_is_refused_with_its_place(sources: str, said:
         load_config(path, environ={})
     assert said in caught.value.render()
     assert f"{path}:" in caught.value.render()
-
-
-def test_weights_of_all_sources_are_taken(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("model:\n  name: x/y\ndata:\n  sources: [{path: a, weight: 3}, {path: b, weight: 0}]\n", encoding="utf-8")
-    assert [source.weight for source in load_config(path, environ={}).config.data.sources] == [3, 0]
-
-
-@pytest.mark.parametrize("command", ["config", "plan"])
-def test_a_filter_that_cannot_be_read_is_told_before_anything_is_read(command: str, program: Program, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {name: x/y}\ndata:\n  sources: [{path: a.jsonl, filter: score => 3}]\n", encoding="utf-8")
-    done = program(command, f"CONFIG={path}", timeout=60)
-    assert done.code == 2 and done.err.startswith(f"error: {path}:3: `data.sources[0].filter` cannot be used: "), done.err
-    assert "hint: conditions look like" in done.err and "Traceback" not in done.err
-    typed = program(command, "CONFIG=quickstart", "DATA_SOURCES=[{path: a, filter: 'len(x'}]", timeout=60)
-    assert (
-        typed.code == 2
-        and "error: DATA_SOURCES=[{path: a, filter: 'len(x'}]: `data.sources[0].filter` cannot be used" in typed.err
-    )

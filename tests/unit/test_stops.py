@@ -18,7 +18,6 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
-from sft_play.launch.node import Stop
 from sft_play.launch.process import stop_code
 from sft_play.launch.resume import as_long, changes, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events
@@ -43,22 +42,6 @@ request.listen()
 {body}
 """
 LOADING = "print('ready', flush=True); time.sleep(60)"
-STEP = "request.nothing_to_save, request.step = False, 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
-SAVING = """
-request.nothing_to_save, request.step = False, 4
-doing.enter('saving', step=4)
-print('ready', flush=True)
-time.sleep(4)
-request.saved = 4
-request.finish({"code": 143, "error": ""})
-"""
-PUBLISHING = """
-request.step = 4
-doing.enter('saving', step=4)
-print('ready', flush=True)
-time.sleep(4)
-request.finish({"code": 0, "error": ""})
-"""
 UNSAVED = "request.step = 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
 HELPERS = """
 import os
@@ -121,29 +104,6 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path, numb
     assert record(tmp_path)["stop"] == {"signal": signal.Signals(number).name, "phase": "loading", "step": 0, "saved": None}
 
 
-def test_a_step_without_end_is_left_and_said(tmp_path: Path) -> None:
-    process, _ = start(tmp_path, STEP)
-    process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    process.communicate(timeout=20)
-    assert process.returncode == 143 and time.monotonic() - began > 1.0
-    assert "no step ended" in record(tmp_path)["note"] and record(tmp_path)["stop"]["step"] == 4
-
-
-def test_a_save_is_finished_however_long_it_takes(tmp_path: Path) -> None:
-    process, _ = start(tmp_path, SAVING)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert "note" not in record(tmp_path) and record(tmp_path)["stop"]["saved"] == 4
-
-
-def test_a_model_is_published_though_no_checkpoint_is_ever_saved(tmp_path: Path) -> None:
-    process, _ = start(tmp_path, PUBLISHING)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert (process.returncode, record(tmp_path)["code"]) == (0, 0)
-
-
 def test_what_is_lost_without_checkpoints_is_said(tmp_path: Path) -> None:
     process, _ = start(tmp_path, UNSAVED)
     process.send_signal(signal.SIGTERM)
@@ -182,19 +142,6 @@ def test_other_ranks_hear_of_it_between_steps(tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     output, error = process.communicate(timeout=60)
     assert output == f"heard {int(signal.SIGUSR1)} None\n", error
-
-
-def test_the_first_signal_counts_and_only_ctrl_c_hurries() -> None:
-    stop = Stop()
-    stop.note(signal.SIGUSR1)
-    stop.note(signal.SIGTERM)
-    stop.note(signal.SIGINT)  # within the same moment: a group got both
-    assert stop.signals == [signal.SIGUSR1] and not stop.at_once
-    stop.since -= 1
-    stop.note(signal.SIGTERM)
-    assert not stop.at_once
-    stop.note(signal.SIGINT)
-    assert stop.at_once and stop.signals[0] == signal.SIGUSR1
 
 
 def test_nohup_is_obeyed() -> None:
@@ -326,20 +273,3 @@ def test_the_first_command_leaves_a_run_that_was_made_longer_as_long(tmp_path: P
 def test_the_documentation_lists_the_keys_that_a_resume_may_change() -> None:
     section = (ROOT / "docs" / "launching.md").read_text().partition("## Resuming\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"`((?:train|eval|launch)\.\w+)`", section)) == CHANGEABLE
-
-
-def test_whether_an_evaluation_is_due_is_transformers_own_rule() -> None:
-    from sft_play.training.stopping import evaluation_due
-
-    def due(step: int, strategy: str, *, most: int = 10) -> bool:
-        args: Any = SimpleNamespace(
-            eval_strategy=strategy, save_strategy="no", logging_strategy="steps", eval_delay=0, logging_first_step=False
-        )
-        state: Any = SimpleNamespace(
-            global_step=step, epoch=step / 3, eval_steps=4, save_steps=4, logging_steps=1, max_steps=most
-        )
-        return evaluation_due(args, state, 3)
-
-    assert [due(step, "steps") for step in (3, 4, 10)] == [False, True, True]
-    assert [due(step, "epoch") for step in (3, 4, 10)] == [True, False, True]
-    assert not due(4, "no")

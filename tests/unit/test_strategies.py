@@ -38,11 +38,6 @@ def with_ram(hardware: str, gib: int) -> Hardware:
 # The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
 
 
-def test_a_replica_that_fits_with_checkpointing_stays_a_replica() -> None:
-    plan = plan_of("2x24GB", name=LLAMA, max_seq_len=2048, command_strategy="auto")
-    assert plan.strategy == "ddp" and plan.gradient_checkpointing
-
-
 def test_shards_where_replicas_do_not_fit_and_the_quantised_way_is_told() -> None:
     plan = plan_of("4x12GB", name=QWEN, max_seq_len=512, command_strategy="auto")
     why = reason(plan, "strategy fsdp2: ")

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sft_play.config.schema import Config, ModelConfig
@@ -163,23 +161,12 @@ def add_bos(folder: Path, template: str | None) -> Any:
     return tokenizer
 
 
-def test_a_tokenizer_that_adds_bos_does_not_add_a_second(tmp_path: Path) -> None:
-    tokenizer = add_bos(tmp_path, "{{ bos_token }}" + CHAT_TEMPLATE)
-    assert encode(tokenizer, SINGLE).input_ids.count(tokenizer.bos_token_id) == 1
-
-
 def test_the_default_template_writes_bos_where_the_tokenizer_would(tmp_path: Path) -> None:
     tokenizer = add_bos(tmp_path, None)
     tokenizer.chat_template = default_template(tokenizer)
     encoded = encode(tokenizer, SINGLE)
     assert encoded.input_ids[0] == tokenizer.bos_token_id
     assert encoded.input_ids.count(tokenizer.bos_token_id) == 1
-
-
-def test_a_template_that_writes_bos_twice_is_refused(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE, bos="<s>")
-    with pytest.raises(DataError, match="twice"):
-        encode(tokenizer, SINGLE)
 
 
 def test_the_default_template_ends_turns_with_eos_where_chatml_marks_are_unknown(tmp_path: Path) -> None:
@@ -208,12 +195,6 @@ def test_a_template_without_an_end_of_turn_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
     with pytest.raises(DataError, match="no end-of-turn token"):
         encode(tokenizer, SINGLE)
-
-
-def test_an_end_that_comes_only_after_the_next_question_is_refused(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m['content'] + ('<|im_end|>' if m['role'] == 'user' else ' ') }}{% endfor %}"
-    with pytest.raises(DataError, match="no end-of-turn token"):
-        encode(tokenizer_of(tmp_path, template), CONVERSATION)
 
 
 @pytest.mark.parametrize(
@@ -248,21 +229,3 @@ def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(tmp_path:
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     answer = "one\n\n\n\ttwo   \n"
     assert trained(tokenizer, encode(tokenizer, [SINGLE[0], {"role": "assistant", "content": answer}])) == [f"{answer}<|im_end|>"]
-
-
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_text_is_trained_exactly(data: st.DataObject, families: dict[str, Family]) -> None:
-    """Leading line ends too, which a tokenizer would merge with the template's own."""
-    _, tokenizer, _, end = families[data.draw(st.sampled_from(["chatml", "zephyr", "default"]))]
-    text = st.text(alphabet="ab \n\t.1é\u4e16\U0001f600'", min_size=1, max_size=12).filter(lambda value: bool(value.strip()))
-    answers = data.draw(st.lists(text, min_size=1, max_size=3))
-    messages = [
-        message
-        for answer in answers
-        for message in ({"role": "user", "content": data.draw(text)}, {"role": "assistant", "content": answer})
-    ]
-    rows = rows_of(tokenizer, messages)
-    assert sorted(trained(tokenizer, *rows)) == sorted(answer + end for answer in answers)
-    for row in rows:
-        assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids

@@ -130,13 +130,6 @@ def test_split_learns_each_answer_exactly_once(name: str, data: st.DataObject, c
         assert ("Be brief." in tokenizer.decode(row.input_ids)) == bool(start)
 
 
-def test_split_leaves_out_exchanges_whose_answer_does_not_fit(chatml: Any) -> None:
-    long: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
-    found = outcome_of(chatml, "split", 64, messages=[SYSTEM, *long, *exchange(1), *long, *exchange(2)])
-    assert learnt(chatml, found.rows) == ["answer 1", "answer 2"] and found.answers_cut == 0
-    assert found.lost == {"user turns", "assistant turns"}
-
-
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 

@@ -133,11 +133,6 @@ def test_words_beside_a_call_that_are_not_written_are_told(saved: Path, tmp_path
         rows(tokenizer, beside, [TOOL])
 
 
-def test_calls_that_are_not_learnt_must_be_written_too(saved: Path) -> None:
-    with pytest.raises(DataError, match="does not write the calls of turn 3"):
-        rows(chosen(saved, "chatml"), [*ASKED, {**CHAT[2], "train": False}, *CHAT[3:]])
-
-
 def test_a_question_with_calls_is_not_asked_without_them(saved: Path, tmp_path: Path) -> None:
     assert prompt_ids(chosen(saved, "qwen3"), CHAT[:-1], [TOOL])
     with pytest.raises(DataError, match="does not write the calls of turn 3"):

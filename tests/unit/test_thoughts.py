@@ -67,16 +67,6 @@ def test_qwen3_learns_each_thought_in_a_row_of_its_own_and_loses_none(saved: Pat
     assert found.thoughts == 0
 
 
-@pytest.mark.parametrize("messages", [APART, WITHIN], ids=["reasoning_content", "<think>"])
-def test_only_the_last_answer_keeps_its_thought_and_no_other_is_missed(saved: Path, messages: list[Message]) -> None:
-    tokenizer, found = outcome(saved, "qwen3", messages, loss_on="last")
-    assert rows_of(found) == [
-        by_hand(tokenizer, row)
-        for row in (f"{FIRST}Four.<|im_end|>\n{SECOND}\u2039<think>\nThree and three.\n</think>\n\nSix.<|im_end|>\u203a",)
-    ]
-    assert found.thoughts == 0, "the first answer was not to be learnt"
-
-
 def test_one_row_of_everything_loses_the_earlier_thought_and_it_is_counted(saved: Path) -> None:
     tokenizer, found = outcome(saved, "qwen3", APART, loss_on="all")
     assert rows_of(found) == [
