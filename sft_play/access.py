@@ -77,8 +77,9 @@ class Guard:
     a page that anyone wrote can make a browser call 127.0.0.1.
     """
 
-    def __init__(self, app: App, *, token: str | None, address: str) -> None:
-        self.app = app
+    def __init__(self, app: App, *, token: str | None, address: str, pages: frozenset[str] = frozenset()) -> None:
+        """`pages`: paths that may be asked for; all where none are named."""
+        self.app, self._pages = app, pages
         self._digest = hashlib.sha256(token.encode()).digest() if token else None
         self._own = {"localhost", address, LOOPBACK, "::1"}
 
@@ -88,6 +89,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         refused = self._refusal([(bytes(name).lower(), bytes(value)) for name, value in scope.get("headers", ())])
+        if refused is None and self._pages and scope["path"] not in self._pages:
+            refused = 404, f"there is only {', '.join(sorted(self._pages))}"
         if refused is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -112,92 +115,6 @@ class Guard:
         if any(origin not in self._own for origin in origins):
             return 403, "the request comes from a page of another site"
         return None
-
-
-class Checked:
-    """An ASGI application that passes on what one model can answer, and nothing else of what transformers' server takes.
-
-    That server also unloads models, replaces the chat template, and reads files and addresses that a request names.
-    """
-
-    def __init__(self, app: App) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Reads the body of a request, at most `MOST_BODY` bytes, and passes it on when it is one that can be answered."""
-        if scope["type"] != "http" or scope.get("path") in OPEN:
-            await self.app(scope, receive, send)
-            return
-        if scope.get("path") not in KEYS:
-            await _answer(send, 404, f"there is only {', '.join(sorted(OPEN | KEYS.keys()))}")
-            return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                return  # the client has gone
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > MOST_BODY:
-                await _answer(send, 413, f"the body has more than {MOST_BODY:,} bytes")
-                return
-        if scope.get("method") == "POST" and (wrong := wrong_with(scope["path"], body)) is not None:
-            await _answer(send, 400, wrong)
-            return
-        left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> Message:
-            return left.pop() if left else await receive()
-
-        await self.app(scope, again, send)
-
-
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-OPEN = frozenset({"/v1/models", "/health"})
-SAMPLING = {"model", "stream", "temperature", "top_p", "seed"}
-KEYS: Mapping[str, frozenset[str]] = {
-    CHAT: frozenset(
-        SAMPLING
-        | {"messages", "max_tokens", "max_completion_tokens", "stop", "frequency_penalty", "tools", "chat_template_kwargs"}
-    ),
-    "/v1/completions": frozenset(SAMPLING | {"prompt", "max_tokens", "stop", "frequency_penalty"}),
-    RESPONSES: frozenset(SAMPLING | {"input", "instructions", "max_output_tokens", "tools"}),
-    "/load_model": frozenset({"model"}),
-}
-"""What each page takes; not `generation_config`, which could ask for anything."""
-TEMPLATE_KEYS = frozenset({"enable_thinking", "thinking"})
-TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Other parts name a picture or a sound by an address or a file, which the server would open."""
-MOST_BODY = 2**20
-MOST_NEW_TOKENS = 32_768
-
-
-def wrong_with(path: str, body: bytes) -> str | None:
-    """Return what a request asks for that is not given, `None` for an ordinary one."""
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        return "the body is not JSON"
-    if not isinstance(asked, dict):
-        return "the body is not a JSON object"
-    if unknown := sorted(asked.keys() - KEYS[path]):
-        return f"`{unknown[0][:80]}` is not taken here; there are {', '.join(sorted(KEYS[path]))}"
-    for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        count = asked.get(key, 1)
-        if count is not None and (not isinstance(count, int) or not 1 <= count <= MOST_NEW_TOKENS):
-            return f"`{key}` must be 1 to {MOST_NEW_TOKENS}"
-    settings = asked.get("chat_template_kwargs", {})
-    if not isinstance(settings, dict) or settings.keys() - TEMPLATE_KEYS:
-        return f"`chat_template_kwargs` takes {', '.join(sorted(TEMPLATE_KEYS))}"
-    key = "input" if path == RESPONSES else "messages"
-    for index, message in enumerate(asked[key]) if isinstance(asked.get(key), list) else ():
-        content = message.get("content") if isinstance(message, dict) else message
-        parts = content if isinstance(content, list) else [content]
-        if not all(
-            part is None or isinstance(part, str) or (isinstance(part, dict) and part.get("type") in TEXT_PARTS) for part in parts
-        ):
-            return f"`{key}[{index}].content` must be text, or a list of parts of text"
-    return None
 
 
 def _hostname(url: str) -> str | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sft_play.access import TOKEN_VARIABLE, Checked, Guard, address_of, is_loopback, own_url, serve_token
+from sft_play.access import TOKEN_VARIABLE, Guard, address_of, is_loopback, own_url, serve_token
 from sft_play.config.load import read_config
 from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError, UserError
@@ -43,6 +43,8 @@ DEFAULT_PORT = 8000
 SECONDS_TO_END = 5
 """After the first signal; an answer that is being made then is cut off."""
 LONGEST_ANSWER_SECONDS = 600
+PAGES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/load_model", "/health"})
+"""What one model can answer; transformers' server has others, which unload models."""
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 """What transformers' server imports: the packages of `transformers[serving]`."""
 
@@ -202,7 +204,7 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
             assert not config.loaded, "the application must not be in use yet"
             for log in ("uvicorn.error", "uvicorn.access"):  # a line for each request, whatever `log_level` says
                 getLogger(log).setLevel("ERROR")
-            config.app = Guard(Checked(config.app), token=place.token, address=place.address)
+            config.app = Guard(config.app, token=place.token, address=place.address, pages=PAGES)
             super().start_server()
 
     logging.disable_progress_bar()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.access import CHAT, TOKEN_VARIABLE, Checked, Guard, Message, address_of, is_loopback, serve_token
+from sft_play.access import TOKEN_VARIABLE, Guard, Message, address_of, is_loopback, serve_token
 from sft_play.errors import UserError
 from tests.conftest import Program
 
@@ -31,52 +31,10 @@ def test_what_is_no_address_is_refused(typed: str) -> None:
         address_of(typed)
 
 
-GOOD = b'{"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}'
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        (CHAT, GOOD, None), (CHAT, b'{"messages": [{"role": "assistant", "tool_calls": []}]}', None), ("/v1/models", b"no JSON", None),
-        ("/load_model", b'{"model": "demo"}', None), (CHAT, b'{"messages": [{"role": "user", "content": 5}]}', "`messages[0].content`"),
-        (CHAT, b"{", "not JSON"), (CHAT, b"[]", "not a JSON object"), (CHAT, b"[" * 100_000, "not JSON"), (CHAT, b"\xff", "not JSON"),
-        (CHAT, b'{"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}', "takes enable_thinking, thinking"),
-        (CHAT, b'{"chat_template_kwargs": {"enable_thinking": false}, ' + GOOD[1:], None), (CHAT, b'{"chat_template_kwargs": 5}', "takes"),
-        (CHAT, b'{"generation_config": "{}"}', "`generation_config` is not taken"), (CHAT, b'{"max_tokens": 1000000000}', "1 to 32768"),
-        (CHAT, b'{"max_tokens": "5"}', "1 to 32768"), (CHAT, b'{"max_tokens": null, ' + GOOD[1:], None),
-        (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}', "of text"),
-        (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]}', None),
-        ("/v1/responses", b'{"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}', "of text"),
-        ("/v1/responses", b'{"input": "Hello"}', None), ("/v1/completions", b'{"prompt": "Hello", "messages": []}', "`messages` is not taken"),
-        (CHAT, b'{"messages": "' + b"x" * 2**20 + b'"}', "more than 1,048,576 bytes"), ("/reset", b"{}", "there is only /health"),
-        ("/v1/systemone", b"{}", "there is only"), ("/docs", b"", "there is only"),
-    ],
-)  # fmt: skip
-def test_a_request_that_cannot_be_answered_is_refused_in_words(path: str, body: bytes, said: str | None) -> None:
-    parts: list[Message] = [
-        {"type": "http.request", "body": body[:9], "more_body": True},
-        {"type": "http.request", "body": body[9:]},
-    ]
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        return parts.pop(0)
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def echo(scope: Message, receive: Any, send: Any) -> None:
-        read, more = b"", True
-        while more:
-            message = await receive()
-            read, more = read + message["body"], message.get("more_body", False)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": read})
-
-    asyncio.run(Checked(echo)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send))
-    status = 413 if said and "bytes" in said else 404 if said and "there is only" in said else 400
-    assert sent[0]["status"] == (status if said else 200)
-    assert sent[1]["body"] == body if said is None else said in sent[1]["body"].decode()
+def test_a_page_that_is_not_listed_is_refused_in_words() -> None:
+    guard = Guard(application, token=TOKEN, address="0.0.0.0", pages=frozenset({"/health"}))
+    assert answer(guard, ("Authorization", f"Bearer {TOKEN}"), path="/health") == 200
+    assert answer(guard, ("Authorization", f"Bearer {TOKEN}"), path="/reset") == 404
 
 
 def test_an_address_that_others_reach_needs_a_token() -> None:
@@ -89,7 +47,7 @@ def test_an_address_that_others_reach_needs_a_token() -> None:
         assert "blank" not in caught.value.render() or "without blanks" in caught.value.render()
 
 
-def answer(guard: Guard, *headers: tuple[str, str], kind: str = "http") -> int | None:
+def answer(guard: Guard, *headers: tuple[str, str], kind: str = "http", path: str = "/") -> int | None:
     """Returns the status that the guard answered by itself; 200 when the application was reached."""
     sent: list[Message] = []
 
@@ -99,7 +57,11 @@ def answer(guard: Guard, *headers: tuple[str, str], kind: str = "http") -> int |
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope: Message = {"type": kind, "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]}
+    scope: Message = {
+        "type": kind,
+        "path": path,
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers],
+    }
     asyncio.run(guard(scope, receive, send))
     assert len(sent) == (2 if kind == "http" else 1)
     found: Any = sent[0].get("status", sent[0].get("code"))
