@@ -7,8 +7,8 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from dataclasses import dataclass
 
+from sft_play.config.call import Command
 from sft_play.errors import UserError
 
 COMMON = frozenset({"CONFIG", "JSON"})
@@ -29,18 +29,6 @@ SPINS = "1000"
 """Rounds for which a thread of torch's OpenMP (libgomp) waits with its core in use. By itself it takes 300,000 where there is a core for each
 thread: once another program has one of them, every parallel region waits for a whole time slice (more than ten times slower with two
 threads on two busy cores). 1,000 is what libgomp itself takes where threads outnumber cores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One row of the table: where the code is, what the user reads in `make help`, which variables it takes."""
-
-    target: str
-    """`module:function`; the function takes a `config.call.Call` and returns an exit code."""
-    help: str
-    options: frozenset[str] = COMMON
-    overrides: bool = True
-    """Whether `SECTION_KEY=value` is accepted."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -328,7 +316,7 @@ def show_command(name: str) -> int:
     """Prints what a command does and the variables that it takes."""
     from sft_play.config.reference import command_help
 
-    print(command_help(name, COMMANDS[name].help, COMMANDS[name]))
+    print(command_help(name, COMMANDS[name]))
     return 0
 
 

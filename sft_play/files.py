@@ -63,25 +63,17 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, *, unique: bool = False) -> Any:
-    """Returns the parsed JSON of `path`; `unique` refuses an object that has a key twice. Raises `OSError` or `ValueError`.
+def read_json(path: Path) -> Any:
+    """Returns the parsed JSON of `path`. Raises `OSError` or `ValueError`.
 
     Only plain files are read: a pipe or a device would never end.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a plain file", str(path))
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique if unique else None)
+        return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"`{next(key for key in found if keys.count(key) > 1)}` stands there twice")
-    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

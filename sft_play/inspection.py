@@ -17,6 +17,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from sft_play.config.call import Call
+from sft_play.config.reader import record_of
 from sft_play.data.chat import IGNORED
 from sft_play.data.manifest import counted_as, rows_cut
 from sft_play.data.store import Rows
@@ -306,7 +307,7 @@ def _sources(split: SplitView) -> str:
 
 
 def _charts(limit: int, manifest: Mapping[str, Any]) -> str:
-    split = PreparedSplit.from_json(manifest["split"])
+    split = record_of(manifest["split"], PreparedSplit)
     lengths, trained = row_integers(split, "lengths.i32"), row_integers(split, "labels.i32")
     assert lengths is not None and trained is not None, "every split that this version prepares has them"
     shares = [count / length for count, length in zip(trained, lengths, strict=True)]

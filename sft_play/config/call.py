@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import LoadedConfig, is_saved, load_config, override_config, read_config
@@ -17,6 +16,18 @@ from sft_play.runs.origin import give_consent, in_run
 
 LARGEST_PORT = 65_535
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One row of the table of commands: where the code is, what the user reads in `make help`, which variables it takes."""
+
+    target: str
+    """`module:function`; the function takes a `Call` and returns an exit code."""
+    help: str
+    options: frozenset[str] = frozenset({"CONFIG", "JSON"})
+    overrides: bool = True
+    """Whether `SECTION_KEY=value` is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,16 +101,3 @@ def note_consent(call: Call, loaded: LoadedConfig) -> None:
         give_consent("model")
     if not saved or "eval.metrics" in typed:
         give_consent("metrics")
-
-
-class CommandRow(Protocol):
-    """A row of `__main__.COMMANDS`."""
-
-    @property
-    def target(self) -> str: ...
-
-    @property
-    def options(self) -> frozenset[str]: ...
-
-    @property
-    def overrides(self) -> bool: ...

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from sft_play.config import names
-from sft_play.config.call import FALSE, TRUE, Call, CommandRow
+from sft_play.config.call import FALSE, TRUE, Call, Command
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, expected, preset_path
 from sft_play.config.yaml_files import is_writable
@@ -57,7 +57,7 @@ class _Given:
 
 def parse_call(
     arguments: Sequence[str],
-    commands: Mapping[str, CommandRow],
+    commands: Mapping[str, Command],
     environ: Mapping[str, str] | None = None,
     targets: Iterable[str] = (),
 ) -> Call:
@@ -160,7 +160,7 @@ def _split(flags: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _command(words: list[str], commands: Mapping[str, CommandRow], targets: Iterable[str] | None) -> str:
+def _command(words: list[str], commands: Mapping[str, Command], targets: Iterable[str] | None) -> str:
     name = words[0] if words else "help"
     if name in ("-h", "--help") and "help" in commands:
         return "help"
@@ -179,7 +179,7 @@ def _command(words: list[str], commands: Mapping[str, CommandRow], targets: Iter
     )
 
 
-def _typed(words: Sequence[str], commands: Mapping[str, CommandRow], problems: list[UserError]) -> list[_Given]:
+def _typed(words: Sequence[str], commands: Mapping[str, Command], problems: list[UserError]) -> list[_Given]:
     """Returns the assignments of a direct command line; `--section.key value` takes the next word."""
     found: list[_Given] = []
     rest = list(words)
@@ -217,13 +217,13 @@ def _key(one: _Given) -> str | None:
     return variables().get(one.name)
 
 
-def _of_cluster(name: str, row: CommandRow) -> bool:
+def _of_cluster(name: str, row: Command) -> bool:
     """Whether a variable changes the inventory of `CLUSTER=`, as `config.cluster` decides: `CLUSTER_NETWORK`, `CLUSTER_LAPTOP_GPUS`."""
     return name.startswith("CLUSTER_") and "CLUSTER" in row.options
 
 
 def _option(
-    one: _Given, command: str, commands: Mapping[str, CommandRow], options: dict[str, str], problems: list[UserError]
+    one: _Given, command: str, commands: Mapping[str, Command], options: dict[str, str], problems: list[UserError]
 ) -> None:
     if one.name not in commands[command].options and not _of_cluster(one.name, commands[command]):
         where = f"it is for {_takers(one, one.name, commands)}"
@@ -244,17 +244,17 @@ def _option(
         options[one.name] = one.text
 
 
-def _stands_for(option: str, row: CommandRow) -> str | None:
+def _stands_for(option: str, row: Command) -> str | None:
     """Returns the key or option that another command's option means to this one."""
     better = STANDS_FOR.get(option, "")
     return better if better in row.options else variables().get(better) if row.overrides else None
 
 
-def _takers(one: _Given, option: str, commands: Mapping[str, CommandRow]) -> str:
+def _takers(one: _Given, option: str, commands: Mapping[str, Command]) -> str:
     return ", ".join(f"`{_prefix(one)}{name}`" for name, row in commands.items() if option in row.options)
 
 
-def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, CommandRow]) -> UserError:
+def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, Command]) -> UserError:
     row = commands[command]
     if one.name == "MASTER_KEY":
         hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"

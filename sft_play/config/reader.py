@@ -51,6 +51,8 @@ class Range:
 
 Positive = Annotated[int, Range(minimum=1)]
 FromZero = Annotated[int, Range(minimum=0)]
+Count = Annotated[int, Range(minimum=0, maximum=LARGEST_FREE)]
+"""Of tokens or rows, which 32 bits need not hold."""
 
 
 class Mismatch(NamedTuple):

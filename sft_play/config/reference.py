@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from sft_play.config.call import Call, CommandRow
+from sft_play.config.call import Call, Command
 from sft_play.config.keys import Key, documented, extra_keys, schema_keys, sections
 from sft_play.config.layers import ALSO_TAKEN
 from sft_play.config.load import LoadedConfig
@@ -228,10 +228,10 @@ def _comment(origin: str) -> str:
 # `sft-play COMMAND --help`.
 
 
-def command_help(name: str, about: str, row: CommandRow) -> str:
+def command_help(name: str, row: Command) -> str:
     """Returns what `sft-play NAME --help` prints."""
     taken = [option for option in VARIABLES if option in row.options]
-    lines = [f"sft-play {name} NAME=value ...", "", f"  {about}", ""]
+    lines = [f"sft-play {name} NAME=value ...", "", f"  {row.help}", ""]
     width = max(map(len, [*taken, "SECTION_KEY"])) + 2
     lines += [f"  {option:<{width}}{VARIABLES[option]}" for option in taken]
     if row.overrides:
@@ -273,7 +273,7 @@ Run `make render` after a change of keys, commands, presets or launch files.
 """
 
 
-def render_agents(commands: Mapping[str, CommandRow]) -> str:
+def render_agents(commands: Mapping[str, Command]) -> str:
     """Return the text of AGENTS.md."""
     modules: dict[str, list[str]] = {}
     for name, row in commands.items():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.chat import template_sha256
 from sft_play.data.example import BAD, EMPTY, SCANNED, LeftOut
@@ -64,7 +65,7 @@ def prepare_data(
         _make(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
         manifests = {part.name: read_manifest(part.folder) for part in parts}
     named = {part.name: _named(manifests[part.name], part) for part in parts}
-    train, validation = [*(PreparedSplit.from_json(manifest["split"]) for manifest in named.values()), None][:2]
+    train, validation = [*(record_of(manifest["split"], PreparedSplit) for manifest in named.values()), None][:2]
     return Prepared(model=model, train=train, validation=validation), named
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from sft_play.config.load import save_config
+from sft_play.config.reader import record_of
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, resolve
@@ -207,7 +208,7 @@ def delivered(run: RunFolder) -> Prepared | None:
         return None
     try:
         found = read_json(Path(name))
-        prepared, meant = Prepared.from_json(found["prepared"]), str(found["run"])
+        prepared, meant = record_of(found["prepared"], Prepared), str(found["run"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"`{DELIVERED}` does not name what a cluster's master brought: {error}", place=name) from error
     if meant != run.name:

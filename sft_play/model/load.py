@@ -308,33 +308,20 @@ def _read_unsloth(config: Config, plan: Plan, folder: Path, *, four_bit: bool) -
             "`tuning.backend: unsloth` quantises to nf4, not int8",
             hint="use `tuning.quantization: nf4`, or `tuning.backend: bnb`",
         )
-    return _from_pretrained(
-        folder,
-        max_seq_len=config.model.max_seq_len,
-        four_bit=four_bit,
-        full=config.tuning.mode == "full",
-        dtype=plan.weights_dtype,
-        checkpointing=plan.gradient_checkpointing,
-        trust=config.model.trust_remote_code and runs_code(folder),
-    )
-
-
-def _from_pretrained(
-    folder: Path, *, max_seq_len: int, four_bit: bool, full: bool, dtype: str, checkpointing: bool, trust: bool
-) -> Any:
     # Unsloth patches transformers while it is imported, so this import is the switch, and it must not happen elsewhere.
     from unsloth import FastLanguageModel
 
+    full = config.tuning.mode == "full"
     model, _ = FastLanguageModel.from_pretrained(
         model_name=str(folder),
-        max_seq_length=max_seq_len,
-        dtype=getattr(torch, dtype),
+        max_seq_length=config.model.max_seq_len,
+        dtype=getattr(torch, plan.weights_dtype),
         load_in_4bit=four_bit,
         load_in_16bit=not four_bit and not full,
         full_finetuning=full,
         device_map={"": int(os.environ.get("LOCAL_RANK", "0"))},
-        use_gradient_checkpointing="unsloth" if checkpointing else False,
-        trust_remote_code=trust,
+        use_gradient_checkpointing="unsloth" if plan.gradient_checkpointing else False,
+        trust_remote_code=config.model.trust_remote_code and runs_code(folder),
         # Our folder and nothing else: else Unsloth takes its own quantised upload of a model with a known name.
         use_exact_model_name=True,
         local_files_only=True,

@@ -43,38 +43,18 @@ GIT_SECONDS = 20
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
     """Returns `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256` when dirty.
 
-    `diff_sha256` is over `git diff HEAD` of tracked files as they are: filters, which are programs, are left out. It is `None` where
-    that took too long. Addresses of remotes, which may hold a password, are not read. Returns `None` where there is no git, no
-    repository or no commit.
+    `diff_sha256` is over `git diff HEAD`; `None` where that failed or took too long. Addresses of remotes, which may hold a password, are
+    not read. Returns `None` where there is no git, no repository or no commit.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None
-    filters = _without_filters(folder)
     words = ("diff", "--ignore-submodules=dirty", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "HEAD")
-    diff = _git(folder, *filters, *words) if filters is not None else None
+    diff = _git(folder, *words)
     state: dict[str, Any] = {"commit": commit.decode("ascii", "replace").strip(), "dirty": diff is None or bool(diff)}
     if state["dirty"]:
         state["diff_sha256"] = hashlib.sha256(diff).hexdigest() if diff is not None else None
     return state
-
-
-def _without_filters(folder: Path | None) -> list[str] | None:
-    """Returns the options by which git starts none of the filter programs (`filter.NAME.clean`, as of LFS) that its settings name.
-
-    `None` where they cannot be read, or one has a name that cannot be given on a command line.
-    """
-    named = _git(folder, "config", "--null", "--name-only", "--includes", "--list")
-    if named is None:
-        return None
-    found = []
-    for key in sorted({name for name in named.decode("utf-8", "surrogateescape").split("\0") if name.startswith("filter.")}):
-        driver, _, setting = key.rpartition(".")
-        if "=" in key or "\n" in key:
-            return None
-        if setting in ("clean", "smudge", "process", "required"):
-            found += ["-c", f"{driver}.{setting}={'false' if setting == 'required' else ''}"]
-    return found
 
 
 def _git(folder: Path | None, *words: str) -> bytes | None:

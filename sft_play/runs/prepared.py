@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.config.reader import Count, record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import file_sha256, read_json, text_sha256, write_json
@@ -55,11 +56,6 @@ class ResolvedModel:
     chat: ChatFormat | None = None
     """How conversations are written; `None` is the tokenizer's own template."""
 
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> ResolvedModel:
-        chat = value.get("chat")
-        return ResolvedModel(**{**value, "chat": ChatFormat(**chat) if chat else None})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFacts:
@@ -67,9 +63,9 @@ class SourceFacts:
 
     name: str
     """`data.sources[].name`, else its path."""
-    rows: int
-    tokens: int
-    label_tokens: int
+    rows: Count
+    tokens: Count
+    label_tokens: Count
     weight: float | None = None
     """As configured; `None` where the source's rows are all taken once an epoch."""
     content: str | None = None
@@ -83,15 +79,15 @@ class PreparedSplit:
     path: str
     """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 where not trained), `row`, `source` (index into
     `sources`), `prompt_ids` and `reference` (both empty where a row has no answer to generate)."""
-    rows: int
-    dropped: int
+    rows: Count
+    dropped: Count
     """Rows left out, each with its reason in the manifest."""
-    tokens: int
-    label_tokens: int
+    tokens: Count
+    label_tokens: Count
     """Tokens that a loss is computed for, after the shift by one."""
-    longest: int
+    longest: Count
     """Tokens of the longest row."""
-    median: int
+    median: Count
     """Tokens of the median row."""
     fingerprint: str
     """sha256 over the content of the prepared rows."""
@@ -103,11 +99,6 @@ class PreparedSplit:
     """In the order of `data.sources`."""
     template: str | None = None
     """sha256 of a conversation as the chat template writes it (`data.chat`)."""
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> PreparedSplit:
-        sources = tuple(SourceFacts(**source) for source in value.get("sources", ()))
-        return PreparedSplit(**{**value, "sources": sources})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,20 +116,9 @@ class Prepared:
     def load(path: Path) -> Prepared:
         """Reads what preparation found. Raises `CheckpointError` for a file that says nothing of that."""
         try:
-            return Prepared.from_json(read_json(path))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return record_of(read_json(path), Prepared)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"not what preparation found: {first_line(error)}", place=str(path)) from error
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Prepared:
-        def split(part: dict[str, Any] | None) -> PreparedSplit | None:
-            return PreparedSplit.from_json(part) if part else None
-
-        return Prepared(
-            model=ResolvedModel.from_json(value["model"]),
-            train=split(value["train"]),
-            validation=split(value["validation"]),
-        )
 
 
 # Remembers what preparation found for a configuration, so that `make plan` knows rows and steps without torch.

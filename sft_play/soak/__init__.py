@@ -77,6 +77,10 @@ class Soak:
     own_cache: bool
     """Whether prepared data may be thrown away before each run, so that there is a preparation to kill."""
 
+    def save(self) -> None:
+        """Keep the state."""
+        self.state.save(self.folder / "state.json")
+
     @property
     def reference(self) -> RunFolder:
         return RunFolder(self.folder / "runs" / "reference")
@@ -130,11 +134,12 @@ def prepare_soak(call: Call, folder: Path, strategy: str, seed: int) -> Soak:
     if config:
         call.load_config()  # a mistake in it is told before anything starts
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "config": config, "overrides": overrides}
-    state = load_state(folder / "state.json", settings)
-    if not state.path.is_file():
+    path = folder / "state.json"
+    state = load_state(path, settings)
+    if not path.is_file():
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"`{folder}` exists and is no soak", hint="choose another RUN_NAME")
-        state.save()
+        state.save(path)
     source = config or str(write_material(folder, seed))
     words = [*COMMANDS[strategy], f"CONFIG={source}", "LAUNCH_AUTO_RESUME=true", "LAUNCH_BALANCE=off", *overrides]
     return Soak(folder=folder, state=state, words=words, own_cache=config is None)
@@ -152,7 +157,7 @@ def ensure_reference(soak: Soak) -> None:
     if ended.code:
         raise UserError(f"the undisturbed run ended with code {ended.code}: {ended.output[-1500:]}", place=str(run.path))
     learn(soak.state, ended)
-    soak.state.save()
+    soak.save()
 
 
 def learn(state: State, ended: Ended) -> None:
@@ -182,7 +187,7 @@ def kill_and_continue(soak: Soak, kills: int) -> None:
         else:
             how = "had not ended in time" if ended.code is None else f"ended by itself with code {ended.code}"
             problem(state, f"launch {state.launches} of run {state.run} {how}: {last_error(ended.output)}")
-        state.save()
+        soak.save()
         if failures >= MOST_FAILURES:
             raise UserError(
                 f"{failures} launches in a row failed: {ended.output[-1500:]}", place=str(soak.disturbed.path),

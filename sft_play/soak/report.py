@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.reader import record_of
 from sft_play.errors import UserError
 from sft_play.files import read_json, read_json_lines, write_json, write_text
 from sft_play.runs.checkpoints import newest_valid, published
@@ -53,15 +54,15 @@ def as_text(state: State) -> str:
     for phase in (*PHASES, "all"):
         found = [kill for kill in state.kills if phase in (kill.phase, "all")]
         if found:
-            rows.append(
-                [phase, *(str(sum(k.target == target for k in found)) for target in targets), str(len(found)), _lost(found)]
-            )
+            lost = spread([kill.lost for kill in found])
+            counts = (sum(kill.target == target for kill in found) for target in targets)
+            rows.append([phase, *map(str, counts), str(len(found)), f"{lost['mean']:.1f} ({lost['max']:.0f})"])
     result = as_json(state)
-    over = result["over_seconds"]
+    over, seed = result["over_seconds"], " ".join([str(state.settings["seed"]), *state.settings["overrides"]])
     lines = [*markdown_table(rows), ""]
     lines.append(
-        f"{_how(state.settings)}: {len(state.kills)} kills, {result['inside_a_save']} of them inside a save; {state.launches} launches in "
-        f"{state.seconds / 60:.0f} min; all processes gone after {over['mean']:.1f} s (at most {over['max']:.1f} s)."
+        f"`{state.settings['strategy']}`, seed {seed}: {len(state.kills)} kills, {result['inside_a_save']} of them inside a save; "
+        f"{state.launches} launches in {state.seconds / 60:.0f} min; all processes gone after {over['mean']:.1f} s (at most {over['max']:.1f} s)."
     )
     equal, rows_compared = result["equal"], state.comparisons[0].rows if state.comparisons else 0
     lines.append(
@@ -71,16 +72,6 @@ def as_text(state: State) -> str:
     lines += [f"- run {one['run']}: {text}" for one in result["unequal"] for text in one["problems"]]
     lines += [f"- {text}" for text in state.problems]
     return "\n".join(lines)
-
-
-def _lost(kills: Sequence[Kill]) -> str:
-    found = spread([kill.lost for kill in kills])
-    return f"{found['mean']:.1f} ({found['max']:.0f})"
-
-
-def _how(settings: Mapping[str, Any]) -> str:
-    extra = "".join(f" {word}" for word in settings["overrides"])
-    return f"`{settings['strategy']}`, seed {settings['seed']}{extra}"
 
 
 def write_table(path: Path, state: State) -> None:
@@ -260,8 +251,7 @@ class Comparison:
 class State:
     """The whole soak. `save` after every change."""
 
-    path: Path
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     """What every chunk must share: strategy, seed, configuration, overrides."""
     kills: list[Kill] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
@@ -274,32 +264,26 @@ class State:
     """Kills of that run so far."""
     run_over: bool = True
     """Whether that run has been compared."""
-    marks: dict[str, float] = field(default_factory=dict)
+    marks: dict[str, Any] = field(default_factory=dict)
     """Seconds from a launch until each phase began, from undisturbed starts: for choosing moments."""
     seconds: float = 0.0
     """Time that all chunks took."""
 
-    def save(self) -> None:
+    def save(self, path: Path) -> None:
         """Publishes the file."""
-        values = {
-            name: getattr(self, name) for name in ("settings", "problems", "launches", "run", "run_kills", "run_over", "marks")
-        }
-        values |= {"format": FORMAT, "seconds": round(self.seconds, 1)}
-        values |= {"kills": [asdict(kill) for kill in self.kills], "comparisons": [asdict(one) for one in self.comparisons]}
-        write_json(self.path, values)
+        write_json(path, {"format": FORMAT, **asdict(self)})
 
 
-def load_state(path: Path, settings: Mapping[str, Any]) -> State:
+def load_state(path: Path, settings: dict[str, Any]) -> State:
     """Returns the state of an earlier chunk, or a new one. Raises `UserError` where the chunk would be of another soak."""
     if not path.is_file():
-        return State(path=path, settings=settings)
+        return State(settings=settings)
     try:
         found: dict[str, Any] = read_json(path)
-        assert found.pop("format") == FORMAT, "written by another release"
-        found["kills"] = [Kill(**kill) for kill in found["kills"]]
-        found["comparisons"] = [Comparison(**{**one, "problems": tuple(one["problems"])}) for one in found["comparisons"]]
-        state = State(path=path, **found)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        if found.pop("format", None) != FORMAT:
+            raise ValueError("it was written by another release")
+        state = record_of(found, State)
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(
             f"the soak's state cannot be read: {error}", place=str(path), hint="remove its folder, or choose another RUN_NAME"
         ) from error

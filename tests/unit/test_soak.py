@@ -40,7 +40,7 @@ def test_a_soak_goes_on_where_it_was_and_shows_all_of_it(tmp_path: Path) -> None
     state.comparisons.append(Comparison(run=1, kills=2, rows=60, problems=("curve x",)))
     state.problems.append("kill 1: something")
     state.marks["training"] = 3.5
-    state.save()
+    state.save(tmp_path / "state.json")
     again = load_state(tmp_path / "state.json", SETTINGS)
     assert again == state
     found = as_json(again)

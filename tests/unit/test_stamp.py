@@ -118,27 +118,6 @@ def test_a_repository_starts_no_program(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("driver", ["mine", "my.own", "two words", "a=b"])
-@pytest.mark.parametrize("setting", ["clean", "process"])
-def test_a_repositorys_filter_program_is_not_started(setting: str, driver: str, tmp_path: Path) -> None:
-    run_git(tmp_path, "init", "-q")
-    (tmp_path / "a").write_text("one")
-    (tmp_path / ".gitattributes").write_text(f'a filter="{driver}"\na filter={driver}\n')
-    run_git(tmp_path, "add", ".")
-    run_git(tmp_path, "commit", "-qm", "first")
-    (tmp_path / "a").write_text("other")
-    program = tmp_path / "program.sh"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
-    program.chmod(0o755)
-    with (tmp_path / ".git" / "config").open("a") as stream:
-        stream.write(f'[filter "{driver}"]\n\t{setting} = {program}\n\trequired = true\n')
-    state = git_state(tmp_path)
-    assert state is not None and state["dirty"]
-    assert not (tmp_path / "ran").exists()
-    if driver == "mine":
-        assert state["diff_sha256"], "the files are compared as they are"
-
-
 def test_a_stamp_of_an_earlier_version_is_read_and_says_nothing_about_later_fields(tmp_path: Path) -> None:
     made = stamp()
     made.save(tmp_path)
