@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import UserError
 from sft_play.launch.commands import finish, start_run
 from sft_play.launch.job import Job
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import PREDICTIONS, RunFolder, label_of_metric, read_predictions
 from sft_play.runs.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SHOWN_ANSWERS = 5
 WIDTH = 110
-METRICS = (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rougeL", "ROUGE-L"))
+METRICS = ("rouge1", "rouge2", "rougeL")
 
 
 def main(call: Call) -> int:
@@ -72,8 +72,8 @@ def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
 
 def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Returns both evaluations side by side, with some answers of each. Asserts that the prompts are the same."""
-    files = {name: Path(part["folder"]) / "predictions.jsonl" for name, part in (("before", before), ("after", after))}
-    answers = [_read_answers(path) for path in files.values()]
+    folders = {name: Path(part["folder"]) for name, part in (("before", before), ("after", after))}
+    answers = [read_predictions(folder) for folder in folders.values()]
     assert [(a["row"], a["prompt"]) for a in answers[0]] == [(a["row"], a["prompt"]) for a in answers[1]], "the same prompts"
     return {
         "run": run.name,
@@ -82,7 +82,7 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
         "loss_fell": after["loss"] < before["loss"],
         "rougeL_beyond_interval": "rougeL" in after and after["rougeL"]["low"] > before["rougeL"]["high"],
         "answers": [_side_by_side(*pair) for pair in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]],
-        "predictions": {name: str(path) for name, path in files.items() if path.is_file()},
+        "predictions": {name: str(folder / PREDICTIONS) for name, folder in folders.items() if answers[0]},
     }
 
 
@@ -102,11 +102,11 @@ def report(result: Mapping[str, Any]) -> str:
     lines += ["", f"{'held-out':<12}{'before':<28}{'after':<28}"]
     lines.append(f"{'loss':<12}{before['loss']:<28.4f}{after['loss']:<28.4f}{'fell' if result['loss_fell'] else 'did not fall'}")
     lines.append(f"{'perplexity':<12}{before['perplexity']:<28.2f}{after['perplexity']:<28.2f}")
-    for metric, label in METRICS:
+    for metric in METRICS:
         if metric in after:
             old, new = before[metric], after[metric]
             verdict = "beyond the interval" if new["low"] > old["high"] else "within the interval"
-            lines.append(f"{label:<12}{_interval(old):<28}{_interval(new):<28}{verdict}")
+            lines.append(f"{label_of_metric(metric):<12}{_interval(old):<28}{_interval(new):<28}{verdict}")
     if "rougeL" in after:
         lines.append(f"(n = {after['rougeL']['n']} answers, 95 % bootstrap intervals)")
     lines += [f"answers {name:<7}{path}" for name, path in result["predictions"].items()]
@@ -125,12 +125,6 @@ def _require_validation(run: RunFolder) -> None:
             "`make quickstart` scores held-out rows, and this configuration has none",
             hint="give `data.validation` (a fraction or sources), or use `make train`",
         )
-
-
-def _read_answers(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():  # `train.predict_with_generate: false`
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _interval(value: Mapping[str, float]) -> str:

@@ -57,13 +57,9 @@ class Merged:
 def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
     """Publishes the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
 
-    Written aside, read again, compared and renamed. Raises `UserError` when `out` exists, `HardwareError` for too little disk
+    Written aside, read again, compared and renamed. `out` must not exist. Raises `HardwareError` for too little disk
     or memory, `CheckpointError` when the merged model answers otherwise than the adapter model.
     """
-    if out.exists():
-        raise UserError(
-            f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"
-        )
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -216,53 +216,43 @@ class Rule:
     """What a difference in one field means for each purpose, and what to do about it."""
 
     resume: Verdict
-    merge: Verdict
-    infer: Verdict
-    eval: Verdict
     advice: str
+    merge: Verdict = "allow"
+    infer: Verdict = "allow"
+    eval: Verdict = "allow"
 
 
 RULES: Mapping[str, Rule] = {
-    "backend": Rule("refuse", "refuse", "refuse", "refuse", "use the `tuning.backend` that made it, or start a new run"),
-    "mode": Rule("refuse", "refuse", "refuse", "refuse", "use the `tuning.mode` that made it, or start a new run"),
-    "quantization": Rule("refuse", "warn", "warn", "warn", "use the `tuning.quantization` that made it"),
-    "base_model": Rule("refuse", "warn", "warn", "warn", "set `model.name` to the model that it was made from"),
-    "base_revision": Rule("refuse", "warn", "warn", "warn", "set `model.revision` to the commit that it was made from"),
-    "base_fingerprint": Rule("refuse", "refuse", "refuse", "refuse", "the base model's files have changed: restore them"),
+    "backend": Rule("refuse", "use the `tuning.backend` that made it, or start a new run", "refuse", "refuse", "refuse"),
+    "mode": Rule("refuse", "use the `tuning.mode` that made it, or start a new run", "refuse", "refuse", "refuse"),
+    "quantization": Rule("refuse", "use the `tuning.quantization` that made it", "warn", "warn", "warn"),
+    "base_model": Rule("refuse", "set `model.name` to the model that it was made from", "warn", "warn", "warn"),
+    "base_revision": Rule("refuse", "set `model.revision` to the commit that it was made from", "warn", "warn", "warn"),
+    "base_fingerprint": Rule("refuse", "the base model's files have changed: restore them", "refuse", "refuse", "refuse"),
     "tokenizer_fingerprint": Rule(
-        "refuse", "refuse", "refuse", "refuse", "the tokenizer or its chat template has changed: restore it"
+        "refuse", "the tokenizer or its chat template has changed: restore it", "refuse", "refuse", "refuse"
     ),
-    "lora": Rule("refuse", "refuse", "refuse", "refuse", "use the adapter shape that made it, or start a new run"),
-    "max_seq_len": Rule("refuse", "allow", "allow", "allow", "set `model.max_seq_len` back"),
-    "precision": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits"),
-    "weights_dtype": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits"),
-    "train_data": Rule("refuse", "allow", "allow", "allow", "the training rows have changed: restore them, or start a new run"),
-    "validation_data": Rule("warn", "allow", "allow", "allow", "scores before and after do not compare"),
-    "mixture": Rule(
-        "refuse", "allow", "allow", "allow", "the row order would change: set weights, `data.mix_by` and `data.exhausted` back"
-    ),
-    "seed": Rule("refuse", "allow", "allow", "allow", "the row order would change: set `train.seed` back"),
-    "global_batch_size": Rule(
-        "refuse", "allow", "allow", "allow", "every update would change: set `train.global_batch_size` back"
-    ),
-    "strategy": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits; the states are rearranged"),
-    "world_size": Rule(
-        "warn",
-        "allow",
-        "allow",
-        "allow",
-        "losses will differ in the last digits, with dropout by its draws; the states are rearranged",
-    ),
-    "versions": Rule("warn", "warn", "allow", "allow", "install the pinned versions with `make install`"),
-    "recoveries": Rule("allow", "allow", "allow", "allow", "nothing: how a batch is divided changes no update"),
-    "optimizer": Rule("refuse", "allow", "allow", "allow", "its states are of another kind: set `train.optim` to the one before"),
-    "template": Rule("warn", "warn", "warn", "warn", "the chat template writes conversations otherwise: look for its change"),
-    "plan": Rule("allow", "allow", "allow", "allow", "losses may differ in the last digits"),
-    "settings": Rule("refuse", "allow", "allow", "allow", "a run keeps its configuration: put these keys of `config.json` back"),
-    "data_files": Rule("allow", "allow", "allow", "allow", "nothing while `train_data`, the rows made from them, is the same"),
-    "code": Rule("warn", "allow", "allow", "allow", "another version of SFT-Play continues this run"),
-    "git": Rule("allow", "allow", "allow", "allow", "nothing: it says where configuration and data came from"),
-    "machine": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits"),
+    "lora": Rule("refuse", "use the adapter shape that made it, or start a new run", "refuse", "refuse", "refuse"),
+    "max_seq_len": Rule("refuse", "set `model.max_seq_len` back"),
+    "precision": Rule("warn", "losses will differ in the last digits"),
+    "weights_dtype": Rule("warn", "losses will differ in the last digits"),
+    "train_data": Rule("refuse", "the training rows have changed: restore them, or start a new run"),
+    "validation_data": Rule("warn", "scores before and after do not compare"),
+    "mixture": Rule("refuse", "the row order would change: set weights, `data.mix_by` and `data.exhausted` back"),
+    "seed": Rule("refuse", "the row order would change: set `train.seed` back"),
+    "global_batch_size": Rule("refuse", "every update would change: set `train.global_batch_size` back"),
+    "strategy": Rule("warn", "losses will differ in the last digits; the states are rearranged"),
+    "world_size": Rule("warn", "losses will differ in the last digits, with dropout by its draws; the states are rearranged"),
+    "versions": Rule("warn", "install the pinned versions with `make install`", "warn"),
+    "recoveries": Rule("allow", "nothing: how a batch is divided changes no update"),
+    "optimizer": Rule("refuse", "its states are of another kind: set `train.optim` to the one before"),
+    "template": Rule("warn", "the chat template writes conversations otherwise: look for its change", "warn", "warn", "warn"),
+    "plan": Rule("allow", "losses may differ in the last digits"),
+    "settings": Rule("refuse", "a run keeps its configuration: put these keys of `config.json` back"),
+    "data_files": Rule("allow", "nothing while `train_data`, the rows made from them, is the same"),
+    "code": Rule("warn", "another version of SFT-Play continues this run"),
+    "git": Rule("allow", "nothing: it says where configuration and data came from"),
+    "machine": Rule("warn", "losses will differ in the last digits"),
 }
 """The table: field of `Stamp` -> verdicts. `docs/checkpoints.md` shows it; a test compares the two."""
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.errors import CheckpointError, HardwareError
 from sft_play.evaluation.answering import AnswerSettings, answer_all, prompt_ids
 from sft_play.model import merge as merging
 from sft_play.model.merge import merge
@@ -178,12 +178,6 @@ def test_checkpoints_are_found_by_name_and_link(lora: RunFolder) -> None:
         assert "step-000040" in (caught.value.hint or "")
     shutil.rmtree(lora.model)
     assert weights_folder(lora, None) == step.resolve()
-
-
-def test_an_existing_folder_is_never_overwritten(runs: dict[str, RunFolder], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="overwrites nothing"):
-        merge(runs["lora"], runs["lora"].model, tmp_path / "out", print)
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
