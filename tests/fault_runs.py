@@ -6,7 +6,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 
 from sft_play.launch.liveness import MARK
 from tests.conftest import ROOT, metrics
+from tests.waiting import until
 
 SECONDS = 240
 
@@ -55,11 +55,7 @@ class Started:
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         """Waits for something while the launch runs."""
-        deadline = time.monotonic() + SECONDS
-        while not happened():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(happened, process=self.process, seconds=SECONDS)
 
     def wait_for_step(self, step: int) -> None:
         """Waits until the metrics hold a step."""

@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240
@@ -57,19 +58,12 @@ class Launcher:
         return [json.loads(line) for line in text.splitlines()]
 
     def wait_for(self, path: Path, process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not path.exists():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(path.exists, process=process, seconds=SECONDS)
 
     def wait_for_steps(self, run: Path, steps: int, process: subprocess.Popen[str]) -> None:
         """Waits until the metrics hold this many lines: a rank that has not ended a step yet has nothing to save when it is asked to stop."""
-        deadline = time.monotonic() + SECONDS
-        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < steps:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        file = run / "metrics.jsonl"
+        until(lambda: file.exists() and file.read_text().count("\n") >= steps, process=process, seconds=SECONDS)
 
 
 def can_mount() -> bool:

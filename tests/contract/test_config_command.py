@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -12,6 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from scripts import render_reference
+from sft_play.__main__ import COMMANDS
+from sft_play.config import reference
 from sft_play.config.yaml_files import read_plain_yaml
 from tests.conftest import ROOT, Program, environment
 from tests.processor_time import importing, seconds_of
@@ -95,17 +97,13 @@ def test_the_schema_for_editors_knows_the_types_of_a_source() -> None:
 
 @pytest.mark.slow
 def test_rendered_files_are_up_to_date() -> None:
-    code = (
-        "import sys; sys.path.insert(0, 'scripts'); import render_reference as r; from sft_play.config import reference\n"
-        "from sft_play.__main__ import COMMANDS\n"
-        "from pathlib import Path\n"
-        "pairs = [(r.TABLE, r.render_table()), (Path('docs/configuration.md'), reference.render_document()),"
-        " (Path('configs/schema.json'), reference.render_schema()), (Path('AGENTS.md'), reference.render_agents(COMMANDS))]\n"
-        "print([str(path) for path, text in pairs if path.read_text(encoding='utf-8') != text])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == "[]", "run `make render`"
+    rendered = {
+        render_reference.TABLE: render_reference.render_table(),
+        ROOT / "docs" / "configuration.md": reference.render_document(),
+        ROOT / "configs" / "schema.json": reference.render_schema(),
+        ROOT / "AGENTS.md": reference.render_agents(COMMANDS),
+    }
+    assert [path for path, text in rendered.items() if path.read_text(encoding="utf-8") != text] == [], "run `make render`"
 
 
 def test_a_data_file_as_configuration_is_told_where_it_belongs(in_process: Program, tmp_path: Path) -> None:

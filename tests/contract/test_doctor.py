@@ -346,9 +346,3 @@ def test_every_finding_is_documented_and_provoked() -> None:
     tests = Path(__file__).read_text(encoding="utf-8") + (ROOT / "tests/unit/test_launch_parts.py").read_text(encoding="utf-8")
     not_provoked = [i for i in sorted(ids) if f'"{i}"' not in tests and i not in {"python-version", "memory-low"}]
     assert not_provoked in ([], ["port-29500", "port-6006"])  # these two are put together from a number
-
-
-def test_old_python() -> None:
-    from sft_play.doctor import python_version
-
-    assert [f.id for f in python_version((3, 9))] == ["python-version"]

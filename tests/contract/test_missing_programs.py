@@ -18,6 +18,7 @@ RARE = {"nft", "ping", "faketime"}
 """Only tests that take minutes run them, or that need others first."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_the_programs_their_tests_are_skipped_by_name_and_none_fails(tmp_path: Path) -> None:
     for folder in os.environ["PATH"].split(os.pathsep):

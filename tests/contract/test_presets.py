@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.render_presets import CLAIMS, PAGES, rendered
+from scripts.render_presets import PAGES, rendered
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config
 from sft_play.plan.architecture import shape_of
@@ -87,12 +87,3 @@ def test_presets_are_planned_on_all_hardware_that_they_claim(name: str, hardware
 def test_the_page_shows_what_the_plan_says(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert rendered(page) == text, f"{page} is stale: run `python scripts/render_presets.py`"
-
-
-def test_the_page_has_every_preset_with_its_quoted_batch() -> None:
-    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
-    assert all(f"`{path.stem}`" in page for path in (ROOT / "configs").glob("*.yaml"))
-    claims = {claim.preset: claim for claim in CLAIMS}
-    for name, (_, micro, accumulation) in QUOTED.items():
-        assert claims[name].quoted == (micro, accumulation), name
-        assert f"| {micro} x {accumulation} |" in page

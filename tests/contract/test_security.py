@@ -227,23 +227,6 @@ def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
     assert done.code == 2 and "hunter2" not in done.out + done.err and "secret" in done.err
 
 
-def test_folders_and_names_of_the_environment_are_taken(in_process: Program, tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("model: {name: x/y}\ndata: {train_path: '${oc.env:DATA_DIR}/${oc.env:SLURM_JOB_ID}.jsonl'}\n")
-    done = in_process("config", f"CONFIG={path}", "JSON=1", env={"DATA_DIR": "/somewhere", "SLURM_JOB_ID": "7"})
-    assert done.code == 0 and "/somewhere/7.jsonl" in done.out, done.err
-
-
-def test_a_token_in_an_sft_variable_is_refused_and_not_repeated(in_process: Program) -> None:
-    done = in_process(
-        "config",
-        "CONFIG=run_cpu" if (ROOT / "configs/run_cpu.yaml").is_file() else "CONFIG=quickstart",
-        env={"SFT_DATA_SYSTEM": SECRET},
-    )
-    assert done.code == 2 and "looks like an access token" in done.err
-    assert SECRET[:20] not in done.out + done.err
-
-
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "HF_SECRET_KEY", "NCCL_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_AUTH"]
 )
@@ -267,14 +250,6 @@ def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> Non
     with pytest.raises(UserError, match="pinned to one commit") as caught:
         load_config(None, [Override(key=key, text=text, origin="test") for key, text in typed.items()], environ={})
     assert "40 hexadecimal" in str(caught.value.hint)
-
-
-def test_a_full_commit_or_a_folder_of_ones_own_is_taken(tmp_path: Path) -> None:
-    for typed in ({"model.name": "x/y", "model.revision": "a" * 40}, {"model.name": str(tmp_path)}):
-        words = [
-            Override(key=key, text=text, origin="test") for key, text in {**typed, "model.trust_remote_code": "true"}.items()
-        ]
-        assert load_config(None, words, environ={}).config.model.trust_remote_code
 
 
 def test_the_environment_trusts_no_code(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.clock import Clock
 from tests.conftest import metrics
 from tests.launcher import Launcher, can_mount
 from tests.tiny_models import build_tiny_llama
+from tests.waiting import until
 
 SECONDS = 240
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss")
@@ -81,15 +82,11 @@ def one_error(text: str) -> str:
 
 
 def started(
-    launcher: Launcher, command: str, *words: str, name: str, until: Callable[[RunFolder], bool]
+    launcher: Launcher, command: str, *words: str, name: str, somewhere: Callable[[RunFolder], bool]
 ) -> subprocess.Popen[str]:
     """Starts a long run and waits until it has come somewhere."""
     process = launcher.start(command, f"CONFIG={launcher.config}", f"RUN_NAME={name}", "TRAIN_MAX_STEPS=4000", *words)
-    deadline = time.monotonic() + SECONDS
-    while not until(RunFolder(launcher.runs / name)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
+    until(lambda: somewhere(RunFolder(launcher.runs / name)), process=process, seconds=SECONDS)
     return process
 
 
@@ -98,7 +95,7 @@ def started(
 
 @pytest.mark.long
 def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
-    process = started(launcher, "train", "TRAIN_SAVE_STEPS=1000", name="busy", until=lambda run: run.metrics.is_file())
+    process = started(launcher, "train", "TRAIN_SAVE_STEPS=1000", name="busy", somewhere=lambda run: run.metrics.is_file())
     try:
         resumed = launcher("resume", "RUN=busy")
         assert resumed.returncode == 2
@@ -228,7 +225,7 @@ def test_a_run_resumes_under_another_host_name(torn: tuple[Launcher, RunFolder, 
 
 @pytest.mark.long
 def test_a_cache_that_is_deleted_while_a_run_uses_it(launcher: Launcher) -> None:
-    process = started(launcher, "train", "TRAIN_SAVE_STEPS=1000", name="cacheless", until=lambda run: run.metrics.is_file())
+    process = started(launcher, "train", "TRAIN_SAVE_STEPS=1000", name="cacheless", somewhere=lambda run: run.metrics.is_file())
     run = RunFolder(launcher.runs / "cacheless")
     shutil.rmtree(launcher.environment["SFT_PLAY_CACHE"])
     steps = len(metrics(run.path))
@@ -242,11 +239,7 @@ def test_a_cache_that_is_deleted_while_a_run_uses_it(launcher: Launcher) -> None
 
 def stopped_after(process: subprocess.Popen[str], run: RunFolder, steps: int) -> None:
     """Stops a training by SIGTERM when it has logged so many steps."""
-    deadline = time.monotonic() + SECONDS
-    while len(metrics(run.path)) < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(metrics(run.path)) >= steps, process=process, seconds=SECONDS)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=SECONDS)
     assert process.returncode == 143, error
@@ -257,11 +250,10 @@ def read_only(folder: Path) -> Iterator[None]:
     """Lays a read-only mount of a folder over itself, as a file system does that the kernel has found errors in."""
     subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True, timeout=30)
     try:
-        deadline = time.monotonic() + 30
-        while subprocess.run(
-            ["mount", "-o", "remount,bind,ro", str(folder)], capture_output=True, timeout=30, check=False
-        ).returncode:
-            assert time.monotonic() < deadline, "something always writes there"  # the kernel refuses while a file is open
+        words = ["mount", "-o", "remount,bind,ro", str(folder)]
+        until(
+            lambda: not subprocess.run(words, capture_output=True, timeout=30, check=False).returncode
+        )  # refused while a file is open
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
@@ -272,23 +264,20 @@ def read_only(folder: Path) -> Iterator[None]:
 def test_a_run_folder_that_becomes_read_only(launcher: Launcher) -> None:
     """As with a full disk the run goes on, warns, and saves again when it can; a stop meanwhile says that nothing could be saved."""
     words = ("TRAIN_SAVE_STEPS=2", "TRAIN_SAVE_TOTAL_LIMIT=2")
-    process = started(launcher, "train", *words, name="frozen", until=lambda run: run.checkpoint(4).is_dir())
+    process = started(launcher, "train", *words, name="frozen", somewhere=lambda run: run.checkpoint(4).is_dir())
     run = RunFolder(launcher.runs / "frozen")
 
-    def until(what: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not what():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
     with read_only(run.path):
-        until(lambda: run.rank_log(0).read_text().count("read-only now") > 1)
+        until(lambda: run.rank_log(0).read_text().count("read-only now") > 1, process=process, seconds=SECONDS)
         before, skipped = newest_valid(run)
         assert before is not None and not skipped
         time.sleep(2)
         assert newest_valid(run) == (before, [])
-    until(lambda: (newest := newest_valid(run)[0]) is not None and step_of(newest) > step_of(before))
+    until(
+        lambda: (newest := newest_valid(run)[0]) is not None and step_of(newest) > step_of(before),
+        process=process,
+        seconds=SECONDS,
+    )
     with read_only(run.path):
         process.send_signal(signal.SIGTERM)
         output, error = process.communicate(timeout=SECONDS)
@@ -337,7 +326,7 @@ def test_a_clock_that_is_set_back_during_a_run_and_before_its_resume(launcher: L
         "NUM_GPUS=2",
         "TRAIN_SAVE_STEPS=2",
         name="back",
-        until=lambda run: run.checkpoint(2).is_dir(),
+        somewhere=lambda run: run.checkpoint(2).is_dir(),
     )
     run = RunFolder(launcher.runs / "back")
     clock.turn(-DAY)

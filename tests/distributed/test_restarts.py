@@ -9,13 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import environment
 from tests.fault_runs import learnt, start, tiny_config
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by what Linux has")]
 TWO = ("train-distributed", "NUM_GPUS=2", "LAUNCH_MAX_RESTARTS=1")
@@ -168,7 +168,4 @@ def test_a_frozen_rank_leaves_with_a_killed_launcher(variables: dict[str, str], 
         launch.wait_for_step(7)
         launch.workers()[1].suspend()
         launch.process.kill()
-        deadline = time.monotonic() + 30
-        while left := launch.left():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.5)
+        until(lambda: not launch.left(), said=launch.left)

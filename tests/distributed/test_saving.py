@@ -20,6 +20,7 @@ from sft_play.runs.checkpoints import clean_up, newest_valid
 from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, column, command, logs, make_run, must_train, rows, train
+from tests.waiting import until
 
 SECONDS = 240
 SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -83,13 +84,8 @@ def worker(process: subprocess.Popen[str]) -> psutil.Process:
     return next(child for child in psutil.Process(process.pid).children() if "sft_play.train" in child.cmdline())
 
 
-def until(found: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05) -> None:
-    """Returns when `found` says so; fails when the workers end first."""
-    deadline = time.monotonic() + SECONDS
-    while not found():
-        assert process.poll() is None, f"{process.returncode}\n{logs(run)}"
-        assert time.monotonic() < deadline, logs(run)
-        time.sleep(pause)
+def wait(found: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05) -> None:
+    until(found, process=process, seconds=SECONDS, pause=pause, said=lambda: logs(run))
 
 
 @pytest.fixture
@@ -112,22 +108,22 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
         run = make_run(disk / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
         filler = disk / "other"
         with training(run, console) as process:
-            until(lambda: steps(run), process, run)
-            until(lambda: partials(run), process, run, pause=0.0005)
+            wait(lambda: steps(run), process, run)
+            wait(lambda: partials(run), process, run, pause=0.0005)
             fill(filler)
-            until(lambda: "was not saved" in console.read_text(), process, run)
+            wait(lambda: "was not saved" in console.read_text(), process, run)
             kept, _ = newest_valid(run)
             assert kept is not None and not partials(run)
             time.sleep(1.5)  # several intervals go by, and none of them says it again
             assert console.read_text().count("warning:") - console.read_text().count("rows wait in memory") == 1
             assert newest_valid(run)[0] == kept
             filler.unlink()
-            until(lambda: "checkpoints are saved again: step-" in console.read_text(), process, run)
+            wait(lambda: "checkpoints are saved again: step-" in console.read_text(), process, run)
             newer, skipped = newest_valid(run)
             assert newer is not None and newer.name > kept.name and not skipped
             fill(filler)
             worker(process).send_signal(signal.SIGTERM)
-            until(lambda: run.rank_exit(0).exists(), process, run)
+            wait(lambda: run.rank_exit(0).exists(), process, run)
             process.wait(60)
         record = json.loads(run.rank_exit(0).read_text())
         assert record["code"] == 3, record
@@ -225,8 +221,8 @@ def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_befor
     settings = ("train.save_steps: 2", "train.max_steps: 100000", "train.eval_steps: 100000", "train.async_save: true")
     run = make_run(tmp_path / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
     with training(run, console) as process:
-        until(lambda: steps(run), process, run)
-        until(lambda: partials(run), process, run, pause=0.0005)
+        wait(lambda: steps(run), process, run)
+        wait(lambda: partials(run), process, run, pause=0.0005)
         worker(process).kill()
         process.wait(60)
     left = partials(run)
@@ -242,14 +238,14 @@ def test_a_folder_that_turns_read_only_is_like_a_full_disk(base: Path, tmp_path:
     run = make_run(tmp_path / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
     with mounted(run.checkpoints) as place:
         with training(run, console) as process:
-            until(lambda: steps(run), process, run)
+            wait(lambda: steps(run), process, run)
             remount(place, "ro", process, run)
             kept, _ = newest_valid(run)
-            until(lambda: "was not saved: the run folder is read-only now" in console.read_text(), process, run)
+            wait(lambda: "was not saved: the run folder is read-only now" in console.read_text(), process, run)
             time.sleep(1)
             assert console.read_text().count("was not saved") == 1 and newest_valid(run)[0] == kept
             remount(place, "rw", process, run)
-            until(lambda: "checkpoints are saved again" in console.read_text(), process, run)
+            wait(lambda: "checkpoints are saved again" in console.read_text(), process, run)
             worker(process).send_signal(signal.SIGTERM)
             process.wait(60)
         assert json.loads(run.rank_exit(0).read_text())["code"] == 143
@@ -263,7 +259,7 @@ def remount(place: Path, how: str, process: subprocess.Popen[str], run: RunFolde
     def done() -> bool:
         return subprocess.run(["mount", "-o", f"remount,{how}", str(place)], capture_output=True, check=False).returncode == 0
 
-    until(done, process, run)
+    wait(done, process, run)
 
 
 @pytest.mark.slow

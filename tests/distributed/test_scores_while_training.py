@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,15 +106,3 @@ def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, w
     parts = [json.loads((logs / f"holdings-rank{rank}.json").read_text())["rows_scored"] for rank in range(world)]
     assert all(parts)
     assert sum(map(len, parts)) == 18, "no row is scored twice, none is left out"
-
-
-def test_a_metric_that_cannot_be_had_is_an_error_before_anything_starts(place: Place) -> None:
-    for metric, code, words in (
-        ("[rouge1,blue]", 2, "did you mean `bleu`?"),
-        (f"[evaluate:{place.folder / 'nothing'}]", 4, "no folder or script"),
-    ):
-        done = place.call("train", f"CONFIG={place.config}", "RUN_NAME=refused", f"EVAL_METRICS={metric}")
-        assert done.code == code, done.err
-        assert words in done.err
-        assert "Traceback" not in done.err, "not of the preparation either, which is a process of its own"
-        assert not Path(place.folder / "runs" / "refused").exists()

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, environment, metrics, ragged_rows, run_program
+from tests.waiting import until
 
 IN_TIME = 25.0
 """Seconds from the signal to the launcher's end that the documentation promises."""
@@ -53,11 +54,7 @@ class Launch:
 
     def until(self, there: Callable[[Launch], bool], seconds: float = 150.0) -> None:
         """Waits for a moment of the run; fails when the command ends before it."""
-        deadline = time.monotonic() + seconds
-        while not there(self):
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.002)
+        until(lambda: there(self), process=self.process, seconds=seconds, pause=0.002, said=self.output.read_text)
 
     def end(self, seconds: float) -> int:
         """Waits for the end and returns the exit code; whatever happens, nothing is left alive."""

@@ -6,7 +6,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from sft_play.runs.folder import RunFolder
 from tests.quota import move, quota, worker_of
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, column, command, copy_run, holdings, logs, make_plan, make_run, must_train, rows
+from tests.waiting import until
 
 LONG = pytest.mark.long
 
@@ -98,12 +98,9 @@ def slowed(run: RunFolder, *, share: float, timeout: float = 300) -> RunFolder:
     ):
         try:
             worker = worker_of(process.pid, 1)
-            end = time.monotonic() + timeout
-            while not (run.metrics.is_file() and rows(run)):
-                assert process.poll() is None and time.monotonic() < end, logs(run)
-                time.sleep(0.02)
+            until(lambda: run.metrics.is_file() and rows(run), process=process, seconds=timeout, said=lambda: logs(run))
             move(worker, group)
-            said, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+            said, _ = process.communicate(timeout=timeout)
         finally:
             process.terminate()  # the launcher takes its workers along
     assert process.returncode == 0, f"{said}\n{logs(run)}"

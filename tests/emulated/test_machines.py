@@ -46,14 +46,12 @@ class Case:
 
 
 CASES = {
-    "RTX 4090": Case(machine="rtx4090"),
     "T4": Case(machine="t4", computes="float16", frozen="float16", attention="sdpa"),
     "H200, every weight, recomputed": Case(
         machine="h200", words=("TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"), frozen=None
     ),
     "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
     "two RTX 3090, a process each": Case(machine="rtx3090_pair", command="train-distributed", sees=("GPU-0000", "GPU-1111")),
-    "two RTX 3090": Case(machine="rtx3090_pair"),
     "the second RTX 3090, recomputed": Case(
         machine="rtx3090_pair", shown="1", sees=("GPU-1111",), words=("TRAIN_GRADIENT_CHECKPOINTING=true",)
     ),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.folder import RunFolder
@@ -30,7 +30,7 @@ from sft_play.training.states.facts import (
     set_scaler,
     set_scheduler,
 )
-from sft_play.training.states.files import INDEX, NAMES, Piece, Shelf, partition, reads, write_tensors
+from sft_play.training.states.files import INDEX, Piece, Shelf, partition, write_tensors
 from sft_play.training.states.per_rank import kept_apart
 from tests.contexts import context_of
 
@@ -40,12 +40,6 @@ def piece(start: int, end: int, *, numel: int = 100, file: str = "f", name: str 
         key=f"{name}-{start}", parameter=name, state="exp_avg", kind="slice", start=start, end=end, shape=(numel,), dtype="float32",
         file=file,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("pieces", [[], [(0, 10)], [(0, 10), (11, 20)], [(5, 20)]])
-def test_a_hole_is_named(pieces: list[tuple[int, int]]) -> None:
-    with pytest.raises(CheckpointError, match=r"lacks elements .* of `exp_avg` of `w`"):
-        reads(0, 20, [piece(*one) for one in pieces], "`exp_avg` of `w`")
 
 
 def write_checkpoint(folder: Path, values: torch.Tensor, cuts: list[tuple[int, int]]) -> None:
@@ -86,24 +80,6 @@ def test_weights_are_read_by_ranges(sharded: bool, tmp_path: Path) -> None:
     assert scale.item() == 2.5 and "other" not in weights
     with pytest.raises(CheckpointError, match="has the shape"):
         weights.fill(torch.empty(35), "w", (7, 5), 0, 35)
-
-
-def test_every_type_comes_back_to_the_bit(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        f"{dtype}": torch.randint(0, 255, (3, 8 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
-        for dtype in NAMES
-        if dtype != torch.bool
-    }
-    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "none": torch.empty(0, 4)}
-    write_tensors(tmp_path / "x.safetensors", tensors, {"a": "b"})
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert found[name].contiguous().reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8)), (
-            name
-        )
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 0), (1,)), ((1, 1), (1, 1))])

@@ -79,8 +79,3 @@ def test_a_model_of_70_billion_is_traced_in_little_time_and_known_in_less(progra
     assert first.code == 0 and first.json["source"] == "trace", first.err
     assert traced < 5 * reference and known < reference / 4, (traced, known, reference)
     assert again.json["ranks"] == first.json["ranks"] and again.json["source"] == "trace"
-
-
-def test_a_mistyped_source_is_refused(program: Program) -> None:
-    done = program("plan", "CONFIG=configs/quickstart.yaml", "SOURCE=guess")
-    assert done.code == 2 and "`SOURCE` is `guess`; expected `formula`, `trace` or `probe`" in done.err

@@ -17,19 +17,17 @@ from typing import Any
 import pytest
 
 from sft_play.cluster import task
-from sft_play.cluster.hosts import BOOT, MOST_WAITING, Inbox, Session, ask, program, refused
+from sft_play.cluster.hosts import BOOT, MOST_WAITING, Inbox, Session, program, refused
 from sft_play.cluster.install import venv_of
 from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.ssh import NO_FOLDER, on_all, run
+from sft_play.cluster.ssh import NO_FOLDER
 from sft_play.cluster.status import rows_of, run_named
 from sft_play.cluster.task import Task, controlling, early_phases
 from sft_play.config.call import Call
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config
-from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.launch.attempt import DELIVERED, delivered
+from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import Prepared, ResolvedModel
 from tests.cluster_facts import OWN
 
 HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}", cluster=Path("home.yaml")) for k in (1, 2, 3))
@@ -130,39 +128,6 @@ def test_messages_of_hosts(tmp_path: Path) -> None:
         venv_of(Host(name="a", address="b", python="python3"))
 
 
-def prepared_at(folder: Path) -> Prepared:
-    model = ResolvedModel(name="m", path=str(folder), source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
-    return Prepared(model=model, train=None, validation=None)
-
-
-def test_what_the_master_brought_is_taken_only_by_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, path = RunFolder(tmp_path / "mine"), tmp_path / "prepared.json"
-    monkeypatch.delenv(DELIVERED, raising=False)
-    assert delivered(run) is None
-    monkeypatch.setenv(DELIVERED, str(path))
-    with pytest.raises(UserError, match="does not name what a cluster's master brought"):
-        delivered(run)
-    path.write_text(json.dumps({"run": "mine", "prepared": asdict(prepared_at(tmp_path))}))
-    assert delivered(run) == prepared_at(tmp_path)
-    with pytest.raises(UserError, match="is meant for the run `mine`, not for `other`"):
-        delivered(RunFolder(tmp_path / "other"))
-    path.write_text(json.dumps({"run": "mine", "prepared": asdict(prepared_at(tmp_path / "gone"))}))
-    with pytest.raises(DataError, match="is not on this machine"):
-        delivered(run)
-
-
-def test_programs_of_threads_end_with_the_command() -> None:
-    def call(host: Host) -> None:
-        if host is LAPTOP:
-            raise KeyboardInterrupt
-        codes.append(run(["sleep", "60"], None, 60)[0])
-
-    codes: list[int] = []
-    with pytest.raises(KeyboardInterrupt):
-        on_all((LAPTOP, MASTER), call)
-    assert codes == [-9]
-
-
 def test_a_command_that_is_stopped_before_its_workers_live_says_so(tmp_path: Path) -> None:
     """`cluster-stop` sends SIGTERM while hosts are asked, prepared for or sent to."""
     card, rows = tmp_path / "bin" / "nvidia-smi", tmp_path / "rows.jsonl"
@@ -189,11 +154,6 @@ def test_a_command_that_is_stopped_before_its_workers_live_says_so(tmp_path: Pat
     assert process.returncode == 143, said
     assert said.splitlines()[-1] == "stopped by SIGTERM", said
     assert not (tmp_path / "runs" / "demo").exists()
-
-
-def test_a_disk_here_that_hangs_is_told() -> None:
-    with pytest.raises(HardwareError, match="this machine, did not answer in time"):
-        ask(MASTER, "status", timeout=0.01)
 
 
 # ---- A launcher on another machine
@@ -243,13 +203,6 @@ def test_a_launcher_outlives_its_connection_while_the_store_answers(started: Any
         process.stdin = None
         time.sleep(4)
         assert process.poll() is None
-    assert told(process)[-1] == {"ended": -15, "left": 0}
-
-
-def test_on_the_master_a_launcher_ends_with_its_command(started: Any) -> None:
-    process = started("sleep", "60")
-    process.stdin.close()
-    process.stdin = None
     assert told(process)[-1] == {"ended": -15, "left": 0}
 
 

@@ -67,11 +67,6 @@ def test_what_follows_the_last_answer_is_left_out() -> None:
     assert to_messages({"messages": [*MESSAGES, {"role": "user", "content": "and?"}]}, "messages") == MESSAGES
 
 
-def test_columns_that_are_null_do_not_make_a_format() -> None:
-    """A parquet table made of several data sets has the columns of all of them."""
-    assert recognise({**ROWS["question_answer"], "prompt": None, "completion": None}) == "question_answer"
-
-
 def test_columns_that_fit_two_formats_are_refused_with_both_names() -> None:
     error = refused({**ROWS["prompt_completion"], **ROWS["question_answer"]})
     assert "prompt_completion, question_answer" in error.message
@@ -187,11 +182,6 @@ def test_each_kind_of_file_gives_the_same_rows(name: str, mark: str, tmp_path: P
     assert [row for _, row in read_file(path)] == TWO
 
 
-def test_a_row_carries_the_line_on_which_it_stands(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", '\n{"prompt": "1"}\n\n{"prompt": "2"}\n')
-    assert [place for place, _ in read_file(path)] == [f"{path}:2", f"{path}:4"]
-
-
 def test_a_csv_row_carries_the_line_on_which_it_begins(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", 'prompt,completion\n"one\ntwo",x\n\nlast,y\n')
     assert [place for place, _ in read_file(path)] == [f"{path}:2", f"{path}:5"]
@@ -240,11 +230,6 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     error = unreadable(path)
     assert (error.place or "").startswith(f"{path}:2:")
     assert "oops" in (error.hint or "")
-
-
-def test_json_that_breaks_off_is_named_by_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.json", '[\n{"prompt": "a"},\n{"prompt": \n')
-    assert (unreadable(path).place or "").startswith(f"{path}:4:")
 
 
 @pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ("3", "a number"), ('"text"', "text"), ("null", "empty")])

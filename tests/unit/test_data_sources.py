@@ -125,17 +125,6 @@ def test_keys_that_arrow_added_to_mappings_are_left_out(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "a.parquet") == [{"messages": turns}]
 
 
-def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
-    assert "names `a` more than once" in refused(write(tmp_path / "a.csv", b"a,a\n1,2\n")).message
-
-
-def test_one_object_over_several_lines_is_no_list(tmp_path: Path) -> None:
-    assert "one JSON object over several lines" in refused(write(tmp_path / "a.json", b'{\n "a": 1\n}\n')).message
-    turns = b'{\n "messages": [{"role": "user", "content": "q"}]\n}'
-    assert "no list in it holds rows" in refused(write(tmp_path / "a.json", turns)).message
-    assert "lists in it are `a`, `b`" in refused(write(tmp_path / "a.json", b'{\n "a": [{}],\n "b": [{}]}')).message
-
-
 @pytest.mark.parametrize("indent", [None, 1])
 def test_an_export_has_its_rows_beside_what_else_it_says(indent: int | None, tmp_path: Path) -> None:
     export = {"version": 2, "tags": ["a"], "tickets": ROWS}
@@ -217,13 +206,6 @@ def test_columns_are_renamed_also_crosswise(tmp_path: Path) -> None:
     assert rows_of(path, columns={"question": "frage", "answer": "antwort"}) == [{"question": "q", "answer": "a"}]
     swapped = write(tmp_path / "b.jsonl", b'{"question": "a", "answer": "q"}\n')
     assert rows_of(swapped, columns={"question": "answer", "answer": "question"}) == [{"question": "q", "answer": "a"}]
-
-
-def test_a_named_column_that_is_missing_lists_the_found_ones(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"frage": "q"}\n')
-    error = refused(path, columns={"question": "question"})
-    assert error.place == f"{path}:1"
-    assert error.message == "`columns` names `question`, which the row lacks; its columns are `frage`"
 
 
 def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:

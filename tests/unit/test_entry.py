@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from sft_play.errors import HardwareError, UserError
 from sft_play.schedulers.entry import normalised, supervised
 from tests.conftest import ROOT
+from tests.waiting import until
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
 TWO = (*WORDS, "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456")
@@ -149,10 +149,7 @@ def test_a_signal_reaches_the_program(tmp_path) -> None:
     outer = f"import sys\nfrom sft_play.schedulers.entry import supervised\nsys.exit(supervised([sys.executable, '-c', {program!r}]))\n"
     process = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        until = time.monotonic() + 30
-        while not (mark.is_file() and mark.read_text() == "ready"):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: mark.is_file() and mark.read_text() == "ready")
         process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=30) == 75
         assert mark.read_text() == str(int(signal.SIGUSR1))

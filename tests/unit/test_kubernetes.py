@@ -145,11 +145,6 @@ def test_what_the_plan_keeps_in_memory_must_fit_the_pod(words: tuple[str, ...], 
     assert not noted((*words, f"KUBERNETES_MEMORY={enough}"), "a pod's memory")
 
 
-def test_a_cpu_has_processes_and_no_gpu() -> None:
-    one = container(pods(documents(*ON_CPU, "KUBERNETES_KIND=job"))[0])
-    assert "NUM_GPUS=2" in one["args"] and set(one["resources"]["limits"]) == {"cpu", "memory"}
-
-
 def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
     def modes(*words: str) -> list[str]:
         return [one["spec"]["accessModes"][0] for one in yaml.safe_load_all(rendered(*CLAIMS, *words).files["claims.yaml"])]
@@ -179,11 +174,6 @@ def test_infiniband_when_asked() -> None:
     )
     assert container(template)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert noted(words, "restricted", "LimitMEMLOCK")
-
-
-def test_a_run_without_a_name_of_its_own_is_told_what_a_second_one_needs() -> None:
-    assert noted((), "another job of it needs its own RUN_NAME", "kubectl delete -f pytorchjob.yaml")
-    assert not noted(("RUN_NAME=demo",), "RUN_NAME")
 
 
 def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:

@@ -20,7 +20,6 @@ from sft_play.launch.commands import finish
 from sft_play.launch.environment import Node, free_port, interface_of, port_is_free, require_free_port, worker_environment
 from sft_play.launch.run_folder import choose_name, find_run, held, record_event, reserved
 from sft_play.launch.runs import holders
-from sft_play.launch.settings import accelerate_settings
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_deepspeed_json import make_plan
@@ -36,11 +35,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_bad_names(name: str) -> None:
     with pytest.raises(UserError, match="RUN_NAME"):
         choose_name(name, None)
-
-
-def test_names() -> None:
-    assert choose_name("my-run_1.2", None) == "my-run_1.2"
-    assert choose_name(None, Path("configs/quick start.yaml")).startswith("quick-start-20")
 
 
 def test_an_existing_name_is_refused_and_nothing_is_lost(runs: Path) -> None:
@@ -151,13 +145,6 @@ def test_threads_of_any_command_do_not_wait_with_their_cores_in_use(mine: dict[s
         assert worker_environment(make_plan(), Node(), os.environ, cpu_threads=2).variables.get("GOMP_SPINCOUNT") == spins
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2"])
-def test_accelerate_must_not_hear_of_the_cpu_under_sharding(strategy: str) -> None:
-    environment = worker_environment(make_plan(strategy=strategy), Node(), {"ACCELERATE_USE_CPU": "true"}, cpu_threads=2)
-    assert "ACCELERATE_USE_CPU" not in environment.variables
-    assert environment.variables["DS_ACCELERATOR"] == "cpu"
-
-
 def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
     rank = replace(make_plan().ranks[0], device="cuda:0", device_name="NVIDIA GeForce RTX 5090")
     plan = make_plan(device="cuda", strategy="ddp", ranks=(rank, rank))
@@ -177,19 +164,6 @@ def test_ports() -> None:
             require_free_port(port, hint="another")
     assert port_is_free(free_port())
     assert interface_of("127.0.0.1")
-
-
-def test_nodes_share_one_file_and_differ_in_the_command() -> None:
-    node = Node(rank=1, count=2, master_address="10.0.0.1", master_port=29500)
-    settings = accelerate_settings(
-        strategy="zero2", device="cpu", precision="fp32", processes=4, node=node, deepspeed_file=Path("runs/x/deepspeed.json")
-    )
-    assert settings["machine_rank"] == 0
-    assert settings["same_network"] is True
-    assert settings["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
-    assert "mixed_precision" not in settings
-    arguments = worker_arguments(RunFolder(Path("runs/x")), node)
-    assert arguments[arguments.index("--machine_rank") + 1] == "1"
 
 
 def test_recomputation_on_a_cpu_maps_tensors_one_by_one() -> None:

@@ -25,6 +25,7 @@ from sft_play.launch.verdict import judge
 from sft_play.runs.folder import RunFolder
 from sft_play.training.faults import describe_full_disk, ran_out_of_disk, verdict
 from sft_play.training.process import Activity, leave_record
+from tests.waiting import until
 
 
 def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
@@ -177,10 +178,8 @@ def supervised(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[subproce
     (tmp_path / "agent.py").write_text(AGENT.format(worker=str(tmp_path / "worker.py")))
     arguments = [sys.executable, "-c", SUPERVISOR, str(folder), str(tmp_path / "agent.py")]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables)
-    deadline = time.monotonic() + 120
-    while not all((folder / f"pids-{rank}").is_file() and (folder / f"pids-{rank}").read_text() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    pids = [folder / f"pids-{rank}" for rank in range(2)]
+    until(lambda: all(file.is_file() and file.read_text() for file in pids), seconds=120)
     return process, folder
 
 
@@ -256,10 +255,7 @@ def test_a_worker_that_waits_in_the_kernel_is_named_with_what_that_may_be(
         watch = Watch(agent=os.getpid(), run=run_with(tmp_path, {}), ranks=range(2), kills=kills, beats=beats)
         beat = Beat(rank=1, number=1, host="h", pid=1, phase="training", step=3, micro_step=None, quiet=0.0, limit=9e9)
         Sender("kernel").send(beat)
-        until = time.monotonic() + 30
-        while watch.loss is None and time.monotonic() < until:
-            time.sleep(0.1)
-            watch.look()
+        until(lambda: watch.look() or watch.loss, pause=0.1)
         children = psutil.Process(worker.pid).children()
         assert watch.loss is not None and (watch.loss.cause, watch.loss.rank) == ("frozen", 1)
         assert "is frozen in step 3: waiting in the kernel, nothing read or written, for 0 s" in watch.loss.text
@@ -296,13 +292,15 @@ def test_a_rank_that_never_sends_a_beat_is_not_waited_for_without_end(tmp_path: 
     worker = subprocess.Popen(words, env={**os.environ, "RANK": "1"})
     try:
         watch = Watch(agent=os.getpid(), run=run, ranks=range(2), kills=kills, beats=beats)
-        until = time.monotonic() + 30
-        while watch.loss is None and time.monotonic() < until:
-            time.sleep(0.1)
+
+        def judged() -> bool:
             watch.look()
             silent = watch.signs[psutil.Process(worker.pid)].silent_seconds if watch.workers else 0.0
             assert silent == 0 or watch.watched_seconds > LIMITS.first_beat, "it may still be importing"
             watch.watched_seconds += LIMITS.first_beat / 10
+            return watch.loss is not None
+
+        until(judged, pause=0.1)
         assert watch.loss is not None and (watch.loss.cause, watch.loss.rank) == ("frozen", 1)
         assert f"rank 1 ({socket.gethostname()}) is frozen: no beat and no processor time for 0 s" in watch.loss.text
         assert watch.is_over(stopping=False)
@@ -335,10 +333,7 @@ def test_a_stopped_worker_wakes_when_its_parent_is_killed() -> None:
     )
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
-    deadline = time.monotonic() + 20
-    while child.status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: child.status() == psutil.STATUS_STOPPED)
     parent.kill()
     parent.wait()
     assert parent.stdout.readline() == "woken\n"

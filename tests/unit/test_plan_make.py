@@ -199,16 +199,6 @@ def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
     assert plan_of(optim="sgd").optim == "sgd"
 
 
-def test_steps_come_from_rows() -> None:
-    plan = plan_of(rows=100, epochs=3)
-    assert (plan.steps_per_epoch, plan.steps) == (4, 12)
-    assert "steps 12 = 3 epochs x 4 (100 rows / 32 global, rounded up)" in plan.reasons
-    assert plan_of(rows=100, epochs=0.5).steps == 2
-    assert plan_of(rows=100, max_steps=5).steps == 5
-    assert plan_of(rows=3, epochs=0.1).steps == 1
-    assert plan_of(max_steps=5).steps == 5
-
-
 def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
     ragged = prepared(64, longest=1000, tokens=200)
     case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "attn_implementation": "sdpa"}
@@ -280,15 +270,6 @@ def test_what_torchs_flash_attention_does_not_compute_is_left_to_others(changes:
             assert make_plan(request).attn_implementation == (
                 "varlen" if not why else "eager" if shape.model_type == "gemma2" else "sdpa"
             )
-
-
-def test_checkpointing_only_when_it_must() -> None:
-    assert not plan_of("H100", name=LLAMA, max_seq_len=1024).gradient_checkpointing
-    tight = plan_of("24GB", name=LLAMA, max_seq_len=2048)
-    assert tight.gradient_checkpointing
-    assert "gradient checkpointing on: 1 row per device would not fit without it" in tight.reasons
-    assert plan_of(gradient_checkpointing=True).gradient_checkpointing
-    assert not plan_of("H100", name=LLAMA, gradient_checkpointing=False).gradient_checkpointing
 
 
 def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:

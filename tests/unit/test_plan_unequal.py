@@ -75,14 +75,6 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     assert off.global_batch_size == 24
 
 
-def test_unknown_cards_are_taken_to_be_as_fast_as_they_are_large() -> None:
-    plan = planned(LAN, config_of())
-    large, *small = counts(plan)
-    assert sum((large, *small)) == 24 and large > max(small) >= 6 and all(rank.cost == () for rank in plan.ranks)
-    assert any("more memory is taken for more speed" in one for one in plan.reasons)
-    assert not any(one.startswith("unequal shares") for one in plan.reasons) and plan.seconds_per_step is None
-
-
 @pytest.mark.parametrize("typed", [{"batch_size": 1}, {"grad_accum": 8}, {"batch_size": 1, "grad_accum": 8}])
 def test_what_is_typed_stays_equal(typed: dict[str, Any]) -> None:
     plan = planned(CARDS + "@1Gbit", config_of(**typed))

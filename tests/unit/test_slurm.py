@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.schedulers.slurm import BatchJob, options, render, submit
 from tests.conftest import Done, Program
 from tests.programs import need
+from tests.waiting import until
 
 EVIL = "a $(touch x)`touch x` 'single' \"double\" \\ %j #; | & $HOME @JOB@"
 TOKEN = "hf_" + "abcdefghij" * 3
@@ -270,18 +270,9 @@ def test_a_job_that_somebody_has_ended_stays_as_it_is(bench: Bench, state: str) 
 def test_the_early_warning_reaches_all_nodes_and_takes_another_turn(bench: Bench) -> None:
     (bench.folder / "hold").touch()
     process = bench.start()
-    deadline = time.monotonic() + 30
-    while not all((bench.folder / f"ready-{node}").exists() for node in (0, 1)):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: all((bench.folder / f"ready-{node}").exists() for node in (0, 1)), process=process)
     process.send_signal(signal.SIGUSR1)
     bench.end(process, 143, requeued=True)
-
-
-def test_a_warning_before_the_start_takes_another_turn(bench: Bench) -> None:
-    bench.run((0, 0), 143, batch_job(bench.folder, slurm=SlurmConfig(setup=["kill -USR1 $$"])), requeued=True)
-    assert not (bench.folder / "words-0").exists()
-    bench.run((0, 0), 143, requeued=True, KILL_BY="USR1")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::1"])
@@ -312,14 +303,6 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench, setup: 
     number = (bench.folder / "job.sbatch").read_text().splitlines().index(named) + 1
     assert "slurm.setup failed with code" in said and f"in line {number} of this script: {named}" in said, said
     assert not (bench.folder / "words-0").exists()
-
-
-@pytest.mark.parametrize("setup", [["false || true", "if false; then", "  :", "fi", "! true"], ["source ENV"], ["set -e"]])
-def test_what_is_no_failure_of_a_setup_line_changes_nothing(bench: Bench, setup: list[str]) -> None:
-    env = bench.folder / "env.sh"
-    env.write_text("grep nothing /dev/null\nexport FROM_ENV=1\n")
-    lines = [line.replace("ENV", str(env)) for line in setup]
-    bench.run((143, 143), 143, batch_job(bench.folder, slurm=SlurmConfig(setup=lines)), requeued=True)
 
 
 # ---- Configuration, and what sbatch refuses

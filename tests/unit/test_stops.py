@@ -21,13 +21,12 @@ from sft_play.errors import UserError
 from sft_play.launch.process import stop_code
 from sft_play.launch.resume import as_long, changes, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events
-from sft_play.launch.verdict import Loss, describe_stop, judge, stop_facts, stop_recorded
+from sft_play.launch.verdict import describe_stop, stop_facts, stop_recorded
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.runs.stamp import CHANGEABLE
 from tests.conftest import ROOT
 from tests.plans import simple_plan
-from tests.unit.test_launch_supervise import run_with
 
 WORKER = """
 import sys, time
@@ -43,17 +42,6 @@ request.listen()
 """
 LOADING = "print('ready', flush=True); time.sleep(60)"
 UNSAVED = "request.step = 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
-HELPERS = """
-import os
-request.nothing_to_save = False
-child = os.fork()
-if child == 0:
-    requests.ignored_by_helpers()
-    print('ready', os.getpid(), flush=True)
-    time.sleep(3)
-    os._exit(0)
-print('helper ended with', os.waitpid(child, 0)[1], request.heard, flush=True)
-"""
 SHARED = """
 from datetime import timedelta
 from torch.distributed import TCPStore
@@ -128,15 +116,6 @@ def test_a_stop_after_the_last_step_writes_the_model_where_nothing_else_keeps_it
     assert request.nothing_to_save == (strategy == "no" and step < 8) and control.should_save == (strategy != "no")
 
 
-def test_helpers_neither_die_of_the_signal_nor_pass_it_on(tmp_path: Path) -> None:
-    process, ready = start(tmp_path, HELPERS)
-    child = int(ready.split()[1])
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        os.kill(child, number)
-    output, _ = process.communicate(timeout=20)
-    assert "helper ended with 0 None" in output
-
-
 def test_other_ranks_hear_of_it_between_steps(tmp_path: Path) -> None:
     process, _ = start(tmp_path, SHARED)
     process.send_signal(signal.SIGUSR1)
@@ -157,16 +136,6 @@ def test_nohup_is_obeyed() -> None:
 
 
 STOPPED: dict[str, Any] = {"code": 143, "time": 1.0, "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7}}
-
-
-def test_one_worker_that_was_asked_stops_the_run(tmp_path: Path) -> None:
-    def code(records: dict[int, dict[str, Any]], loss: Loss | None = None) -> int:
-        return judge(run_with(tmp_path / str(time.monotonic_ns()), records), range(2), agent_code=1, agent_log="", loss=loss).code
-
-    assert code({0: STOPPED, 1: {"code": 75, "time": 2.0}}) == 143
-    assert code({1: {"code": 2, "time": 0.5}, 0: STOPPED}) == 2, "an error came first"
-    gone = Loss(cause="killed", rank=1)
-    assert code({0: STOPPED}, gone) == 75, "a rank that died without a word made torchrun end the others"
 
 
 DAMAGE = "step-000008: `weights` has 9 bytes, not 12"

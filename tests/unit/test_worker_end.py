@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.faults import say, verdict
 from sft_play.training.process import Activity, Tee
 from tests.conftest import ROOT
+from tests.waiting import until
 
 BEGIN = """
 import atexit, sys, threading, time
@@ -44,10 +44,7 @@ pool.submit(int)
 def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, thread: str, found: set[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", f"{BEGIN}{thread}\nend(0)", str(tmp_path)], cwd=ROOT)
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "ready").exists() and child.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: (tmp_path / "ready").exists() or child.poll() is not None, seconds=120)
         assert child.wait(timeout=60) == 0
     finally:
         child.kill()

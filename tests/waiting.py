@@ -1,0 +1,21 @@
+"""The one way to wait for something in a test."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def until(
+    happened: Callable[[], object], *, process: subprocess.Popen[Any] | None = None, seconds: float = 60, pause: float = 0.02,
+    said: Callable[[], object] = str,
+) -> None:  # fmt: skip
+    """Returns when `happened()` is true; fails after `seconds`, or when `process` ends first, with what it or `said()` tells."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        if process is not None and process.poll() is not None:
+            raise AssertionError(process.communicate() if said is str else said())
+        assert time.monotonic() < deadline, said()
+        time.sleep(pause)
