@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.config.metrics import label_of_metric
 from sft_play.errors import UserError
 from sft_play.launch.commands import finish, start_run
 from sft_play.launch.job import Job
-from sft_play.runs.folder import PREDICTIONS, RunFolder, label_of_metric, read_predictions
+from sft_play.runs.folder import PREDICTIONS, RunFolder, read_predictions
 from sft_play.runs.prepared import Prepared
 
 if TYPE_CHECKING:

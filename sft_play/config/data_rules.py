@@ -16,8 +16,8 @@ from sft_play.errors import DataError
 SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
 SMALLEST_VOCABULARY = 260
 """Of a tokenizer that is trained here: 256 bytes, eos, pad, and the two marks of ChatML."""
-CHAT = ("messages", "sharegpt", "prompt_completion", "instruction", "question_answer")
-"""Formats of conversations; `text` is plain text, and `tokens` may be either."""
+NO_CHAT = ("auto", "text", "tokens")
+"""Formats that are not conversations, or need not be."""
 
 
 def sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
@@ -126,7 +126,7 @@ def refused_format(kind: str, form: str) -> tuple[str, str] | None:
             "`tuning.task: sft` learns answers, and plain text has none",
             "set `tuning.task: cpt` to learn every token of it, or `mixed` for text and conversations",
         )
-    if kind == "cpt" and form in CHAT:
+    if kind == "cpt" and form not in NO_CHAT:
         return (
             "`tuning.task: cpt` learns documents and plain text, not conversations",
             "set `tuning.task: mixed`, which learns every token of text and the answers of conversations",

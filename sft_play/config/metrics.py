@@ -17,10 +17,19 @@ from sft_play.files import is_file_name, typed_path
 
 LIBRARY = "evaluate:"
 """Prefix of a metric of the `evaluate` library: `evaluate:NAME_OR_PATH`, or `evaluate:NAME_OR_PATH:SCORE` for one of several scores."""
-OF_ANSWERS = ("rouge1", "rouge2", "rougeL", "bleu", "chrf", "exact_match", "f1")
-"""Built in; more is better for each."""
+LABELS: Mapping[str, str] = {
+    "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match",
+    "f1": "token F1",
+}  # fmt: skip
+"""Built-in metric of answers -> what the user reads; more is better for each. `evaluation.scores` computes them."""
+OF_ANSWERS = tuple(LABELS)
 OF_LOSS = ("loss", "perplexity")
 """Less is better for each; also per source, as `loss/NAME`."""
+
+
+def label_of_metric(name: str) -> str:
+    """Returns what the user reads for a metric: of another than `LABELS` its own name."""
+    return LABELS.get(name, name)
 
 
 def short_name(metric: str) -> str:

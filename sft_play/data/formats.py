@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.config.data_rules import MISSING, looked_up
+from sft_play.config.data_rules import MISSING, NO_CHAT, looked_up
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data.example import (
     Example,
@@ -142,19 +142,18 @@ def _unpadded(mask: list[int]) -> tuple[int, int]:
     return start, end
 
 
-FORMATS: dict[str, tuple[frozenset[str], Callable[[Row], Parts]]] = {
-    "messages": (frozenset({"messages"}), _messages),
-    "sharegpt": (frozenset({"conversations"}), _sharegpt),
-    "prompt_completion": (frozenset({"prompt", "completion"}), _prompt),
-    "instruction": (frozenset({"instruction", "output"}), _instruction),
-    "question_answer": (
-        frozenset({"question", "answer"}),
-        lambda row: _turns(row, text_of(row["question"], "question"), "answer"),
-    ),
-    "text": (frozenset({"text"}), _text),
-    "tokens": (frozenset({"input_ids"}), _tokens),
+FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
+    "messages": (("messages",), _messages),
+    "sharegpt": (("conversations",), _sharegpt),
+    "prompt_completion": (("prompt", "completion"), _prompt),
+    "question_answer": (("question", "answer"), lambda row: _turns(row, text_of(row["question"], "question"), "answer")),
+    "instruction": (("instruction", "output"), _instruction),
+    "text": (("text",), _text),
+    "tokens": (("input_ids",), _tokens),
 }
-"""Each format: the columns it needs, and the conversion."""
+"""Each format: the columns it needs, of a conversation the one that asks first, and the conversion."""
+ASKS = {columns[0]: (form, "".join(columns[1:])) for form, (columns, _) in FORMATS.items() if form not in NO_CHAT}
+"""Column that asks -> format, and its column with the answer; the first one that a row has counts (`make infer`)."""
 
 
 _ANSWERS = ("response", "output", "answer", "completion", "target", "reply", "summary", "label")
@@ -286,7 +285,7 @@ def _found(row: Row, form: str) -> dict[str, str]:
 def _renamed(row: Row, form: str) -> str:
     """Return the `columns` that would give `row` what a format lacks; what it has no name for is left open."""
     found = _found(row, form)
-    columns = {**dict.fromkeys(sorted(FORMATS[form][0] - found.keys()), "NAME"), **found}
+    columns = {**dict.fromkeys(sorted(set(FORMATS[form][0]) - found.keys()), "NAME"), **found}
     listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
     return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"
 
@@ -296,14 +295,6 @@ def _renamed(row: Row, form: str) -> str:
 
 TO_COME = "\N{HORIZONTAL ELLIPSIS}"
 """Stands for the answer while a row is read as its format, which needs one."""
-FORMS: Mapping[str, tuple[str, str]] = {
-    "messages": ("messages", ""),
-    "conversations": ("sharegpt", ""),
-    "prompt": ("prompt_completion", "completion"),
-    "question": ("question_answer", "answer"),
-    "instruction": ("instruction", "output"),
-}
-"""Column that asks -> format, and its column with the answer; the first one that a row has counts."""
 
 
 class Question(NamedTuple):
@@ -369,12 +360,12 @@ def _row(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
         if there or of_turns:
             row = rename(row, {**there, **of_turns})
             break
-    asks = next((column for column in FORMS if row.get(column) is not None), None)
+    asks = next((column for column in ASKS if row.get(column) is not None), None)
     if asks is None:
-        raise DataError(f"no column asks: expected {', '.join(f'`{c}`' for c in FORMS)}; the columns are {names_of(row)}")
+        raise DataError(f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}")
     if isinstance(row[asks], str) and not row[asks].strip():
         return Question(place, [])
-    form, answer = FORMS[asks]
+    form, answer = ASKS[asks]
     example = to_example(_answered(row, asks, answer), form, place=place, source=0)
     *asked, last = example.messages or []
     if not any(turn["role"] == "user" for turn in asked):

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config.load import read_config, saved_form
+from sft_play.config.metrics import label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.evaluation.subject import Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.summary import summary_of
 from sft_play.plan.plan import Plan
-from sft_play.runs.folder import RunFolder, label_of_metric, metrics_of, read_benchmarks, read_predictions, read_scores, run_path
+from sft_play.runs.folder import RunFolder, metrics_of, read_benchmarks, read_predictions, read_scores, run_path
 from sft_play.runs.prepared import Prepared
 
 if TYPE_CHECKING:

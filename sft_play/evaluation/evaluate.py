@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.config.metrics import label_of_metric
 from sft_play.errors import DataError
 from sft_play.evaluation.subject import (
     BASE,
@@ -22,7 +23,7 @@ from sft_play.evaluation.subject import (
 )
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
-from sft_play.runs.folder import BENCHMARKS, LEAST_ROWS, RunFolder, label_of_metric, metrics_of, read_benchmarks, read_scores
+from sft_play.runs.folder import BENCHMARKS, LEAST_ROWS, RunFolder, metrics_of, read_benchmarks, read_scores
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 

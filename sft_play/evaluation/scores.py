@@ -11,7 +11,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -93,7 +93,7 @@ class MeanMetric:
         self.name = name
 
     def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-        score = {"exact_match": exact_match, "f1": token_f1}.get(self.name, lambda one, other: rouge(one, other)[self.name])
+        score = OF_SINGLE_ANSWERS.get(self.name) or (lambda reference, answer: rouge(reference, answer)[self.name])
         each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
         return each, mean_interval(each)
 
@@ -166,6 +166,8 @@ def token_f1(reference: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
+OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {"exact_match": exact_match, "f1": token_f1}
+"""Built-in metric that is not ROUGE -> its score (0 to 1) of a reference and an answer; `config.metrics.LABELS` has all."""
 _PUNCTUATION = frozenset(string.punctuation)
 
 

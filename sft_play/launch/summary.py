@@ -17,13 +17,13 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.data_rules import FUNCTIONS, Condition
-from sft_play.config.metrics import OF_LOSS
+from sft_play.config.metrics import LABELS, OF_LOSS
 from sft_play.errors import DataError, UserError
 from sft_play.files import read_object
 from sft_play.launch.run_folder import FINAL_EVENTS, read_events
 from sft_play.launch.runs import holders
 from sft_play.plan.scaling import parse_price
-from sft_play.runs.folder import LABELS, RunFolder, metric_rows, runs_folder
+from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.text import duration, figure, gib, table
 
 SYNTAX = "WHERE=\"eval_loss < 2 and method = lora\", WHERE='state = failed', SORT=-tokens_per_second; `make runs CSV=1` shows all columns"

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import read_config
+from sft_play.config.metrics import label_of_metric
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.files import read_object, write_text
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
-from sft_play.runs.folder import LABELS, RunFolder, metrics_of, read_scores
+from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp
 from sft_play.text import gib
@@ -107,7 +108,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
                 dataset_type="held-out",
                 dataset_name=_name(held_out) or "held out",
                 metric_type=metric,
-                metric_name=LABELS.get(metric, metric),
+                metric_name=label_of_metric(metric),
                 metric_value=round(value["mean"], 4),
             )
             for metric, value in metrics_of(after).items()
@@ -187,7 +188,7 @@ def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     yield "On held-out rows, with 95 % bootstrap intervals:\n"
     yield "| | before | after |\n|---|---:|---:|"
     for name in ("loss", *metrics_of(after)):
-        yield f"| {LABELS.get(name, name)} | {cell(before, name)} | {cell(after, name)} |"
+        yield f"| {label_of_metric(name)} | {cell(before, name)} | {cell(after, name)} |"
 
 
 def _name(source: str) -> str:

@@ -9,11 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.metrics import label_of_metric
 from sft_play.files import read_json_lines, read_object
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.summary import short_path, summary_of
 from sft_play.plan.plan import command_of
-from sft_play.runs.folder import RunFolder, label_of_metric, metric_rows, metrics_of, read_predictions, read_scores
+from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_predictions, read_scores
 from sft_play.runs.progress import findings
 
 POINTS = 1_500

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from sft_play.access import App, Guard, Message, Receive, Send, address_of, is_loopback, own_url, serve_token
 from sft_play.config.call import Call
+from sft_play.config.metrics import LABELS
 from sft_play.errors import UserError
 from sft_play.evaluation.compare import compare, read_sides
 from sft_play.files import finite
@@ -25,7 +26,7 @@ from sft_play.launch.environment import next_free_port
 from sft_play.launch.summary import summary_of
 from sft_play.report.page import PAGE_POLICY, page_files, page_html
 from sft_play.report.record import record_of
-from sft_play.runs.folder import LABELS, RunFolder, runs_folder
+from sft_play.runs.folder import RunFolder, runs_folder
 
 DEFAULT_PORT = 8600
 SECONDS_BETWEEN_LOOKS = 1.0

@@ -253,16 +253,6 @@ def folder_gone(run: RunFolder) -> HardwareError:
 SCORES = "scores.json"
 PREDICTIONS = "predictions.jsonl"
 BENCHMARKS = "benchmarks.json"
-LABELS = {
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "exact_match": "exact match",
-    "f1": "token F1",
-}
-"""Metric -> what the user reads; one that is not here is called by its own name."""
 WHOLE_BYTES = 4 * 2**20
 SPACED_ROWS = 6_000
 TRAINING, EVALUATION = b'"kind": "train"', b'"kind": "eval"'
@@ -270,11 +260,6 @@ INTERVAL = frozenset({"mean", "low", "high", "n"})
 LEAST_ROWS = 20
 """Of fewer rows a percentile bootstrap's interval is too narrow to decide by: by 9 % at 20, by 47 % at 4 (sqrt((n-1)/n) z/t, Hesterberg 2015,
 "What Teachers Should Know About the Bootstrap")."""
-
-
-def label_of_metric(name: str) -> str:
-    """Returns what the user reads for a metric."""
-    return LABELS.get(name, name)
 
 
 def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sft_play.config.metrics import OF_LOSS
-from sft_play.runs.folder import label_of_metric
+from sft_play.config.metrics import OF_LOSS, label_of_metric
 from sft_play.text import Finding
 
 Row = Mapping[str, Any]
