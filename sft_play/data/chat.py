@@ -12,7 +12,7 @@ from sft_play.data.example import Message
 from sft_play.data.templates import check_answer, check_written, has_tools
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
-from sft_play.model.tokenizer import MARKER, template_in_time, write_chat
+from sft_play.model.tokenizer import MARKER, write_chat
 
 IGNORED = -100
 KNOWN_TAILS = 8
@@ -72,8 +72,6 @@ class Renderer:
         self.stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stops))]
         self._tails: list[tuple[str, int]] = []
         """What the template writes after an answer's words, and where in it the end of the turn ends: the same for most answers."""
-        self._special = dict(tokenizer.special_tokens_map)
-        self._compiled = self._compile()
 
     def rows(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant") -> list[RowText]:
         """Return the rows of a conversation that ends with an answer. Raise `DataError` where a mask cannot be exact."""
@@ -207,14 +205,9 @@ class Renderer:
         import jinja2
 
         try:
-            if self._compiled is not None and not tools and all(len(message) == 2 for message in messages):
-                with template_in_time(self.tokenizer):
-                    return str(
-                        self._compiled.render(
-                            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self._special
-                        )
-                    )
-            return self._render_slowly(messages, tools, prompt)
+            turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+            options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+            return write_chat(self.tokenizer, turns, add_generation_prompt=prompt, **options)
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
             if not messages:
                 raise DataError(
@@ -226,29 +219,6 @@ class Renderer:
                 f"the chat template does not take this conversation ({roles}): {error}",
                 hint="`data.chat_template` chooses another template",
             ) from error
-
-    def _render_slowly(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
-        turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        return write_chat(self.tokenizer, turns, add_generation_prompt=prompt, **options)
-
-    def _compile(self) -> Any:
-        """Return the compiled template where it writes a plain conversation as `apply_chat_template` does; else `None`.
-
-        That function copies and checks each conversation first, which takes longer than the rendering.
-        """
-        import jinja2
-
-        probe: list[Message] = [{"role": "user", "content": "a"}]
-        try:
-            from transformers.utils.chat_template_utils import _compile_jinja_template
-
-            with template_in_time(self.tokenizer):
-                compiled = _compile_jinja_template(self.tokenizer.get_chat_template())
-                text = compiled.render(messages=probe, tools=None, documents=None, add_generation_prompt=True, **self._special)
-            return compiled if text == self._render_slowly(probe, None, True) else None
-        except (ImportError, jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError):
-            return None  # a template that wants more than one question; every conversation says itself what is wrong
 
 
 def learnt(messages: Sequence[Message], loss_on: str) -> list[int]:

@@ -119,18 +119,14 @@ class _OutOfTime(BaseException):
 
 
 def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns what the tokenizer's chat template writes. Raises `EndlessError`, `DataError`, and what the template raises."""
-    with template_in_time(tokenizer):
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    """Returns what the tokenizer's chat template writes.
 
-
-@contextlib.contextmanager
-def template_in_time(tokenizer: Any) -> Iterator[None]:
-    """Raises `EndlessError` in a body whose template takes too long, `DataError` where it asks for too much memory."""
+    Raises `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
+    """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
     try:
         with in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT):
-            yield
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (RecursionError, MemoryError) as error:
         what = "nests without end" if isinstance(error, RecursionError) else "asks for more memory than there is"
         raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
