@@ -25,16 +25,14 @@ from sft_play.access import TOKEN_VARIABLE, Guard, address_of, is_loopback, own_
 from sft_play.config.load import read_config
 from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError, UserError
+from sft_play.evaluation.subject import check_stamp
 from sft_play.files import file_sha256, text_sha256
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run
 from sft_play.model.resolve import check_trained
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -104,7 +102,7 @@ def servable(run: RunFolder, weights: Path) -> Path:
     """
     check_trained(weights)
     if kind_of(weights) == "full":
-        _check_stamp(run, weights)
+        check_stamp(run, read_config(run.config).config, weights, "infer")
         return weights
     content = "".join(file_sha256(p) for p in sorted(weights.glob("adapter_*")))
     folder = cache_folder() / "merged" / text_sha256(f"{run.path.resolve()} {content}")[:32]
@@ -126,14 +124,6 @@ def _plain(call: Call, model: str) -> tuple[Path, str]:
 
     _, found = find_plain(call, model)
     return Path(found.path), _api_name(Path(model).resolve().name)
-
-
-def _check_stamp(run: RunFolder, weights: Path) -> None:
-    """Compares the stamp of whole weights with the run's, as `infer` does. Raises `CheckpointError`; merging compares adapters'."""
-    config = read_config(run.config).config
-    now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
-    for warning in refuse(compare(Stamp.load(weights), now, "infer"), f"`{label_of(run, weights)}`"):
-        print(warning, file=sys.stderr)
 
 
 def served_name(run: RunFolder, label: str) -> str:

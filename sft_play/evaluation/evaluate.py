@@ -15,6 +15,7 @@ from sft_play.evaluation.subject import (
     Rows,
     Weights,
     check_options,
+    check_stamp,
     find_rows,
     find_weights,
     plain_run,
@@ -22,10 +23,7 @@ from sft_play.evaluation.subject import (
     settings_of,
 )
 from sft_play.launch.run_folder import find_run
-from sft_play.plan.plan import Plan
 from sft_play.runs.folder import BENCHMARKS, LEAST_ROWS, RunFolder, metrics_of, read_benchmarks, read_scores
-from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -39,8 +37,8 @@ def main(call: Call) -> int:
     run = find_run(call.options["RUN"]) if "RUN" in call.options else None
     weights = find_weights(run, call.options.get("CHECKPOINT")) if run else None
     loaded = read_settings(call)
-    if run and weights:
-        _check_stamp(run, loaded.config, weights)
+    if run and weights and weights.folder:
+        check_stamp(run, loaded.config, weights.folder, "eval")
     if "BENCHMARKS" in call.options:
         return _benchmarks(call, loaded, run, weights)
     rows = find_rows(call, loaded, run)
@@ -154,12 +152,3 @@ def _speed(speed: Mapping[str, Any]) -> str:
     if speed.get("answers_per_second"):
         text += f", answers {speed['answers_per_second']:.2f}/s ({speed['answer_tokens_per_second']:.0f} tokens/s)"
     return text
-
-
-def _check_stamp(run: RunFolder, config: Config, weights: Weights) -> None:
-    """Raises `CheckpointError` when the weights were made by another base, tokenizer, backend or adapter shape."""
-    if weights.folder is None:
-        return
-    now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
-    for warning in refuse(compare(Stamp.load(weights.folder), now, "eval"), f"`{weights.label}`"):
-        print(warning, file=sys.stderr)

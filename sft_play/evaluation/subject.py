@@ -20,7 +20,7 @@ from sft_play.runs.checkpoints import label_of, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder, data_name, runs_folder
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
-from sft_play.runs.stamp import Stamp
+from sft_play.runs.stamp import Purpose, Stamp, compare, make_stamp, refuse
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -83,6 +83,13 @@ def find_weights(run: RunFolder, wanted: str | None) -> Weights:
     check_trained(folder)
     step = Stamp.load(folder).step if folder == run.model else int(folder.name.removeprefix("step-"))
     return Weights(label=label_of(run, folder), folder=folder, step=step, content=_content(folder))
+
+
+def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose) -> None:
+    """Prints what differs from what made `weights`. Raises `CheckpointError` for another base, tokenizer, backend or adapter shape."""
+    now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
+    for warning in refuse(compare(Stamp.load(weights), now, purpose), f"`{label_of(run, weights)}`"):
+        print(warning, file=sys.stderr)
 
 
 def check_options(call: Call) -> None:

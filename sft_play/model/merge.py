@@ -21,8 +21,8 @@ from sft_play.files import current_umask, file_sha256, read_json, sync_folder, w
 from sft_play.model import quantise
 from sft_play.model.load import read_model
 from sft_play.model.resolve import stored_numbers
-from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer, write_chat
-from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype
+from sft_play.model.tokenizer import end_of_turn_ids, write_chat
+from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype, tokenizer_of
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, model_files
 from sft_play.runs.folder import RunFolder
@@ -92,9 +92,7 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     _require_disk(partial, size)
     for path in model_files(weights):
         shutil.copy2(path, partial / path.name)
-    own = has_tokenizer(partial)
-    source, chat = (partial, None) if own else (Path(prepared.model.path), prepared.model.chat)
-    tokenizer = load_tokenizer(source, chat, trust=settled.model.trust_remote_code)
+    tokenizer = tokenizer_of(partial, prepared.model, settled)
     if not has_tokenizer(partial):
         tokenizer.save_pretrained(partial)
     config = read_json(partial / "config.json")
@@ -118,8 +116,7 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
     base = checked_base(weights, config, plan, prepared, "merge")
     assert base is not None
     folder = Path(base.path)
-    source, chat = (weights, None) if has_tokenizer(weights) else (folder, base.chat)
-    tokenizer = load_tokenizer(source, chat, trust=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(weights, base, config)
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
     model = add_trained_adapter(_full_precision_base(config, folder, partial, say), weights).eval()
     wanted = _logits(model, prompts)

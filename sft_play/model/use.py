@@ -71,9 +71,7 @@ def load_for_use(
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:
         model = add_trained_adapter(read_base(config, plan, base, device), folder)
-    own = has_tokenizer(folder)
-    chat = None if own else prepared.model.chat
-    tokenizer = load_tokenizer(folder if own else prepared.model.path, chat, trust=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(folder, prepared.model, config)
     model = model.to(device) if not quantised(model) else model
     model.config.get_text_config().use_cache = True
     return model.eval(), tokenizer
@@ -200,6 +198,13 @@ def add_trained_adapter(base: Any, folder: Path) -> Any:
         raise CheckpointError(
             f"the adapter does not fit the base model: {first_lines(error)[:400]}", place=str(folder)
         ) from error
+
+
+def tokenizer_of(weights: Path, base: ResolvedModel, config: Config) -> Any:
+    """Returns the tokenizer that was published with trained weights, else the base's with the run's template."""
+    own = has_tokenizer(weights)
+    chat = None if own else base.chat
+    return load_tokenizer(weights if own else base.path, chat, trust=config.model.trust_remote_code)
 
 
 def has_tokenizer(folder: Path) -> bool:
