@@ -82,14 +82,12 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
         "after": {name: after[name] for name in after if name not in ("run", "folder")},
         "loss_fell": after["loss"] < before["loss"],
         "rougeL_beyond_interval": "rougeL" in after and after["rougeL"]["low"] > before["rougeL"]["high"],
-        "answers": [_side_by_side(*pair) for pair in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]],
+        "answers": [
+            {name: old[name] for name in ("row", "prompt", "reference")} | {"before": old["answer"], "after": new["answer"]}
+            for old, new in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]
+        ],
         "predictions": {name: str(folder / PREDICTIONS) for name, folder in folders.items() if answers[0]},
     }
-
-
-def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    shared = {name: old[name] for name in ("row", "prompt", "reference")}
-    return {**shared, "before": old["answer"], "after": new["answer"]}
 
 
 def report(result: Mapping[str, Any]) -> str:

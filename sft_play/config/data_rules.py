@@ -332,7 +332,7 @@ class Condition:
         if name == "has":
             return self._has(argument)
         value = self._value(argument)
-        function = {"len": _length, "blank": _blank, "number": _number}[name]
+        function: Callable[[Any], Any] = {"len": len, "blank": _blank, "number": _number}[name]
 
         def call(row: Row) -> Any:
             found = value(row)
@@ -367,10 +367,6 @@ def _depth(node: ast.AST) -> int:
         depth += 1
         level = [child for parent in level for child in ast.iter_child_nodes(parent)]
     return depth
-
-
-def _length(value: Any) -> int:
-    return len(value)
 
 
 def _blank(value: Any) -> bool:

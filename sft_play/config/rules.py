@@ -70,7 +70,7 @@ def paths(config: Config) -> Iterator[Conflict]:
             )
         elif any("**" in part and part != "**" for part in text.split("/")):
             yield Conflict(key, f"{given}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
-        elif text.startswith("~") and not _has_home(text):
+        elif text.startswith("~") and typed_path(text) == Path(text):
             yield Conflict(key, f"{given}, and there is no such user", "`~/` is your own folder")
 
 
@@ -86,14 +86,6 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
     for key, index, source in data_rules.sources(config):
         if not short[key]:  # else it is the same path
             yield key, f"{key}[{index}].path", source.path
-
-
-def _has_home(text: str) -> bool:
-    try:
-        Path(text).expanduser()
-    except RuntimeError:
-        return False
-    return True
 
 
 def tokens(config: Config) -> Iterator[Conflict]:

@@ -43,8 +43,7 @@ class Engine:
     """Encodes chunks. A context manager: leaving it ends the processes that it started, whatever happened."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self._setup = (config, tokenizer)
-        self._encoder: Encoder | None = None
+        self._num_proc, self._make = config.data.num_proc, _Maker(config, tokenizer)
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Engine:
@@ -63,15 +62,14 @@ class Engine:
         first, processes = self._first(coming)
         works = itertools.chain(first, coming)
         if processes == 1:
-            yield from self._here(works, fraction)
+            yield from (self._make(work, fraction) for work in works)
         else:
             yield from self._elsewhere(works, fraction, processes)
 
     def _first(self, works: Iterator[Work]) -> tuple[list[Work], int]:
         """Return the first works, and how many processes the whole deserves."""
-        typed = self._setup[0].data.num_proc
-        if isinstance(typed, int):
-            return [], typed
+        if isinstance(self._num_proc, int):
+            return [], self._num_proc
         cores = cpu_threads()
         first: list[Work] = []
         rows = 0
@@ -85,15 +83,9 @@ class Engine:
                 break
         return first, cores
 
-    def _here(self, works: Iterable[Work], fraction: float) -> Iterator[Chunk]:
-        if self._encoder is None:
-            self._encoder = Encoder(*self._setup)
-        for work in works:
-            yield make_chunk(work, self._encoder, group_by=self._setup[0].data.group_by, fraction=fraction)
-
     def _elsewhere(self, works: Iterable[Work], fraction: float, processes: int) -> Iterator[Chunk]:
         if self._pool is None:
-            self._pool = _start(processes, self._setup)
+            self._pool = _start(processes, self._make)
         waiting: deque[Future[Chunk]] = deque()
         try:
             for work in works:
@@ -109,30 +101,39 @@ class Engine:
             ) from None
 
 
-def _start(processes: int, setup: tuple[Config, Any]) -> ProcessPoolExecutor:
+def _start(processes: int, make: _Maker) -> ProcessPoolExecutor:
     """Start the processes.
 
     On Linux they are forked: that takes milliseconds where importing transformers takes seconds. It is safe because the tokenizer has
     not run here yet, so none of its threads exists, and in the processes it starts none. Elsewhere they are spawned.
     """
     method = "fork" if sys.platform == "linux" else "spawn"
-    return ProcessPoolExecutor(processes, multiprocessing.get_context(method), initializer=_begin, initargs=setup)
+    return ProcessPoolExecutor(processes, multiprocessing.get_context(method), initializer=_begin, initargs=(make,))
 
 
-class _Worker:
-    """What a process keeps from chunk to chunk."""
+class _Maker:
+    """Makes chunks. The encoder is made with the first one, where an error of it reaches the caller."""
 
-    setup: tuple[Config, Any]
-    encoder: Encoder | None = None
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._encoder: Encoder | None = None
+
+    def __call__(self, work: Work, fraction: float) -> Chunk:
+        self._encoder = self._encoder or Encoder(self._config, self._tokenizer)
+        return make_chunk(work, self._encoder, group_by=self._config.data.group_by, fraction=fraction)
 
 
-def _begin(config: Config, tokenizer: Any) -> None:
+_of_process: list[_Maker] = []
+"""Of a process of the pool: its own."""
+
+
+def _begin(make: _Maker) -> None:
     """Called once in each process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _Worker.setup, _Worker.encoder = (config, tokenizer), None
+    _of_process[:] = [make]
 
 
 def _end_with_parent() -> None:
@@ -145,9 +146,7 @@ def _end_with_parent() -> None:
 
 
 def _encode(work: Work, fraction: float) -> Chunk:
-    if _Worker.encoder is None:  # here and not in `_begin`, since an error must reach the parent
-        _Worker.encoder = Encoder(*_Worker.setup)
-    return make_chunk(work, _Worker.encoder, group_by=_Worker.setup[0].data.group_by, fraction=fraction)
+    return _of_process[0](work, fraction)
 
 
 # What goes to the processes that prepare the data, and what comes back: rows by the chunk, tokens as arrays of 32-bit integers.

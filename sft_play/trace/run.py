@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -129,7 +129,7 @@ def observe(
     model = build.build(case, model)
     device = "cuda" if case.device == "cuda" and torch.cuda.is_available() else "cpu"
     text = model.config.get_text_config()
-    with _tensors(real), real_branches(case):
+    with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True), real_branches(case):
         build.materialise(model, device)
         if case.autocast:
             build.under_autocast(model, case.precision, device)
@@ -144,15 +144,6 @@ def observe(
             steps.run(batch)
     peaks = {moment: tracker.peaks[moment] for moment in MOMENTS if moment in tracker.peaks}
     return peaks, tracker.events or [], counts
-
-
-@contextlib.contextmanager
-def _tensors(real: bool) -> Iterator[None]:
-    if real:
-        yield
-        return
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
 
 
 def _counts(model: torch.nn.Module) -> dict[str, int]:
