@@ -19,6 +19,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.files import text_sha256
 from sft_play.model import kernels, lora
 from sft_play.model.load import model_class, settings_of
+from sft_play.model.stages import Skipped, list_of_layers
 from sft_play.model.tensor_parallel import Slicer
 from sft_play.plan.measured import Case
 from sft_play.runs.prepared import ResolvedModel
@@ -86,23 +87,9 @@ def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Count
     return smallest, grown, counts
 
 
-class Skipped(nn.Module):
-    """A layer that a trace leaves out: hands on what it gets, in the form in which the layers that run answer."""
-
-    def __init__(self, answers: list[Any]) -> None:
-        super().__init__()
-        self.answers = answers
-        """What a layer that ran answered with: `tuple`, and of how many, or nothing."""
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the hidden states."""
-        hidden = arguments[0] if arguments else named["hidden_states"]
-        return (hidden, *(None,) * (self.answers[0] - 1)) if self.answers and self.answers[0] else hidden
-
-
 def with_layers(model: Any, kept: Sequence[int]) -> Any:
     """Returns a copy of the model in which only these layers compute; the others stay in their places, so that all numbering holds."""
-    holder, name = _list_of_layers(model)
+    holder, name = list_of_layers(model)
     layers = getattr(holder, name)
     try:
         setattr(holder, name, nn.ModuleList(layer if index in kept else Skipped([]) for index, layer in enumerate(layers)))
@@ -191,19 +178,8 @@ def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
 
 def decoder_layers(model: Any) -> list[nn.Module]:
     """Returns the text model's layers, first to last. Raises `ValueError` where they are not one list."""
-    holder, name = _list_of_layers(model)
+    holder, name = list_of_layers(model)
     return list(getattr(holder, name))
-
-
-def _list_of_layers(model: Any) -> tuple[nn.Module, str]:
-    """Returns the module that holds the text model's layers, and under which name."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    wanted = base.config.get_text_config().num_hidden_layers
-    for module in base.get_decoder().modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == wanted:
-                return module, name
-    raise ValueError(f"no list of {wanted} layers is found in {type(base).__name__}")
 
 
 BLOCK, NESTED_BLOCK = 64, 256

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import DataError
 from sft_play.model import lora
 from sft_play.model.load import settings_of
+from sft_play.model.stages import Skipped
 from sft_play.plan.architecture import quantized_bits
 from sft_play.plan.measured import Case
 from sft_play.plan.shape import Counted, Matrices, ModelShape, pattern_of
@@ -137,7 +138,7 @@ def observe(
         for tensor, part in build.parts_of(model, case):
             tracker.hold(tensor, part)
         batch = batch_of(case, device)
-        layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, build.Skipped)]
+        layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, Skipped)]
         steps = StepTrace(model, layers, case, tracker)
         counts = _counts(model)
         with tracker:

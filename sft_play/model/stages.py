@@ -1,0 +1,147 @@
+"""One stage of a pipeline: a model that has only some of its decoder layers, and embeddings or head only where they are needed.
+
+The class of the model is subclassed before its weights are read, so that no rank ever holds, or quantises, another stage's layers. Layers keep
+their numbers: those of other stages are replaced by `Skipped`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Skipped(nn.Module):
+    """A layer that is left out: hands on what it gets, in the form in which the layers that run answer."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        super().__init__()
+        self.answers = answers
+        """What a layer that ran answered with: `tuple`, and of how many, or nothing."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Returns the hidden states."""
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        return (hidden, *(None,) * (self.answers[0] - 1)) if self.answers and self.answers[0] else hidden
+
+
+def list_of_layers(model: Any) -> tuple[nn.Module, str]:
+    """Returns the module that holds the text model's layers, and under which name. Raises `ValueError` where they are not one list."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wanted = base.config.get_text_config().num_hidden_layers
+    for module in base.get_decoder().modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == wanted:
+                return module, name
+    raise ValueError("its layers are not one list")
+
+
+class NoEmbedding(nn.Module):
+    """Stands where a stage after the first has no embedding: it is given hidden states."""
+
+    weight: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        raise RuntimeError("this stage has no embedding")
+
+
+OTHERS = "_layers_of_all_stages"
+
+
+def stage_class(family: Any, first: int, last: int) -> Any:
+    """Returns the model class `family` with the layers `[first, last)` only; the others stay on the meta device, outside the model."""
+
+    def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        family.__init__(self, config, *arguments, **named)
+        cut(self, first, last)
+
+    return type(family.__name__, (family,), {"__init__": build, "__module__": family.__module__})
+
+
+def cut(model: Any, first: int, last: int) -> None:
+    """Leaves the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head where they end it."""
+    text, (holder, name) = model.config.get_text_config(), list_of_layers(model)
+    layers, answers = list(getattr(holder, name)), list[Any]()
+    model.__dict__[OTHERS] = layers
+    kept = range(first, last)
+    setattr(holder, name, nn.ModuleList(one if index in kept else Skipped(answers) for index, one in enumerate(layers)))
+    for index in kept:
+        layers[index].register_forward_hook(lambda _, _inputs, output: _note(answers, output))
+    ends = last == text.num_hidden_layers
+    if first > 0 and not (ends and text.tie_word_embeddings):
+        model.set_input_embeddings(NoEmbedding())
+    if not ends:
+        model.set_output_embeddings(nn.Identity())
+        model.all_tied_weights_keys = {}
+
+
+def _note(answers: list[Any], output: Any) -> None:
+    answers[:] = [len(output) if isinstance(output, tuple) else 0]
+
+
+@contextlib.contextmanager
+def all_layers(model: Any) -> Iterator[None]:
+    """Within, a stage has the layers of all stages, the others without weights: adapters are then drawn as in one process."""
+    holder, name = list_of_layers(model)
+    mine, whole = getattr(holder, name), model.__dict__.pop(OTHERS)
+    setattr(holder, name, nn.ModuleList(whole))
+    yield
+    setattr(holder, name, mine)
+
+
+def freeze_others(model: Any, *, ends: bool) -> None:
+    """Freezes what a stage before the last has of the model's end: its last norm, which the last stage trains."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    holder, name = list_of_layers(base)
+    embedding = base.get_input_embeddings()
+    for child, module in holder.named_children():
+        if not ends and child != name and module is not embedding:
+            module.requires_grad_(False)
+
+
+class Stage:
+    """Runs the layers of one stage: takes hidden states in place of tokens, gives hidden states in place of logits."""
+
+    def __init__(self, model: Any, first: int, last: int) -> None:
+        """`model`: what `stage_class` gave, with adapters or without."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model, self.decoder, layers = model, base.get_decoder(), base.config.get_text_config().num_hidden_layers
+        self.begins, self.ends = first == 0, last == layers
+        self.hidden = base.config.get_text_config().hidden_size
+        self._given: Tensor | None = None
+        self._found: Tensor | None = None
+        holder, name = list_of_layers(model)
+        owned = list(getattr(holder, name))
+        owned[first].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not self.ends:
+            owned[last - 1].register_forward_hook(self._leave)
+
+    def _enter(
+        self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._given is None:
+            return None
+        if arguments:
+            return (self._given, *arguments[1:]), named
+        return arguments, {**named, "hidden_states": self._given}
+
+    def _leave(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        self._found = output[0] if isinstance(output, tuple) else output
+
+    def taking(self, inputs: dict[str, Any], given: Tensor | None) -> dict[str, Any]:
+        """Returns a batch's inputs for this stage; `given` [B, T, H] are the hidden states of the stage before, until the next call."""
+        self._given = given
+        if given is None:
+            return inputs
+        return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": given}
+
+    def passed(self, inputs: dict[str, Any], given: Tensor | None) -> Tensor:
+        """Returns the hidden states [B, T, H] after this stage's last layer."""
+        self._found = None
+        wanted = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
+        self.decoder(**self.taking(wanted, given), use_cache=False)
+        assert self._found is not None
+        found, self._found, self._given = self._found, None, None
+        return found

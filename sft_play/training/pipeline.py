@@ -1,0 +1,163 @@
+"""A pipeline: the stages of a group pass the micro-batches of a step on, forward and back (1F1B, Narayanan et al. 2019, SOSP).
+
+Every stage reads the same batches, so only hidden states and their gradients travel, while the next micro-batch is computed. Activations and
+gradients have a process group each: on GPUs the operations of one group wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from sft_play.data.batches import Batch
+from sft_play.model.stages import Stage
+from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
+from sft_play.training.ranks import Ranks, group_of, replicas_of
+
+
+class Pipeline:
+    """This rank's stage among those of its group."""
+
+    def __init__(self, stage: Stage, ranks: Ranks, dtype: torch.dtype, timeout_seconds: float) -> None:
+        """`dtype`: of hidden states between layers. Collective over all ranks."""
+        self.stage, self.ranks, self.dtype = stage, ranks, dtype
+        number = ranks.rank % ranks.group_size
+        self.behind = ranks.group_size - 1 - number
+        """How many stages come after this one."""
+        self.before, self.after, self.last = ranks.rank - 1, ranks.rank + 1, ranks.rank + self.behind
+        self.group, self.gradients = group_of(ranks, timeout_seconds), group_of(ranks, timeout_seconds)
+        self.replicas = replicas_of(ranks, timeout_seconds)
+        limit = timedelta(seconds=timeout_seconds)
+        firsts = range(0, ranks.world, ranks.group_size)
+        pairs = [[first, first + ranks.group_size - 1] for first in firsts]
+        self.ends = [distributed.new_group(pair, timeout=limit) for pair in pairs][ranks.data_rank]
+        """First and last stage, which may hold the same embedding."""
+        self.shared = [*stage.shared]
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    # ---- Passes
+
+    def train(
+        self,
+        batches: Sequence[Batch],
+        scale: Tensor | float,
+        context: Callable[[], AbstractContextManager[Any]],
+        at: Callable[[Batch], None],
+    ) -> Tensor:
+        """Computes the gradients of `scale` times the summed loss of a step's micro-batches; returns [summed loss, label tokens] on every stage.
+
+        `context`: under which a forward pass runs; `at` is called with each batch before its pass. Collective over the group.
+        """
+        held: deque[tuple[Tensor | None, Tensor]] = deque()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        warm = min(self.behind, len(batches))
+        for number, batch in enumerate(batches):
+            at(batch)
+            held.append(self._forward(batch, sums, context))
+            if number >= warm:
+                self._backward(*held.popleft(), scale)
+        while held:
+            self._backward(*held.popleft(), scale)
+        self._settle()
+        return self._told(sums)
+
+    def measure(self, batch: Batch, context: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+        """Returns [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the group."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        with torch.no_grad():
+            self._forward(batch, sums, context)
+        self._settle()
+        return self._told(sums)
+
+    def _forward(
+        self, batch: Batch, sums: Tensor, context: Callable[[], AbstractContextManager[Any]]
+    ) -> tuple[Tensor | None, Tensor]:
+        given: Tensor | None = None
+        if not self.stage.begins:
+            given = torch.empty(*batch["input_ids"].shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
+            distributed.recv(given, src=self.before, group=self.group)
+            given.requires_grad_(torch.is_grad_enabled())
+        with context():
+            if self.stage.ends:
+                found = token_loss_sum(self.stage.model, self.stage.taking(batch, given))
+                sums += torch.stack([found.detach().double(), label_tokens(batch).double()])
+                return given, found
+            inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
+            found = self.stage.passed(inputs, given)
+        self._send(found.detach().to(self.dtype), self.after, self.group)
+        return given, found
+
+    def _backward(self, given: Tensor | None, found: Tensor, scale: Tensor | float) -> None:
+        if self.stage.ends:
+            (found * scale).backward()
+        else:
+            gradient = torch.empty(found.shape, dtype=self.dtype, device=found.device)
+            distributed.recv(gradient, src=self.after, group=self.gradients)
+            torch.autograd.backward(found, gradient.to(found.dtype))
+        if given is not None:
+            assert given.grad is not None
+            self._send(given.grad, self.before, self.gradients)
+
+    def _send(self, tensor: Tensor, to: int, group: Any) -> None:
+        tensor = tensor.contiguous()
+        self._sent.append((distributed.isend(tensor, dst=to, group=group), tensor))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def _settle(self) -> None:
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _told(self, sums: Tensor) -> Tensor:
+        distributed.broadcast(sums, src=self.last, group=self.group)
+        return sums
+
+    # ---- Gradients and weights
+
+    def share_gradients(self) -> None:
+        """Sums gradients over the pipelines, and those of an embedding that first and last stage hold. Collective over all ranks."""
+        trained = [parameter for parameter in self.stage.model.parameters() if parameter.requires_grad]
+        if self.ranks.data_world > 1:
+            for parameter in trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                distributed.all_reduce(parameter.grad, group=self.replicas)
+        if self.stage.begins or self.stage.ends:
+            for parameter in self.shared:
+                assert parameter.grad is not None
+                distributed.all_reduce(parameter.grad, group=self.ends)
+
+    def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
+        """Returns the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over the group."""
+        twice = {id(parameter) for parameter in self.shared} if not self.stage.begins else set()
+        gradients = [(one.grad, id(one) in twice) for one in parameters if one.grad is not None]
+        total = torch.zeros((), device=self.ranks.device)
+        for gradient, elsewhere in gradients:
+            if not elsewhere:
+                total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        distributed.all_reduce(total, group=self.group)
+        norm = total.sqrt()
+        scale = (most / (norm + 1e-6)).clamp(max=1.0)
+        for gradient, _ in gradients:
+            gradient.mul_(scale.to(gradient.dtype))
+        return norm
+
+    def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over all ranks."""
+        facts = self.ranks.gather([[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in mine.items()])
+        found = dict(mine)
+        for rank in range(1, self.ranks.group_size):
+            for name, shape, dtype in facts[rank]:
+                if self.ranks.rank == rank:
+                    distributed.send(mine[name].detach().contiguous(), dst=0, group=self.group)
+                elif self.ranks.first:
+                    received = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ranks.device)
+                    distributed.recv(received, src=rank, group=self.group)
+                    found.setdefault(name, received.cpu())
+        return found
