@@ -31,6 +31,7 @@ from sft_play.training.requests import StopRequest
 
 if TYPE_CHECKING:
     from sft_play.model.tensor_parallel import Slicer
+    from sft_play.training.pipeline import Pipeline
     from sft_play.training.trainer import SftTrainer
 
 
@@ -131,7 +132,7 @@ def build(
     args = training_arguments(config, plan, run, has_validation=prepared.validation is not None)
     ranks = join_ranks(plan, args)
     model, tokenizer = load_for_training(config, plan, prepared)
-    slicer: Slicer | None = None
+    parts: Slicer | Pipeline | None = None
     if plan.sequence_parallel > 1:
         from sft_play.model.sequence_parallel import share_heads
 
@@ -139,8 +140,16 @@ def build(
     elif plan.tensor_parallel > 1:
         from sft_play.model.tensor_parallel import Slicer
 
-        slicer = Slicer(ranks.rank % ranks.group_size, ranks.group_size, group_of(ranks, config.launch.timeout_seconds))
-        slicer.cut(model)
+        parts = Slicer(ranks.rank % ranks.group_size, ranks.group_size, group_of(ranks, config.launch.timeout_seconds))
+        parts.cut(model)
+    elif plan.stages:
+        import torch
+
+        from sft_play.model.stages import Stage
+        from sft_play.training.pipeline import Pipeline
+
+        stage = Stage(model, *plan.layers_of(ranks.rank))
+        parts = Pipeline(stage, ranks, getattr(torch, plan.weights_dtype), config.launch.timeout_seconds)
     metrics = MetricsFile(run.metrics) if ranks.first else None
     context = TrainContext(
         config=config, plan=plan, run=run, stamp=stamp, ranks=ranks, activity=request.activity, metrics=metrics
@@ -159,7 +168,7 @@ def build(
         stop=stop,
         holdings=holdings,
         patience=patience,
-        slicer=slicer,
+        parts=parts,
         evaluate_rows=while_training.evaluate,
         model=model,
         args=args,

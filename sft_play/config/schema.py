@@ -298,8 +298,10 @@ class EvalConfig:
 class LaunchConfig:
     """How processes are started."""
 
-    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "auto"
-    """Parallelism; `auto` goes by the command and what fits."""
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp2", "pipeline"] = "auto"
+    """Parallelism; `auto` goes by the command and what fits. `pipeline`: ranks hold consecutive layers, for slow networks."""
+    stages: Positive | Auto = "auto"
+    """Ranks of one pipeline; `auto`: all."""
     sequence_parallel: Positive = 1
     """Ranks that share each line of tokens between them, for rows too long for one card (Ulysses)."""
     tensor_parallel: Positive = 1

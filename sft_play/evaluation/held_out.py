@@ -163,8 +163,12 @@ class WhileTraining:
             self.stop.between_batches()
             scored.extend(batch["rows"])
             self.context.activity.next_batch(batch["rows"])
+            batch = trainer._prepare_inputs(batch)
+            if trainer.pipeline is not None:
+                found: Tensor = trainer.pipeline.measure(batch, trainer.compute_loss_context_manager)
+                return found
             with trainer.compute_loss_context_manager():
-                return loss_and_tokens(model, trainer._prepare_inputs(batch))
+                return loss_and_tokens(model, batch)
 
         model.eval()
         self.stop.begin_evaluation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -28,6 +29,7 @@ from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora, quantise
 from sft_play.model.resolve import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
+from sft_play.model.stages import all_layers, freeze_others, stage_class
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
@@ -57,12 +59,15 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         model.requires_grad_(False)
         # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
         set_seed(config.train.seed)
-        model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, adapter_dtype(config, plan))
+        with all_layers(model) if plan.stages else contextlib.nullcontext():
+            model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, adapter_dtype(config, plan))
         if plan.precision != "fp32" and not plan.strategy.startswith("zero"):
             lora.leave_casts_to_autocast(model)
         if fuses_adapters(plan.strategy):
             lora.fuse_adapters(model)
         tell(*notes)
+    if plan.stages:
+        freeze_others(model)
     if plan.loss_chunk:
         kernels.chunk_head(model, plan.loss_chunk)
     if plan.gradient_checkpointing and config.tuning.mode != "full":
@@ -87,6 +92,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
         quantization_config=settings,
         # Shared out from the CPU layer by layer, since the whole quantised base need not fit on the card.
         device="cpu" if settings is not None and plan.strategy == "fsdp2" else _placement(plan),
+        layers=plan.layers_of(int(os.environ.get("RANK", "0"))) if plan.stages else None,
     )
     if settings is not None and not plan.nf4_experts:
         plain = sum(model.get_parameter(name).numel() for name in lora.expert_names(model))
@@ -134,7 +140,7 @@ def _free_text_part(model: Any) -> None:
 
 def _placement(plan: Plan) -> str | None:
     """Returns the device to load to; `None` where weights are shared out first."""
-    if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2") or plan.tensor_parallel > 1:
+    if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2") or plan.copies > 1:
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
@@ -182,8 +188,9 @@ def read_model(
     attention: str | None = None,
     quantization_config: Any = None,
     device: str | None = None,
+    layers: tuple[int, int] | None = None,
 ) -> Any:
-    """Reads a causal language model from a local folder, without network.
+    """Reads a causal language model from a local folder, without network; of its layers only `[first, end)` where these are given.
 
     Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs code of its
     own that is not trusted; `UserError` for an architecture that transformers does not know.
@@ -200,7 +207,8 @@ def read_model(
     try:
         # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not overrule here.
         config = AutoConfig.from_pretrained(str(folder), **trusted)
-        model, info = model_class(config).from_pretrained(
+        family = model_class(config)
+        model, info = (stage_class(family._model_mapping[type(config)], *layers) if layers else family).from_pretrained(
             str(folder),
             config=config,
             dtype=dtype,

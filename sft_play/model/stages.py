@@ -43,7 +43,7 @@ class NoEmbedding(nn.Module):
 
     weight: Tensor | None = None
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, _: Tensor) -> Tensor:
         raise RuntimeError("this stage has no embedding")
 
 
@@ -91,13 +91,15 @@ def all_layers(model: Any) -> Iterator[None]:
     setattr(holder, name, mine)
 
 
-def freeze_others(model: Any, *, ends: bool) -> None:
+def freeze_others(model: Any) -> None:
     """Freezes what a stage before the last has of the model's end: its last norm, which the last stage trains."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base.get_output_embeddings(), nn.Identity):
+        return
     holder, name = list_of_layers(base)
     embedding = base.get_input_embeddings()
     for child, module in holder.named_children():
-        if not ends and child != name and module is not embedding:
+        if child != name and module is not embedding:
             module.requires_grad_(False)
 
 
@@ -110,6 +112,10 @@ class Stage:
         self.model, self.decoder, layers = model, base.get_decoder(), base.config.get_text_config().num_hidden_layers
         self.begins, self.ends = first == 0, last == layers
         self.hidden = base.config.get_text_config().hidden_size
+        tied = base.config.get_text_config().tie_word_embeddings and self.begins != self.ends
+        embedding = base.get_input_embeddings().weight if tied and (self.begins or self.ends) else None
+        self.shared = [embedding] if embedding is not None and embedding.requires_grad else []
+        """Weights that the first stage and the last one both hold and train."""
         self._given: Tensor | None = None
         self._found: Tensor | None = None
         holder, name = list_of_layers(model)

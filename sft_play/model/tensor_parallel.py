@@ -8,7 +8,7 @@ what its last layers give is summed. Everything else (embeddings, norms, head) e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,8 +152,13 @@ class Slicer:
             gradient.mul_(scale.to(gradient.dtype))
         return norm
 
-    def whole(self, tensor: Tensor, part: Slice) -> Tensor:
-        """Returns the complete parameter of which every rank gives its slice. Collective over the group."""
+    def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a state dict with complete parameters. Collective over the group."""
+        return {name: self._whole(one.detach(), slice_of(one)) for name, one in mine.items()}
+
+    def _whole(self, tensor: Tensor, part: Slice | None) -> Tensor:
+        if part is None:
+            return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
         distributed.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.cat(parts, part.dim)

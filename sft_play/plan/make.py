@@ -15,6 +15,7 @@ from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_
 from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
 from sft_play.plan.packing import Division, insisted
+from sft_play.plan.pipeline import stages_of
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, setup_of
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
 from sft_play.plan.shape import ModelShape, adapted, check_targets
@@ -129,7 +130,7 @@ def _decide(request: Request) -> Plan:
         attn_implementation=setup.attention, layout=cast(Any, setup.layout), kernels=kernels, loss_chunk=setup.loss_chunk, optim=setup.optim,
         nf4_experts=nf4_experts(config, shape, setup.strategy), gradient_checkpointing=setup.gradient_checkpointing,
         expandable_segments=setup.expandable_segments, offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
-        sequence_parallel=setup.sequence_parallel, tensor_parallel=setup.tensor_parallel, global_batch_size=batch.global_batch,
+        sequence_parallel=setup.sequence_parallel, tensor_parallel=setup.tensor_parallel, stages=setup.stages, global_batch_size=batch.global_batch,
         pack_tokens=division.pack_tokens,
         row_tokens=setup.row_tokens, label_share=setup.label_share, most_rows=min(fitting), longest_row=_longest_row(request, setup, rank_plans),
         eval_batch_size=halve(eval_rows, launch.halvings),
@@ -154,7 +155,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
         label_share=label_share(request.prepared), row_tokens=row_tokens(config, request.prepared),
         offload_optimizer=request.launch.offload_optimizer, offload_parameters=request.launch.offload_parameters,
         expandable_segments=all(device.expandable_segments for device in devices), sequence_parallel=config.launch.sequence_parallel,
-        tensor_parallel=config.launch.tensor_parallel,
+        tensor_parallel=config.launch.tensor_parallel, stages=stages_of(request),
     )  # fmt: skip
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
     reasons += check_slow_network_keys(config, setup)

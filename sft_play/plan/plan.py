@@ -86,6 +86,8 @@ class Plan:
     """Neighbouring ranks that hold slices of the same lines, and so have one micro-batch between them."""
     tensor_parallel: int = 1
     """Neighbouring ranks that hold slices of the same layers, and so compute the same rows."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline, whose ranks are neighbours; empty without one."""
     mfu: float | None = None
     """Forecast share of the devices' peak that goes into what every token must cost (recomputation left out)."""
     speed_basis: str | None = None
@@ -134,7 +136,17 @@ class Plan:
     @property
     def group_size(self) -> int:
         """Neighbouring ranks that train the same rows."""
-        return self.sequence_parallel * self.tensor_parallel
+        return self.sequence_parallel * self.copies
+
+    @property
+    def copies(self) -> int:
+        """How many of them compute all tokens of these rows, with other weights each."""
+        return self.tensor_parallel * max(1, len(self.stages))
+
+    def layers_of(self, rank: int) -> tuple[int, int]:
+        """Return first layer and end of a rank's stage."""
+        stage = rank % len(self.stages)
+        return sum(self.stages[:stage]), sum(self.stages[: stage + 1])
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
@@ -167,6 +179,7 @@ class Plan:
                 **value,
                 "ranks": tuple(_rank(rank) for rank in value["ranks"]),
                 "node_ranks": tuple(value.get("node_ranks", ())),
+                "stages": tuple(value.get("stages", ())),
                 "reasons": tuple(value["reasons"]),
                 "remedies": tuple(value["remedies"]),
                 "notices": tuple(value.get("notices", ())),
@@ -255,11 +268,15 @@ class Setup:
     """Ranks that hold slices of the same lines."""
     tensor_parallel: int = 1
     """Ranks that hold slices of the same layers."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline."""
+    stage: int | None = None
+    """Which stage is meant; `None` for the one that needs most."""
 
     @property
     def data_world(self) -> int:
         """Groups of ranks that have rows of their own."""
-        return self.world_size // (self.sequence_parallel * self.tensor_parallel)
+        return self.world_size // (self.sequence_parallel * self.tensor_parallel * max(1, len(self.stages)))
 
     @property
     def slice_label_share(self) -> float:
@@ -295,5 +312,5 @@ def setup_of(plan: Plan) -> Setup:
         label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
         accumulates=any(rank.accumulation > 1 for rank in plan.ranks), offload_optimizer=plan.offload_optimizer,
         offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0, expandable_segments=plan.expandable_segments,
-        sequence_parallel=plan.sequence_parallel, tensor_parallel=plan.tensor_parallel,
+        sequence_parallel=plan.sequence_parallel, tensor_parallel=plan.tensor_parallel, stages=plan.stages,
     )  # fmt: skip

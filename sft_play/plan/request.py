@@ -62,7 +62,16 @@ class Request:
     @property
     def group_size(self) -> int:
         """Neighbouring ranks that train the same rows, in slices: rows are divided among such groups."""
-        return self.config.launch.sequence_parallel * self.config.launch.tensor_parallel
+        launch = self.config.launch
+        return launch.sequence_parallel * launch.tensor_parallel * self.stages
+
+    @property
+    def stages(self) -> int:
+        """Ranks of one pipeline; 1 without one."""
+        launch, world = self.config.launch, len(self.ranks.devices)
+        if launch.strategy != "pipeline":
+            return 1
+        return world if launch.stages == "auto" else launch.stages
 
     @property
     def data_devices(self) -> tuple[Device, ...]:

@@ -32,13 +32,15 @@ def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
     """Return the strategy of a command. Raise `UserError` where the configuration contradicts it."""
     config, launch = request.config, request.launch
     wanted, command = config.launch.strategy, launch.command_strategy
-    theirs = {"ddp": "make train-distributed", "fsdp2": "make train-fsdp"}.get(wanted, "make train-deepspeed")
+    theirs = {"ddp": "make train-distributed", "pipeline": "make train-distributed", "fsdp2": "make train-fsdp"}.get(
+        wanted, "make train-deepspeed"
+    )
     for mine, expected, here in (("zero", "zero", "make train-deepspeed"), ("fsdp2", "fsdp2", "make train-fsdp")):
         if command == mine and wanted != "auto" and not wanted.startswith(expected):
             raise UserError(
                 f"`launch.strategy` is `{wanted}`, but `{here}` was called", hint=f"use {theirs}, or set `launch.strategy: auto`"
             )
-    if command == "ddp" and wanted not in ("auto", "ddp"):
+    if command == "ddp" and wanted not in ("auto", "ddp", "pipeline"):
         raise UserError(
             f"`launch.strategy` is `{wanted}`, but `ACCELERATE_CONFIG` asks for `ddp`",
             hint=f"use {theirs} without it, or set `launch.strategy: auto`",
@@ -53,6 +55,8 @@ def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
         chosen, why = ("zero2", "`make train-deepspeed`") if wanted == "auto" else (wanted, "`launch.strategy`")
     elif command == "fsdp2":
         chosen, why = "fsdp2", "`make train-fsdp`"
+    elif wanted == "pipeline" and command in ("auto", "ddp"):
+        chosen, why = "ddp", f"a pipeline of {request.stages} stages (`launch.strategy: pipeline`)"
     elif command == "single" or (len(request.ranks.devices) == 1 and wanted in ("auto", "ddp")):
         chosen, why = "single", "one process"
     elif wanted == "auto":

@@ -21,7 +21,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.files import append_json_line, disk_problem, errno_of, sync_folder, write_text
-from sft_play.model.tensor_parallel import slice_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, sync, sync_below, verify, write_part
@@ -284,14 +283,12 @@ def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
             return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
         return trainer.accelerator.get_state_dict(trainer.deepspeed)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if trainer.slicer is None:
+    if trainer.parts is None:
         return model.state_dict()
-    trained = {name: slice_of(one) for name, one in model.named_parameters() if one.requires_grad or not adapters}
-    return {
-        name: trainer.slicer.whole(value, part) if (part := trained.get(name)) else value
-        for name, value in model.state_dict().items()
-        if name in trained or not adapters
-    }
+    trained = {name for name, one in model.named_parameters() if one.requires_grad or not adapters}
+    return trainer.parts.whole_state(
+        {name: one for name, one in model.state_dict(keep_vars=True).items() if name in trained or not adapters}
+    )
 
 
 def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from sft_play.model.stages import Stage
 from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
 from sft_play.training.ranks import Ranks, group_of, replicas_of
 
+Context = Callable[[], AbstractContextManager[Any]]
+
 
 class Pipeline:
     """This rank's stage among those of its group."""
@@ -38,18 +40,11 @@ class Pipeline:
         pairs = [[first, first + ranks.group_size - 1] for first in firsts]
         self.ends = [distributed.new_group(pair, timeout=limit) for pair in pairs][ranks.data_rank]
         """First and last stage, which may hold the same embedding."""
-        self.shared = [*stage.shared]
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
     # ---- Passes
 
-    def train(
-        self,
-        batches: Sequence[Batch],
-        scale: Tensor | float,
-        context: Callable[[], AbstractContextManager[Any]],
-        at: Callable[[Batch], None],
-    ) -> Tensor:
+    def train(self, batches: Sequence[Batch], scale: Tensor | float, context: Context, at: Callable[[Batch], None]) -> Tensor:
         """Computes the gradients of `scale` times the summed loss of a step's micro-batches; returns [summed loss, label tokens] on every stage.
 
         `context`: under which a forward pass runs; `at` is called with each batch before its pass. Collective over the group.
@@ -67,7 +62,7 @@ class Pipeline:
         self._settle()
         return self._told(sums)
 
-    def measure(self, batch: Batch, context: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+    def measure(self, batch: Batch, context: Context) -> Tensor:
         """Returns [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the group."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         with torch.no_grad():
@@ -75,9 +70,7 @@ class Pipeline:
         self._settle()
         return self._told(sums)
 
-    def _forward(
-        self, batch: Batch, sums: Tensor, context: Callable[[], AbstractContextManager[Any]]
-    ) -> tuple[Tensor | None, Tensor]:
+    def _forward(self, batch: Batch, sums: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
         given: Tensor | None = None
         if not self.stage.begins:
             given = torch.empty(*batch["input_ids"].shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
@@ -129,13 +122,13 @@ class Pipeline:
                     parameter.grad = torch.zeros_like(parameter)
                 distributed.all_reduce(parameter.grad, group=self.replicas)
         if self.stage.begins or self.stage.ends:
-            for parameter in self.shared:
+            for parameter in self.stage.shared:
                 assert parameter.grad is not None
                 distributed.all_reduce(parameter.grad, group=self.ends)
 
     def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
         """Returns the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over the group."""
-        twice = {id(parameter) for parameter in self.shared} if not self.stage.begins else set()
+        twice = {id(parameter) for parameter in self.stage.shared} if not self.stage.begins else set()
         gradients = [(one.grad, id(one) in twice) for one in parameters if one.grad is not None]
         total = torch.zeros((), device=self.ranks.device)
         for gradient, elsewhere in gradients:

@@ -53,7 +53,7 @@ class Ranks:
     group_size: int = 1
     """Neighbouring ranks that train the same rows."""
     copies: int = 1
-    """How many of them compute all tokens of these rows, each with its slice of the weights (`launch.tensor_parallel`)."""
+    """How many of them compute all tokens of these rows, each with its part of the weights (`launch.tensor_parallel`, stages)."""
 
     @property
     def data_rank(self) -> int:
@@ -184,7 +184,7 @@ def join_ranks(plan: Plan, args: Any) -> Ranks:
 
         # accelerate 1.15 applies its FSDP plugin only to this type (state.py); without it each rank would train alone.
         PartialState().distributed_type = DistributedType.MULTI_GPU
-    ranks = Ranks(launched_world()[0], plan.world_size, device, plan.group_size, plan.tensor_parallel)
+    ranks = Ranks(launched_world()[0], plan.world_size, device, plan.group_size, plan.copies)
     check_peers(plan, ranks)
     return ranks
 
@@ -258,7 +258,7 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
         with contextlib.suppress(OSError):
             (folder / mark).unlink()
     apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
-    if apart and (plan.strategy in SHARDED or plan.tensor_parallel > 1) and context.config.train.save_strategy != "no":
+    if apart and (plan.strategy in SHARDED or plan.copies > 1) and context.config.train.save_strategy != "no":
         raise CheckpointError(
             f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} does not see the run folder"
             " of rank 0",

@@ -174,7 +174,7 @@ class Saver(TrainerCallback):
             held += weights  # an adapter's weights are written with its states too, under their full names
         if isinstance(self.exchange, LocalSteps):  # anchor, momentum and average on rank 0, own weights on the others
             return (3 if first else 1) * 2 * weights + held
-        shared = self.context.plan.strategy in ("single", "ddp") and self.trainer.slicer is None and not first
+        shared = self.context.plan.strategy in ("single", "ddp") and self.trainer.parts is None and not first
         return (weights if first else 0) + (0 if shared else held)
 
     def _snapshot(self, step: int) -> Writing:

@@ -27,6 +27,7 @@ from sft_play.training.balance import Balancer, together
 from sft_play.training.guards import Finite, Holdings, SpikeGuard
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
 from sft_play.training.metrics import operations_per_token, peak_operations
+from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of
 from sft_play.training.readings import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.saving import Saver
@@ -62,13 +63,13 @@ class SftTrainer(Trainer):
         stop: StopOnRequest,
         holdings: Holdings,
         patience: Patience,
-        slicer: Slicer | None,
+        parts: Slicer | Pipeline | None,
         evaluate_rows: Callable[[Trainer, Any], dict[str, float]],
         **arguments: Any,
     ) -> None:
         """`evaluate_rows` returns the metrics of held-out rows; the other arguments are those of the base class."""
         self.context, self.stop, self.holdings, self.patience = context, stop, holdings, patience
-        self.slicer, self.evaluate_rows = slicer, evaluate_rows
+        self.parts, self.evaluate_rows = parts, evaluate_rows
         self.exchange: Exchange = None
         self.tokens_trained = 0
         self.training_seconds = 0.0
@@ -84,6 +85,8 @@ class SftTrainer(Trainer):
         self.finite = Finite(context, self, self.saver)
         for callback in (self.spikes, self.saver, self.balancer):
             self.add_callback(callback)
+        self._micro_batches: list[Batch] = []
+        """Of a step that a pipeline has not begun yet."""
         self._readings, self._lap, self._begun, self._logged_step = Readings(), Lap(self.watch), time.perf_counter(), 0
         self._window = torch.zeros(4, dtype=torch.float64, device=context.ranks.device)
         """Since the last row of metrics: loss, label tokens, tokens, rows."""
@@ -91,6 +94,10 @@ class SftTrainer(Trainer):
     @property
     def local(self) -> LocalSteps | None:
         return self.exchange if isinstance(self.exchange, LocalSteps) else None
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.parts if isinstance(self.parts, Pipeline) else None
 
     @property
     def powersgd(self) -> PowerSgd | None:
@@ -101,7 +108,7 @@ class SftTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled:  # another strategy than planned is refused right after
             reduce_in_fp32(self.accelerator.state.fsdp_plugin)
-        if self.slicer is not None:
+        if self.parts is not None:
             replicas = replicas_of(self.context.ranks, self.context.config.launch.timeout_seconds)
             self.accelerator.ddp_handler = AmongReplicas(self.accelerator.ddp_handler, replicas)
 
@@ -136,6 +143,7 @@ class SftTrainer(Trainer):
         self.finite.rows = [row for batch in batch_samples for row in batch["rows"]]
         self.holdings.rows_trained += self.finite.rows
         total = step_totals(self.context.ranks, batch_samples, together=together(self.context.plan))
+        self._micro_batches = [batch for batch in batch_samples if not batch[IDLE]]
         if self.powersgd is not None:
             self.powersgd.step = self.state.global_step
         if self.local is not None:
@@ -146,10 +154,30 @@ class SftTrainer(Trainer):
         """Skips a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees it."""
         if inputs.pop(IDLE):
             return torch.zeros((), device=self.args.device)
+        if self.pipeline is not None:
+            assert num_items_in_batch is not None
+            return self._pass_on(self.pipeline, num_items_in_batch)
         self.watch.begin(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.watch.enter("optimizer")
         return loss if self.local is None else self.local.shared(loss)
+
+    def _pass_on(self, pipeline: Pipeline, labels: Tensor | int) -> Tensor:
+        """Takes all micro-batches of a step through the stages when the loop comes to the first; returns the loss as `compute_loss` does."""
+        batches, self._micro_batches = [self._prepare_inputs(batch) for batch in self._micro_batches], []
+        if not batches:
+            return torch.zeros((), device=self.args.device)
+        self.model.train()
+        self.watch.begin(batches[0])
+        sums = pipeline.train(
+            batches, 1 / labels, self.compute_loss_context_manager, lambda batch: self.context.activity.next_batch(batch["rows"])
+        )
+        self.watch.enter("optimizer")
+        counts = [
+            torch.full_like(sums[0], sum(count)) for count in ([b["tokens"] for b in batches], [len(b["rows"]) for b in batches])
+        ]
+        self._window += torch.stack([*sums, *counts])
+        return sums[0].float() * self.context.ranks.data_world / labels
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
@@ -174,12 +202,12 @@ class SftTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clips; where ranks hold slices, by the norm of what all of them have."""
-        return super()._clip_grad_norm(model) if self.slicer is None else self._clip_slices(model, self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if self.parts is None else self._clip_slices(model, self.args.max_grad_norm)
 
     def _clip_slices(self, model: Any, most: float) -> Tensor:
-        assert self.slicer is not None
-        self.slicer.share_gradients()
-        return self.slicer.clip(model.parameters(), most)
+        assert self.parts is not None
+        self.parts.share_gradients()
+        return self.parts.clip(model.parameters(), most)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Stops before the update when loss or gradients are no numbers, and leaves it out when they jump (`train.spike_guard`).
@@ -188,7 +216,7 @@ class SftTrainer(Trainer):
         """
         step = self.state.global_step + 1
         self.context.activity.enter("updating", step=step)
-        if self.slicer is not None and grad_norm is None:
+        if self.parts is not None and grad_norm is None:
             grad_norm = self._clip_slices(model, math.inf)
         norm = super()._get_grad_norm(model, grad_norm)
         value = float(getattr(norm, "full_tensor", lambda: norm)())
