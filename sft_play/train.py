@@ -32,6 +32,7 @@ from sft_play.training.requests import StopRequest
 if TYPE_CHECKING:
     from sft_play.model.tensor_parallel import Slicer
     from sft_play.training.pipeline import Pipeline
+    from sft_play.training.ranks import Ranks
     from sft_play.training.trainer import SftTrainer
 
 
@@ -123,7 +124,7 @@ def build(
     from sft_play.training.guards import Holdings
     from sft_play.training.loss import sampler_of
     from sft_play.training.metrics import MetricsFile, Progress
-    from sft_play.training.ranks import TrainContext, group_of, join_ranks
+    from sft_play.training.ranks import TrainContext, join_ranks
     from sft_play.training.stopping import MissedEvaluation, Patience, SaveAtEnd, StopOnRequest
     from sft_play.training.trackers import Curves, tracked
     from sft_play.training.trainer import SftTrainer
@@ -132,24 +133,7 @@ def build(
     args = training_arguments(config, plan, run, has_validation=prepared.validation is not None)
     ranks = join_ranks(plan, args)
     model, tokenizer = load_for_training(config, plan, prepared)
-    parts: Slicer | Pipeline | None = None
-    if plan.sequence_parallel > 1:
-        from sft_play.model.sequence_parallel import share_heads
-
-        share_heads(group_of(ranks, config.launch.timeout_seconds))
-    elif plan.tensor_parallel > 1:
-        from sft_play.model.tensor_parallel import Slicer
-
-        parts = Slicer(ranks.rank % ranks.group_size, ranks.group_size, group_of(ranks, config.launch.timeout_seconds))
-        parts.cut(model)
-    elif plan.stages:
-        import torch
-
-        from sft_play.model.stages import Stage
-        from sft_play.training.pipeline import Pipeline
-
-        stage = Stage(model, *plan.layers_of(ranks.rank))
-        parts = Pipeline(stage, ranks, getattr(torch, plan.weights_dtype), config.launch.timeout_seconds)
+    parts = _shared_out(model, config, plan, ranks)
     metrics = MetricsFile(run.metrics) if ranks.first else None
     context = TrainContext(
         config=config, plan=plan, run=run, stamp=stamp, ranks=ranks, activity=request.activity, metrics=metrics
@@ -195,6 +179,28 @@ def build(
         trainer.add_callback(Profiler(context, trainer.watch))
     trainer.add_callback(MissedEvaluation(trainer, context))
     return trainer
+
+
+def _shared_out(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
+    """Makes the ranks of a group share lines, layers or stages of the model; returns what knows the parts of the weights. Collective."""
+    from sft_play.training.ranks import group_of
+
+    limit = config.launch.timeout_seconds
+    if plan.sequence_parallel > 1:
+        from sft_play.model.sequence_parallel import share_heads
+
+        share_heads(group_of(ranks, limit))
+    if plan.tensor_parallel > 1:
+        from sft_play.model.tensor_parallel import Slicer
+
+        slicer = Slicer(ranks.rank % ranks.group_size, ranks.group_size, group_of(ranks, limit))
+        slicer.cut(model)
+        return slicer
+    if plan.stages:
+        from sft_play.training.pipeline import pipeline_of
+
+        return pipeline_of(model, plan, ranks, limit)
+    return None
 
 
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:

@@ -249,6 +249,26 @@ def slow_network(config: Config) -> Iterator[Conflict]:
         )
 
 
+def stages(config: Config) -> Iterator[Conflict]:
+    """Ranks with other layers each are no replicas, and none can answer alone."""
+    key, launch, train, tuning = "launch.strategy", config.launch, config.train, config.tuning
+    if launch.strategy != "pipeline":
+        if launch.stages != "auto":
+            yield Conflict("launch.stages", f", but `launch.strategy` is `{launch.strategy}`", "LAUNCH_STRATEGY=pipeline")
+        return
+    for other, value in (("sequence_parallel", launch.sequence_parallel), ("tensor_parallel", launch.tensor_parallel)):
+        if value > 1:
+            yield Conflict(key, f", but `launch.{other}` is {value}", "leave one of the two out")
+    if train.fp16:
+        yield Conflict(key, ", but `train.fp16` scales losses, which was not tried with it", "`train.bf16: true`, or fp32")
+    if train.predict_with_generate is True:
+        hint = "`train.predict_with_generate: auto`; `make eval` scores answers afterwards"
+        yield Conflict(key, ", but `train.predict_with_generate` is `true`, and no rank has all layers to answer with", hint)
+    if tuning.backend == "unsloth" or config.model.trust_remote_code:
+        who = "`tuning.backend: unsloth`" if tuning.backend == "unsloth" else "`model.trust_remote_code: true`"
+        yield Conflict(key, f", but with {who} the model's layers are not ours to share out", "leave one of the two out")
+
+
 def layers(config: Config) -> Iterator[Conflict]:
     """Ranks that hold slices of the layers are replicas in groups."""
     key, launch, tuning = "launch.tensor_parallel", config.launch, config.tuning
@@ -283,6 +303,6 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    names, precision, profile, notify, evaluation, launch, warmup, slow_network, layers, slices, paths, tokens, code, *data_rules.RULES,
+    names, precision, profile, notify, evaluation, launch, warmup, slow_network, stages, layers, slices, paths, tokens, code, *data_rules.RULES,
     *metrics.RULES,
 )  # fmt: skip

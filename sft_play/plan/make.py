@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
-from sft_play.plan import choices, nodes, remedies, strategies
+from sft_play.plan import choices, nodes, pipeline, remedies, strategies
 from sft_play.plan.architecture import check_length, label
 from sft_play.plan.batch import Cost, halve, said_aloud
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
@@ -15,7 +15,6 @@ from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_
 from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
 from sft_play.plan.packing import Division, insisted
-from sft_play.plan.pipeline import stages_of
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, setup_of
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
 from sft_play.plan.shape import ModelShape, adapted, check_targets
@@ -86,7 +85,7 @@ def _decide(request: Request) -> Plan:
     settled = strategies.settle(request, setup, fitting, _decide, reasons)
     if isinstance(settled, Plan):
         return settled
-    setup, fitting = settled[0], tuple(max(1, rows) for rows in settled[1])
+    setup, fitting = settled[0], pipeline.filling(request, *settled)
     _check_loading(request, setup)
 
     # How much at a time: micro-batches, micro-steps, packs.
@@ -155,11 +154,11 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
         label_share=label_share(request.prepared), row_tokens=row_tokens(config, request.prepared),
         offload_optimizer=request.launch.offload_optimizer, offload_parameters=request.launch.offload_parameters,
         expandable_segments=all(device.expandable_segments for device in devices), sequence_parallel=config.launch.sequence_parallel,
-        tensor_parallel=config.launch.tensor_parallel, stages=stages_of(request),
+        tensor_parallel=config.launch.tensor_parallel,
     )  # fmt: skip
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
     reasons += check_slow_network_keys(config, setup)
-    return setup
+    return replace(setup, stages=pipeline.stages_of(request, setup, reasons))
 
 
 def _checkpointing(request: Request, setup: Setup, reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:
@@ -185,8 +184,11 @@ def _rank_plans(request: Request, division: Division, costs: tuple[Cost, ...]) -
     found = []
     for rank in range(len(request.ranks.devices)):
         group = rank // request.group_size
-        (micro, steps), room = division.batch.slots[group], request.room[group]
-        parts = request.parts(division.setup, max(1, micro))
+        (micro, steps), room = (
+            division.batch.slots[group],
+            request.rank_room[rank] if division.setup.stages else request.room[group],
+        )
+        parts = request.parts(request.on(division.setup, rank), max(1, micro))
         peak, most = sum(parts.values()), max(1, min(MOST_ROWS, largest[group]))
         found.append(
             RankPlan(

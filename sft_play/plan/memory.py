@@ -53,15 +53,25 @@ def trainable_parameters(config: Config, shape: ModelShape) -> int:
 
 
 def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-    """Return the bytes of every part on one rank at the worst moment of a step."""
+    """Return the bytes of every part on one rank at the worst moment of a step; of a pipeline, on the stage that is meant, or needs most."""
+    if setup.stages and setup.stage is None:
+        each = (rank_memory(config, shape, replace(setup, stage=stage), micro_batch) for stage in range(len(setup.stages)))
+        return max(each, key=lambda parts: sum(parts.values()))
     return max(rank_moments(config, shape, setup, micro_batch).values(), key=lambda parts: sum(parts.values()))
 
 
 def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
     """Return the bytes of every part on one rank at each moment where a peak can stand (`plan.remedies.MOMENTS`)."""
-    shape = shape.sliced(setup.tensor_parallel)
+    shape, passing = shape.sliced(setup.tensor_parallel), 1
+    if setup.stages:
+        shape, setup, passing = stage_of(shape, setup)
     states, tokens = _states(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
     moving = _moving(config, shape, setup, tokens)
+    if setup.stages:
+        states["buffers"] += (
+            2.0 * (passing + 1) * tokens * shape.hidden_size * setup.width
+        )  # hidden states that came, and that wait to be sent
+        moving = {moment: parts | {"activations": parts["activations"] * passing} for moment, parts in moving.items()}
     if _quantises(config, shape):
         expanded = _expanded_bytes(config, shape, setup)
         moving = {moment: parts | {"dequantised": expanded} for moment, parts in moving.items()}
@@ -79,6 +89,15 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
             whole.pop("casts", None)
         moments[moment] = {name: int(size) for name, size in whole.items()}
     return moments
+
+
+def stage_of(shape: ModelShape, setup: Setup) -> tuple[ModelShape, Setup, int]:
+    """Return shape and setup of a stage, and how many micro-batches it has begun at most: one for each stage that follows, and its own."""
+    assert setup.stage is not None
+    last = len(setup.stages) - 1
+    stage = shape.staged(setup.stages[setup.stage], embeds=setup.stage == 0, predicts=setup.stage == last)
+    behind = last - setup.stage
+    return stage, replace(setup, label_share=setup.label_share if not behind else 0.0), behind + 1
 
 
 def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dict[str, dict[str, float]]:

@@ -130,8 +130,8 @@ def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int
     Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce and scatter them in
     every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather what the update made of them.
     """
-    shape, ranks = shape.sliced(setup.tensor_parallel), ranks // setup.tensor_parallel
-    gradients = sent_bytes(config, shape, setup)
+    ranks //= setup.copies
+    gradients = sent_bytes(config, shape.sliced(setup.tensor_parallel), setup) / max(1, len(setup.stages))
     if setup.strategy not in REDUCING:
         seconds = communication_seconds(gradients, ranks, link)
     else:

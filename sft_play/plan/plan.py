@@ -276,7 +276,12 @@ class Setup:
     @property
     def data_world(self) -> int:
         """Groups of ranks that have rows of their own."""
-        return self.world_size // (self.sequence_parallel * self.tensor_parallel * max(1, len(self.stages)))
+        return self.world_size // (self.sequence_parallel * self.copies)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute all tokens of the same rows, with other weights each."""
+        return self.tensor_parallel * max(1, len(self.stages))
 
     @property
     def slice_label_share(self) -> float:

@@ -187,8 +187,8 @@ NAMES = {"recompute": "the layer that is computed again", "casts": "the cast wei
 
 def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", operation: str = "") -> Plan:
     """Return the plan with its peak in words; `moment` and `operation` as a trace found them, else the formula's worst moment."""
-    setup = setup_of(plan)
     rank = tightest(plan)
+    setup = replace(setup_of(plan), stage=rank.rank % len(plan.stages) if plan.stages else None)
     if not moment:
         moments = rank_moments(config, shape, setup, rank.worst_rows)
         moment = max(moments, key=lambda name: sum(moments[name].values()))

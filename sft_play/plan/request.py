@@ -80,7 +80,13 @@ class Request:
 
     @cached_property
     def room(self) -> tuple[int, ...]:
-        """Bytes that each rank of a group may use, for each group; processes on a CPU share its memory."""
+        """Bytes that each rank of a group may use, for each group."""
+        found = self.rank_room
+        return tuple(min(found[start : start + self.group_size]) for start in range(0, len(found), self.group_size))
+
+    @cached_property
+    def rank_room(self) -> tuple[int, ...]:
+        """Bytes that each rank may use; processes on a CPU share its memory."""
         share = HEADROOM[self.hardware.kind]
         found = []
         for rank, device in enumerate(self.ranks.devices):
@@ -90,7 +96,7 @@ class Request:
             else:
                 switched = together >= SWITCHED_RANKS and (device.compute_capability or (0, 0)) in SWITCHED_CHIPS
                 found.append(int(device.free_bytes * share) - (SWITCHED_BYTES if switched else 0))
-        return tuple(min(found[start : start + self.group_size]) for start in range(0, len(found), self.group_size))
+        return tuple(found)
 
     @property
     def train_split(self) -> PreparedSplit | None:
@@ -118,6 +124,10 @@ class Request:
             return 1
         return math.ceil(global_rows(train, world) / (train.grad_accum * world))
 
+    def on(self, setup: Setup, rank: int) -> Setup:
+        """Return the setup of a rank: of a pipeline its stage."""
+        return replace(setup, stage=rank % len(setup.stages)) if setup.stages else setup
+
     def parts(self, setup: Setup, micro_batch: int) -> dict[str, int]:
         """Return the bytes of every part of a rank at its worst moment."""
         return self.memory(self.config, self.shape, setup, micro_batch)
@@ -128,10 +138,17 @@ class Request:
 
     def fits(self, setup: Setup, micro_batches: tuple[int, ...]) -> bool:
         """Whether these micro-batches fit, each on its rank."""
-        return all(self.need(setup, rows) <= room for rows, room in set(zip(micro_batches, self.room, strict=True)))
+        return (
+            all(rows <= most for rows, most in zip(micro_batches, self.largest(setup), strict=True))
+            if setup.stages
+            else all(self.need(setup, rows) <= room for rows, room in set(zip(micro_batches, self.room, strict=True)))
+        )
 
     def largest(self, setup: Setup) -> tuple[int, ...]:
-        """Return the most rows that fit each rank; 0 where not even one does."""
+        """Return the most rows that fit each rank, or all stages of each pipeline; 0 where not even one does."""
+        if setup.stages:
+            each = [self.largest_in(self.on(setup, rank), room) for rank, room in enumerate(self.rank_room)]
+            return tuple(min(each[start : start + self.group_size]) for start in range(0, len(each), self.group_size))
         known = {room: self.largest_in(setup, room) for room in set(self.room)}
         return tuple(known[room] for room in self.room)
 

@@ -153,6 +153,22 @@ class ModelShape:
             self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks, ffn_size=self.ffn_size // ranks, counted=counted
         )
 
+    def staged(self, layers: int, *, embeds: bool, predicts: bool) -> ModelShape:
+        """Return a stage of a pipeline: so many layers, with the embedding where it begins the model and the head where it ends it."""
+        table, both = self.vocab_size * self.hidden_size, 1 if self.tied else 2
+        each = (self.parameters - self.vision_parameters - both * table) / self.layers
+        ends = int(embeds) + int(predicts) - int(embeds and predicts and self.tied)
+        matrices = tuple(
+            replace(one, count=max(1, one.count * layers // self.layers))
+            for one in self.matrices
+            if one.kind in ("linear", "experts")
+        )
+        counted = Counted(
+            parameters=int(each * layers) + ends * table + self.vision_parameters, largest_layer=self.largest_layer_parameters,
+            matrices=matrices,
+        )  # fmt: skip
+        return replace(self, layers=layers, counted=counted, vocab_size=self.vocab_size if predicts else 0)
+
     @property
     def linear_parameters(self) -> int:
         """Weights of all layers' linear maps and experts, head and embedding left out."""
@@ -271,6 +287,11 @@ TENSOR_PARALLEL_MODEL_TYPES = frozenset({
 })  # fmt: skip
 """Families whose layers can be held in slices (`tests/numerics/test_tensor_parallel.py`). Others have fused layers, norms over all heads,
 experts, or no plan in transformers."""
+
+NOT_STAGED_MODEL_TYPES = frozenset({
+    "bloom", "deepseek_v4", "gemma3n_text", "gemma4", "gemma4_text", "gpt2", "gpt_bigcode", "mistral3", "nemotron_h", "opt", "qwen3_vl",
+})  # fmt: skip
+"""Families whose layers cannot be the stages of a pipeline (`tests/numerics/test_stages.py`): they read more than the layer before."""
 
 SINK_MODEL_TYPES = frozenset({"gpt_oss", "mimo_v2_flash"})
 """Families of `VARLEN_MODEL_TYPES` whose heads have sinks: one call per row on GPUs too, of any type."""

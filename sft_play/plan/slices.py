@@ -24,7 +24,7 @@ TENSOR_KEY = "launch.tensor_parallel"
 def check_slices(request: Request) -> list[str]:
     """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError` for unlike devices."""
     shape, size, world, launch = request.shape, request.group_size, len(request.ranks.devices), request.config.launch
-    if size == 1:
+    if size == 1 or request.stages > 1:
         return []
     key = KEY if launch.sequence_parallel > 1 else TENSOR_KEY
     variable = key.upper().replace(".", "_")
@@ -88,6 +88,8 @@ def sent_bytes(request: Request, setup: Setup, tokens: float) -> float:
     pass, which send 2 (N - 1) / N times their size.
     """
     shape, size = request.shape, request.group_size
+    if setup.stages:
+        return 2 * tokens * shape.hidden_size * setup.width
     if setup.tensor_parallel > 1:
         return _passes(request, setup) * 2 * tokens * shape.hidden_size * setup.width * 2 * (size - 1) / size
     token = 2 * (shape.heads + math.lcm(shape.kv_heads, size)) * shape.head_dim * setup.width
@@ -101,7 +103,7 @@ def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: i
     link = link_of(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1, request.calibration)
     if request.group_size == 1 or link is None:
         return 0.0
-    messages = 2 * micro_steps * _passes(request, setup)
+    messages = 2 * micro_steps * (1 if setup.stages else _passes(request, setup))
     return sent_bytes(request, setup, tokens) / link.bytes_per_second + messages * link.latency_seconds
 
 
@@ -110,8 +112,10 @@ def traffic(request: Request, setup: Setup, tokens: float, micro_steps: int) -> 
     if request.group_size == 1:
         return []
     sent, seconds = sent_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens, micro_steps)
-    what = "hidden states" if setup.tensor_parallel > 1 else "queries, keys, values and outputs"
-    return [f"slices: a rank sends {figure(sent, 2)} GB of {what} a step, {figure(seconds, 2)} s by forecast"]
+    what = "hidden states" if setup.copies > 1 else "queries, keys, values and outputs"
+    return [
+        f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step, {figure(seconds, 2)} s by forecast"
+    ]
 
 
 def _passes(request: Request, setup: Setup) -> int:

@@ -61,6 +61,8 @@ def _planned(request: Request, source: Source) -> Plan:
         return _by_formula(request)
     if request.config.tuning.backend == "unsloth":
         return _with_reason(_by_formula(request), "memory by formula: unsloth's own kernels cannot be traced here, and need less")
+    if request.config.launch.strategy == "pipeline":
+        return _with_reason(_by_formula(request), "memory by formula: the stages of a pipeline are not traced")
     if request.shape.counted and (source == "known" or request.prepared):
         source = "probe" if source == "probe" else "trace"
     if source == "auto":

@@ -276,7 +276,9 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
         pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens, inside=data.inside),
         recompute=setup.gradient_checkpointing,
     )  # fmt: skip
-    return flops * accumulation / setup.sequence_parallel
+    # Of S stages each computes its part; the first micro-step reaches the last stage when S - 1 of that length have passed.
+    stages = max(1, len(setup.stages))
+    return flops * (accumulation + stages - 1) / stages / setup.sequence_parallel
 
 
 def optimizer_seconds(
@@ -289,7 +291,13 @@ def optimizer_seconds(
         bandwidth = (measured or CPU_BANDWIDTH) / len(devices)  # processes of one CPU share its memory
     else:
         bandwidth = measured or min((device.bandwidth for device in devices if device.bandwidth), default=None) or 3e11
-    return OPTIMIZER_TRAFFIC * trainable_parameters(config, shape.sliced(setup.tensor_parallel)) / shards / bandwidth
+    return (
+        OPTIMIZER_TRAFFIC
+        * trainable_parameters(config, shape.sliced(setup.tensor_parallel))
+        / shards
+        / max(1, len(setup.stages))
+        / bandwidth
+    )
 
 
 def _utilisation(request: Request, tokens_per_second: float) -> float | None:

@@ -17,10 +17,16 @@ from torch import Tensor, distributed, nn
 
 from sft_play.data.batches import Batch
 from sft_play.model.stages import Stage
+from sft_play.plan.plan import Plan
 from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
 from sft_play.training.ranks import Ranks, group_of, replicas_of
 
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
+    """Returns the pipeline that a rank's stage, `model`, is in. Collective over all ranks."""
+    return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, getattr(torch, plan.weights_dtype), timeout_seconds)
 
 
 class Pipeline:
