@@ -29,7 +29,7 @@ from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora, quantise
 from sft_play.model.resolve import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
-from sft_play.model.stages import all_layers, freeze_others, stage_class
+from sft_play.model.stages import all_layers, freeze_others, keep_outline, stage_class
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
@@ -61,6 +61,8 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         set_seed(config.train.seed)
         with all_layers(model) if plan.stages else contextlib.nullcontext():
             model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, adapter_dtype(config, plan))
+            if plan.stages:
+                keep_outline(model)
         if plan.precision != "fp32" and not plan.strategy.startswith("zero"):
             lora.leave_casts_to_autocast(model)
         if fuses_adapters(plan.strategy):

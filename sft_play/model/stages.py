@@ -7,9 +7,11 @@ their numbers: those of other stages are replaced by `Skipped`.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -47,7 +49,7 @@ class NoEmbedding(nn.Module):
         raise RuntimeError("this stage has no embedding")
 
 
-OTHERS = "_layers_of_all_stages"
+OTHERS, OUTLINE = "_layers_of_all_stages", "_outline"
 
 
 def stage_class(family: Any, first: int, last: int) -> Any:
@@ -89,6 +91,17 @@ def all_layers(model: Any) -> Iterator[None]:
     setattr(holder, name, nn.ModuleList(whole))
     yield
     setattr(holder, name, mine)
+
+
+def keep_outline(adapted: Any) -> None:
+    """Keeps the outline of a model with all its layers and adapters, without weights: PEFT goes by it to write the adapters of all stages."""
+    nothing = {id(one): nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=False) for one in adapted.parameters()}
+    adapted.__dict__[OUTLINE] = copy.deepcopy(adapted, nothing)
+
+
+def outline_of(model: Any) -> Any:
+    """Returns what writes a model's weights: its outline, or itself."""
+    return model.__dict__.get(OUTLINE, model)
 
 
 def freeze_others(model: Any) -> None:

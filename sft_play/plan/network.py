@@ -181,7 +181,7 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
     hides it (`None` where the devices' speed is not known).
     """
     config, shape, ranks, link = request.config, request.shape, setup.world_size, request.hardware.network_bytes_per_second
-    if setup.strategy != "ddp" or ranks < 2 or not link:
+    if setup.strategy != "ddp" or ranks < 2 or not link or setup.copies > 1:
         return ()
     launch, width = config.launch, trained_bytes(config, setup)
     names = {

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.files import append_json_line, disk_problem, errno_of, sync_folder, write_text
+from sft_play.model.stages import outline_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, sync, sync_below, verify, write_part
@@ -242,7 +243,7 @@ def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> d
 
 def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str, Any], folder: Path) -> None:
     """Writes weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raises `OSError`."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model = outline_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
     write_text(folder / "README.md", model_card(context.stamp, context.run.name))
@@ -285,10 +286,7 @@ def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if trainer.parts is None:
         return model.state_dict()
-    trained = {name for name, one in model.named_parameters() if one.requires_grad or not adapters}
-    return trainer.parts.whole_state(
-        {name: one for name, one in model.state_dict(keep_vars=True).items() if name in trained or not adapters}
-    )
+    return trainer.parts.whole_state({name: one for name, one in model.named_parameters() if one.requires_grad or not adapters})
 
 
 def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -148,15 +148,21 @@ class Pipeline:
         return norm
 
     def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over all ranks."""
-        facts = self.ranks.gather([[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in mine.items()])
-        found = dict(mine)
+        """Returns the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over all ranks.
+
+        What only one stage trains is taken from it; others may hold it frozen.
+        """
+        facts = self.ranks.gather(
+            [[name, list(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad] for name, one in mine.items()]
+        )
+        found = {name: one.detach() for name, one in mine.items()}
         for rank in range(1, self.ranks.group_size):
-            for name, shape, dtype in facts[rank]:
+            for name, shape, dtype, trained in facts[rank]:
                 if self.ranks.rank == rank:
-                    distributed.send(mine[name].detach().contiguous(), dst=0, group=self.group)
+                    distributed.send(found[name].contiguous(), dst=0, group=self.group)
                 elif self.ranks.first:
                     received = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ranks.device)
                     distributed.recv(received, src=rank, group=self.group)
-                    found.setdefault(name, received.cpu())
+                    if trained or name not in found:
+                        found[name] = received.cpu()
         return found

@@ -79,7 +79,7 @@ def layout_of(trainer: Any) -> Layout:
     return Layout(
         optimizer=optimizer,
         bundles=tuple(make(names[id(parameter)], parameter) for parameter in wrapped),
-        sharded=bool(trainer.is_fsdp_enabled) or any(slice_of(parameter) for parameter in wrapped),
+        sharded=bool(trainer.is_fsdp_enabled) or trainer.parts is not None,
         begin=_nothing,
         finish=_nothing,
     )
