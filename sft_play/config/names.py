@@ -126,15 +126,13 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
-SPLIT = (
-    "layers are not put on GPUs one after the other here; `launch.tensor_parallel` slices each, and `train-fsdp`, or "
-    "`launch.strategy: fsdp2`, shares out the weights"
-)
+STAGES = "`LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
+LAYERS = "`LAUNCH_TENSOR_PARALLEL=2` lets two GPUs hold slices of each layer"
 SLICES = "`LAUNCH_SEQUENCE_PARALLEL=2` lets two GPUs hold slices of each line"
 OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))
 OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
 INSTEAD: dict[str, str] = {
-    "pipeline": SPLIT, "pipeline_parallel": SPLIT, "pipeline_parallel_size": SPLIT,
+    "pipeline": STAGES, "pipeline_parallel": STAGES, "pipeline_parallel_size": STAGES, "pp_size": STAGES,
     "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out", "standalone": "one machine is the default: leave it out",
     "multi_gpu": "the command says so: `train-distributed` starts a process on each GPU", "use_deepspeed": OF_DEEPSPEED,
     "use_fsdp": OF_FSDP, "fsdp": OF_FSDP, "cpu": OF_CPU, "use_cpu": OF_CPU,
@@ -144,7 +142,7 @@ INSTEAD: dict[str, str] = {
 }  # fmt: skip
 """Names elsewhere that nothing here stands for -> what there is."""
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
-VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO, "zero": OF_ZERO, "tp": SPLIT, "pp": SPLIT, "sp": SLICES}
+VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO, "zero": OF_ZERO, "tp": LAYERS, "pp": STAGES, "sp": SLICES}
 """Values elsewhere that nothing here stands for -> what there is."""
 OF_ENVIRONMENT: Mapping[str, str] = {"output_dir": "RUNS_DIR", "runs_dir": "RUNS_DIR", "sft_play_cache": "SFT_PLAY_CACHE"}
 """Names of what only the environment says -> its name there."""

@@ -35,7 +35,7 @@ NOT_OURS: Mapping[str, str] = {
     "expert_parallel": "this release shards by ZeRO only",
     "gradient_allreduce_op": "the loss is already scaled for a mean",
     "hybrid_engine": "it is for reinforcement learning",
-    "pipeline": "this release shards by ZeRO only",
+    "pipeline": "`launch.strategy: pipeline` puts layers on ranks one after the other, without DeepSpeed",
     "sequence_parallel_size": "`launch.sequence_parallel` cuts lines into slices, with rows kept apart",
     "tensor_parallel": "`launch.tensor_parallel` slices layers, without DeepSpeed",
     "weight_quantization": "`tuning.mode: qlora` quantises the base",

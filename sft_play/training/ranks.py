@@ -258,7 +258,7 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
         with contextlib.suppress(OSError):
             (folder / mark).unlink()
     apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
-    if apart and (plan.strategy in SHARDED or plan.copies > 1) and context.config.train.save_strategy != "no":
+    if apart and plan.strategy in SHARDED and context.config.train.save_strategy != "no":
         raise CheckpointError(
             f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} does not see the run folder"
             " of rank 0",

@@ -35,7 +35,7 @@ from sft_play.text import gib
 from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import Exchange, LocalSteps
-from sft_play.training.states import collect
+from sft_play.training.states import brought_together, collect
 from sft_play.training.states.layout import bytes_held
 
 CHECK_SECONDS = 10.0
@@ -185,11 +185,14 @@ class Saver(TrainerCallback):
         with contextlib.nullcontext() if local is None else local.averaged():
             weights = gather_weights(context, trainer, clone=background or (local is not None and local.window > 0))
             average = local.copies() if local is not None and context.ranks.first else {}
+        states = collect(context, trainer, self.exchange, self.counters(), clone=background, average=average)
+        if context.plan.copies > 1 and len(self.together) < context.ranks.world:
+            states = brought_together(context.ranks, states, self.together)
         return Writing(
             step=step,
             folder=context.run.random_states(step) if apart else partial_folder(context.run, step),
             apart=apart,
-            states=collect(context, trainer, self.exchange, self.counters(), clone=background, average=average),
+            states=states,
             weights=weights,
             trainer_state=self._trainer_state() if context.ranks.first else None,
             best=trainer.state.best_global_step == step,

@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import Trainer
 from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.manifest import FORMAT, STATES_NAME, StatesFacts, check_states, optimizer_file, random_file, read_facts
-from sft_play.training.ranks import TrainContext
+from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.slow_network import Exchange, LocalSteps
 from sft_play.training.states.facts import (
     ELEMENTWISE,
@@ -57,16 +57,19 @@ class States:
     random: tuple[Mapping[str, Tensor], Mapping[str, str]]
     facts: StatesFacts | None
     """On rank 0 only."""
+    others: tuple[States, ...] = ()
+    """On rank 0: of ranks that do not see its folder, and hold other parts of the weights."""
 
     def write(self, folder: Path) -> list[Path]:
         """Writes this rank's files and returns them. Needs no other rank. Raises `OSError`."""
         written = [folder / random_file(self.rank)]
         tensors, metadata = self.random
         write_tensors(written[0], tensors, metadata)
-        if self.pieces is not None:
-            index = {"pieces": [piece.facts() for piece in self.pieces], "values": self.values}
-            written.append(folder / optimizer_file(self.rank))
-            write_tensors(written[-1], self.tensors, {INDEX: json.dumps(index)})
+        for one in (self, *self.others):
+            if one.pieces is not None:
+                index = {"pieces": [piece.facts() for piece in one.pieces], "values": one.values}
+                written.append(folder / optimizer_file(one.rank))
+                write_tensors(written[-1], one.tensors, {INDEX: json.dumps(index)})
         if self.facts is not None:
             written.append(folder / STATES_NAME)
             written[-1].write_text(json.dumps(asdict(self.facts), indent=2) + "\n", encoding="utf-8")
@@ -104,6 +107,31 @@ def collect(
         random=random_states(),
         facts=_facts(context, trainer, layout, collector, own, counters) if first else None,
     )
+
+
+def brought_together(ranks: Ranks, states: States, together: Collection[int]) -> States:
+    """Returns the states of ranks outside `together`, which do not see rank 0's folder, with those of rank 0. Collective."""
+    own = None
+    if ranks.rank not in together and states.pieces is not None:
+        tensors = [[key, list(one.shape), str(one.dtype).removeprefix("torch.")] for key, one in states.tensors.items()]
+        own = {"pieces": [piece.facts() for piece in states.pieces], "values": states.values, "tensors": tensors}
+    others = []
+    for rank, facts in enumerate(ranks.gather(own)):
+        if facts is None:
+            continue
+        if ranks.rank == rank:
+            for tensor in states.tensors.values():
+                distributed.send(tensor.to(ranks.device), dst=0)
+            states = replace(states, pieces=None, tensors={})
+        elif ranks.first:
+            found = {}
+            for key, shape, dtype in facts["tensors"]:
+                part = torch.empty(shape, dtype=getattr(torch, dtype), device=ranks.device)
+                distributed.recv(part, src=rank)
+                found[key] = part.cpu()
+            pieces = tuple(Piece.read(one, "") for one in facts["pieces"])
+            others.append(States(rank=rank, pieces=pieces, tensors=found, values=facts["values"], random=({}, {}), facts=None))
+    return replace(states, others=tuple(others))
 
 
 class _Collector:
