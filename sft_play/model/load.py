@@ -241,29 +241,11 @@ def read_model(
             place=str(folder),
             hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
         )
-    keep_quantised_weights(model)
+    quantise.keep_quantised_weights(model)
     if quantization_config is not None and device in (None, "cpu"):
-        _let_go_of_files(model)
+        quantise.let_go_of_files(model)
     kernels.keep_rows_apart(model)
     return model
-
-
-def _let_go_of_files(model: Any) -> None:
-    """Copies what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.clone()
-
-
-def keep_quantised_weights(model: Any) -> None:
-    """Makes bitsandbytes 0.50 leave nf4 weights as they are.
-
-    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for good to
-    bf16: training would go on over another base, and scores would depend on the machine.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def first_lines(error: BaseException) -> str:

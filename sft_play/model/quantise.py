@@ -204,3 +204,21 @@ def _register_quantizer() -> None:
 
         def get_quantize_ops(self) -> Quantise:
             return Quantise(self)
+
+
+def let_go_of_files(model: Any) -> None:
+    """Copies what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+
+
+def keep_quantised_weights(model: Any) -> None:
+    """Makes bitsandbytes 0.50 leave nf4 weights as they are.
+
+    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for good to
+    bf16: training would go on over another base, and scores would depend on the machine.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

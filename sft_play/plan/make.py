@@ -11,7 +11,8 @@ from sft_play.plan import choices, nodes, pipeline, remedies, strategies
 from sft_play.plan.architecture import check_length, label
 from sft_play.plan.batch import Cost, halve, said_aloud
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
-from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
+from sft_play.plan.host_memory import host_bytes, loading_host_bytes
+from sft_play.plan.memory import NF4_BYTES, nf4_experts, rank_memory, trainable_parameters
 from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
 from sft_play.plan.packing import Division, insisted

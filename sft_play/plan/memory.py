@@ -65,7 +65,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     shape, passing = shape.sliced(setup.tensor_parallel), 1
     if setup.stages:
         shape, setup, passing = stage_of(shape, setup)
-    states, tokens = _states(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
+    states, tokens = states_bytes(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
     moving = _moving(config, shape, setup, tokens)
     if setup.stages:
         states["buffers"] += (
@@ -132,14 +132,14 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
     return moments | {"backward head": held | {"logits": logits, "casts": head}}
 
 
-def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
+def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Weights, gradients, optimizer and buffers, after sharding."""
     trained, shards, full = trainable_parameters(config, shape), setup.world_size, config.tuning.mode == "full"
     width = trained_bytes(config, setup)
     if full:
         frozen, quant_state = float(shape.vision_parameters * setup.weight_bytes), 0.0
     else:
-        frozen, quant_state = _frozen(config, shape, setup)
+        frozen, quant_state = frozen_bytes(config, shape, setup)
     weights, gradients = float(trained * width), float(trained * gradient_bytes(config, setup))
     # DeepSpeed steps fp32 master weights and moments, whatever the weights are.
     step_width = 4 if setup.zero else width
@@ -165,28 +165,6 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
         "frozen": frozen, "quant_state": quant_state, "trained" if full else "adapters": weights, "gradients": gradients,
         "optimizer": optimizer, "buffers": buffers,
     }  # fmt: skip
-
-
-def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
-    """Return what DeepSpeed keeps in the machine's memory for one rank instead of on its GPU."""
-    if not (setup.offload_optimizer or setup.offload_parameters) or not setup.zero or setup.device != "cuda":
-        return 0
-    whole = _states(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
-    left = _states(config, shape, setup)
-    return int(sum(whole.values()) - sum(left.values()))
-
-
-def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:
-    """Return the bytes of a machine's memory that its processes take while they load, beside files that are mapped.
-
-    Under FSDP2 each process makes what trains fp32 there, or quantises a base there, before it is shared out. Frozen weights in the type
-    of their file stay in the file's pages (2 of 237 MiB, measured with /proc/self/smaps_rollup); other strategies read onto the card.
-    """
-    if setup.device != "cuda" or setup.strategy != "fsdp2" or shape.quantized_bits or config.tuning.mode == "lora":
-        return 0
-    full = config.tuning.mode == "full"
-    weights = 4.0 * shape.parameters if full else sum(_frozen(config, shape, setup))
-    return int(processes * (weights + CONTEXT_BYTES["cpu"]))
 
 
 def trained_bytes(config: Config, setup: Setup) -> int:
@@ -230,7 +208,7 @@ def gathered_share(setup: Setup) -> float:
 
 def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Return the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
-    whole = _states(config, shape, replace(setup, world_size=1, offload_optimizer=False, offload_parameters=False))
+    whole = states_bytes(config, shape, replace(setup, world_size=1, offload_optimizer=False, offload_parameters=False))
     return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
 
 
@@ -260,7 +238,7 @@ def _expanded_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     return max(linear, held * setup.weight_bytes)
 
 
-def _frozen(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:
+def frozen_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:
     """Return bytes of the frozen base and of its quantisation state."""
     bits, weight = _bits(config, shape) if _quantises(config, shape) else 0, setup.weight_bytes
     if not bits:
