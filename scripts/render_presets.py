@@ -35,7 +35,7 @@ from sft_play.plan.sources import LAN, MADE_FOR  # noqa: E402
 
 QUOTED = {
     "rtx4090_sli": (6, 4), "a100_pair": (8, 4), "h100_pair": (8, 4), "h200_pair": (4, 4), "h200_quad": (16, 2), "l40s_single": (8, 1),
-    "l40s_pair": (28, 1), "home_lan": (1, 8), "home_lan_13b": (1, 12),
+    "l40s_pair": (28, 1), "home_lan": (1, 8), "home_lan_13b": (1, 36),
 }  # fmt: skip
 """Preset -> micro-batch and accumulation that people quote."""
 

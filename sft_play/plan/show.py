@@ -35,7 +35,8 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
     if plan.device == "cpu" and plan.world_size > 1:
         where = f"{plan.world_size} processes of {first.device_name}"
-    lines = [f"plan: {plan.strategy} on {where}, {plan.precision}, by {plan.source}"]
+    how = f"pipeline of {len(plan.stages)} stages" if plan.stages else plan.strategy
+    lines = [f"plan: {how} on {where}, {plan.precision}, by {plan.source}"]
     lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
     lines += [f"  note     {notice}" for notice in plan.notices]
     lines.append(f"  steps    {_steps(plan)}")

@@ -18,7 +18,7 @@ LAN = "12GB+8GB+8GB"
 QUOTED = {
     "rtx4090_sli": ("2x24GB", 6, 4), "a100_pair": ("2xA100", 8, 4), "h100_pair": ("2xH100", 8, 4), "h200_pair": ("2xH200", 4, 4),
     "h200_quad": ("4xH200", 16, 2), "l40s_single": ("L40S", 8, 1), "l40s_pair": ("2xL40S", 28, 1), "home_lan": (LAN, 1, 8),
-    "home_lan_13b": (LAN, 1, 12),
+    "home_lan_13b": (LAN, 1, 36),
 }  # fmt: skip
 """Hardware, micro-batch and accumulation that people quote of a preset."""
 DOES_NOT_FIT = "h200_quad"
@@ -45,7 +45,8 @@ def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_s
     hardware = parse_hardware(described)
     comment = " ".join(line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     loaded = load_config(path, typed(batch_size=micro, grad_accum=accumulation), {})
-    rows = micro * accumulation * len(hardware.devices)
+    groups = 1 if loaded.config.launch.strategy == "pipeline" else len(hardware.devices)
+    rows = micro * accumulation * groups
     assert load_config(path, (), {}).config.train.global_batch_size == rows
     assert loaded.config.train.global_batch_size == "auto"  # two typed numbers outrank it
     assert str(rows) in comment and ("fit" in comment or name != DOES_NOT_FIT)
