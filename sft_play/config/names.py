@@ -126,7 +126,7 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
-STAGES = "`LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
+STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
 LAYERS = "`LAUNCH_TENSOR_PARALLEL=2` lets two GPUs hold slices of each layer"
 SLICES = "`LAUNCH_SEQUENCE_PARALLEL=2` lets two GPUs hold slices of each line"
 OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))

@@ -33,7 +33,11 @@ def tiny_config(tmp_path: Path, tiny: Path) -> Path:
 
 
 def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> None:
-    done = program("plan", "CONFIG=configs/quickstart.yaml", env=nvml_path(tmp_path / "nvml", broken=True))
+    done = program(
+        "plan",
+        "CONFIG=configs/quickstart.yaml",
+        env=nvml_path(tmp_path / "nvml", broken=True) | {"SFT_PLAY_CACHE": str(tmp_path)},
+    )
     assert done.code == 0, done.err
     for part in (
         "plan: single on ", "accumulation 2 = 8 global / (4 per process x 1 process)", "tokens/s (a prior, not measured here)",

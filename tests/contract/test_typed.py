@@ -107,7 +107,7 @@ def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
     ("text", "right"),
     [
         ("launch: {tp_size: 2}", "did you mean `launch.tensor_parallel`?"),
-        ("launch: {pipeline: 2}", "`LAUNCH_STRATEGY=pipeline`"),
+        ("launch: {pipeline: 2}", "`train-distributed LAUNCH_STRATEGY=pipeline`"),
         (
             "launch: {strategy: deepspeed}",
             "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
