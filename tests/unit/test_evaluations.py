@@ -55,7 +55,7 @@ def test_folders_are_called_by_file_and_rows(path: str, name: str) -> None:
 def test_a_plain_model_for_benchmarks_writes_conversations_as_its_configuration_says(tiny: Path, tmp_path: Path) -> None:
     from sft_play.config.load import load_config
     from sft_play.data.templates import chat_format
-    from sft_play.evaluation.benchmarks import find_model
+    from sft_play.evaluation.evaluate import find_model
 
     path = tmp_path / "x.yaml"
     path.write_text(f"model: {{name: {tiny}}}\ndata: {{system: Be brief.}}\n", encoding="utf-8")
