@@ -5,8 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sft_play.plan.plan import Plan
-from sft_play.runs.prepared import Prepared, ResolvedModel
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import Config
+from sft_play.plan.architecture import shape_of
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
+from sft_play.plan.request import Request
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+
+CPU = Hardware(
+    kind="cpu", devices=(Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False),), cpu_threads=8, ram_bytes=32 * GIB
+)  # fmt: skip
+
+
+def planned(
+    config: Config | LoadedConfig, hardware: Hardware | str = CPU, launch: LaunchRequest | None = None, **more: Any
+) -> Plan:
+    """Returns the plan of a configuration; `more`: further fields of the request."""
+    if isinstance(config, LoadedConfig):
+        config, more = config.config, {"typed": config.typed} | more
+    more = {"shape": shape_of(config.model)} | more if "shape" not in more else more
+    found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+    return make_plan(Request(config=config, hardware=found, launch=launch or LaunchRequest(), **more))
+
+
+def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:
+    """Returns what a plan says of a rank on the CPU, with `changes`."""
+    values: dict[str, Any] = {
+        "device": "cpu", "device_name": "cpu", "micro_batch": 2, "accumulation": 8, "memory_bytes": {}, "peak_bytes": 0, "capacity_bytes": 1,
+    }  # fmt: skip
+    return RankPlan(rank=rank, **(values | changes))
+
+
+def prepared_rows(rows: int = 320, *, longest: int = 100, each: int = 60, trained: int = 20, **changes: Any) -> Prepared:
+    """Returns what preparation says about rows of `each` tokens, `trained` of them labels."""
+    values: dict[str, Any] = {
+        "path": "train", "rows": rows, "dropped": 0, "tokens": rows * each, "label_tokens": rows * trained, "longest": longest,
+        "median": each, "fingerprint": "f",
+    }  # fmt: skip
+    return prepared_model(Path("m"), train=PreparedSplit(**(values | changes)))
 
 
 def simple_plan(**changes: Any) -> Plan:
@@ -21,10 +59,10 @@ def simple_plan(**changes: Any) -> Plan:
     return Plan(**(values | changes))
 
 
-def prepared_model(folder: Path, **changes: Any) -> Prepared:
-    """Returns what preparation says about a model folder, without data."""
+def prepared_model(folder: Path, train: PreparedSplit | None = None, **changes: Any) -> Prepared:
+    """Returns what preparation says about a model folder, without data unless `train` is given."""
     values: dict[str, Any] = {
         "name": str(folder), "path": str(folder), "source": "folder", "revision": None, "fingerprint": "f",
         "tokenizer_fingerprint": "t",
     }  # fmt: skip
-    return Prepared(model=ResolvedModel(**(values | changes)), train=None, validation=None)
+    return Prepared(model=ResolvedModel(**(values | changes)), train=train, validation=None)

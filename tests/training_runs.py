@@ -17,10 +17,10 @@ from sft_play.launch.attempt import worker_arguments
 from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
 from sft_play.launch.environment import Node, free_port, loopback_interface, worker_environment
 from sft_play.launch.settings import accelerate_yaml
-from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
-from tests.plans import simple_plan
+from tests.plans import rank_plan, simple_plan
 
 TRAIN_ROWS, VALIDATION_ROWS, GLOBAL_BATCH, STEPS = 20, 7, 8, 8
 """20 rows in batches of 8: every third step is a partial one, and 8 steps cross two epochs."""
@@ -73,8 +73,7 @@ def make_plan(trial: Trial) -> Plan:
     """Returns the plan of a trial on the CPU."""
     world = len(trial.ranks)
     ranks = tuple(
-        RankPlan(rank=rank, device="cpu", device_name="cpu", micro_batch=micro, accumulation=steps, memory_bytes={}, peak_bytes=0,
-                 capacity_bytes=1)
+        rank_plan(rank, micro_batch=micro, accumulation=steps)
         for rank, (micro, steps) in enumerate(trial.ranks)
     )  # fmt: skip
     per_epoch = -(-TRAIN_ROWS // GLOBAL_BATCH)

@@ -84,13 +84,6 @@ def test_targets_that_are_no_commands_refuse_variables_too(words: list[str], nam
     assert all(name in done.stderr.partition("takes no ")[2] for name in named)
 
 
-@pytest.mark.parametrize(
-    "words", [["test", "TESTS=tests/unit", "PYTHON=python3.12"], ["check"], ["install", "config", "CONFIG=x"]]
-)
-def test_known_variables_are_taken(words: list[str]) -> None:
-    assert dry(*words).returncode == 0
-
-
 @pytest.mark.parametrize("typed", ["bin=/x", "program=echo", "commands=z", "typed=z", "v=z", "SHELL=/x", "unknown=z"])
 def test_no_variable_changes_a_recipe(typed: str) -> None:
     assert dry("config", typed).stdout == dry("config").stdout == ".venv/bin/python -m sft_play config --from-make\n"
@@ -131,11 +124,6 @@ def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None
     assert (done.returncode, done.stdout) == (2, "")
     assert f"`VENV` is `{value}` (refused: " in done.stderr
     assert "give a path without blanks" in done.stderr
-
-
-def test_a_folder_with_other_letters_is_taken() -> None:
-    venv = "/srv/jürgen/.venv-3.11_a+b@c,d"
-    assert f"{venv}/bin/python -m sft_play config" in dry("-o", f"{venv}/.runtime", "config", f"VENV={venv}").stdout
 
 
 @pytest.mark.parametrize("words", [["test", "TESTS=a\ntouch x"], ["bench-preparation", "ROWS=1\n2"]])

@@ -154,14 +154,6 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(prepared_by: Prepare, t
     assert after.train.rows + after.validation.rows == 90
 
 
-def test_validation_sources_of_their_own(prepared_by: Prepare, tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "train.jsonl", pairs(5))
-    held = write_rows(tmp_path / "held.jsonl", [{"question": "q", "answer": "a"}])
-    prepared = prepared_by(f"data.train_path: {train}", f"data.val_path: {held}").prepared
-    assert prepared.train and prepared.train.rows == 5
-    assert prepared.validation and prepared.validation.rows == 1
-
-
 @pytest.mark.parametrize("change", ["content", "length", "overlong", "template"])
 def test_what_matters_is_part_of_the_cache_key(change: str, prepared_by: Prepare, tiny: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")

@@ -7,11 +7,10 @@ import pytest
 from scripts.render_presets import PAGES, rendered
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config
-from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.make import make_plan
 from sft_play.plan.plan import LaunchRequest, Plan
-from sft_play.plan.request import DoesNotFitError, Request
+from sft_play.plan.request import DoesNotFitError
+from tests import plans
 from tests.conftest import ROOT
 
 LAN = "12GB+8GB+8GB"
@@ -33,9 +32,7 @@ def planned(name: str, hardware: str, *, strategy: str | None = None, **train: i
     overrides = typed(**train) + ([Override(key="launch.strategy", text=strategy, origin="LAUNCH_STRATEGY")] if strategy else [])
     loaded, found = load_config(ROOT / "configs" / f"{name}.yaml", overrides, {}), parse_hardware(hardware)
     request = LaunchRequest(command_strategy="auto" if len(found.devices) > 1 else "single")
-    return make_plan(
-        Request(config=loaded.config, typed=loaded.typed, hardware=found, shape=shape_of(loaded.config.model), launch=request)
-    )
+    return plans.planned(loaded, found, request)
 
 
 @pytest.mark.parametrize("name", QUOTED)

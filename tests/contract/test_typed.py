@@ -200,13 +200,6 @@ def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_pr
         assert in_process("plan", f"CONFIG={name}", f"HARDWARE={hardware}", "SOURCE=formula").code == 0
 
 
-def test_the_hardware_of_a_preset_is_its_own_and_not_that_of_the_one_that_it_extends(in_process: Program, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("extends: h200_single_gpt_oss\ntrain: {epochs: 1}\n", encoding="utf-8")
-    done = in_process("plan", f"CONFIG={mine}", "SOURCE=formula")
-    assert done.code == 3 and "the preset `h200_single_gpt_oss` is for HARDWARE=H200," in done.err, done.err
-
-
 @pytest.mark.parametrize(
     ("text", "machines", "cards"),
     [

@@ -14,14 +14,14 @@ import torch
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.data.batches import Collator, GlobalBatchSampler, Shares
 from sft_play.plan.batch import spans
-from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.plan import Plan
 from sft_play.training.balance import LOOKS, Judge, describe
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum
 from sft_play.training.ranks import Ranks
 from sft_play.training.readings import PHASES, Lap, Stopwatch
 from tests.documents import on_page
 from tests.numerics.test_layouts import VOCABULARY, random_model
-from tests.plans import simple_plan
+from tests.plans import rank_plan, simple_plan
 
 COUNT, LIMIT = 16, 48
 UNEQUAL: list[Shares] = [((4, 3), (1, 5)), ((1, 1), (3, 2), (2, 5)), ((8, 2), (0, 1)), ((0, 1), (3, 6)), ((11, 2), (11, 1))]
@@ -127,7 +127,7 @@ def test_a_rank_s_time_is_its_own() -> None:
 
 def plan(names: Sequence[str], micro: int = 4, steps: int = 4, **changes: Any) -> Plan:
     ranks = tuple(
-        RankPlan(rank=rank, device="cpu", device_name=name, micro_batch=micro, accumulation=steps, memory_bytes={}, peak_bytes=0, capacity_bytes=1)
+        rank_plan(rank, device_name=name, micro_batch=micro, accumulation=steps)
         for rank, name in enumerate(names)
     )  # fmt: skip
     values: dict[str, Any] = {

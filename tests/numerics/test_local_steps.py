@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,8 @@ from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfi
 from sft_play.errors import UserError
 from sft_play.runs.checkpoints import rotate_own
 from sft_play.runs.folder import RunFolder
-from sft_play.training.slow_network import exchange_of
 from sft_play.training.states.files import INDEX, Piece, Shelf, write_tensors
 from sft_play.training.states.per_rank import MeanShelf
-from tests.contexts import context_of
-from tests.plans import simple_plan
 from tests.unit.test_plan_make import plan_of
 
 
@@ -50,14 +46,6 @@ def test_what_does_not_go_together_is_named(launch: dict[str, Any], keys: list[s
     assert len(found) == len(keys)
     for key, text in zip(keys, found, strict=True):
         assert f"`{key}` is" in text and "hint:" in text
-
-
-@pytest.mark.parametrize(("steps", "strategy", "world"), [(1, "ddp", 2), (4, "single", 1), (4, "zero2", 2)])
-def test_ordinary_training_has_none(steps: int, strategy: str, world: int) -> None:
-    """With one local step nothing is there at all: DDP sends gradients as ever."""
-    context = context_of(Path(), plan=simple_plan(strategy=strategy, world_size=world), launch={"local_steps": steps})
-    trainer: Any = SimpleNamespace()  # nothing of it is looked at
-    assert exchange_of(context, trainer, lambda: None) is None
 
 
 def write_states(folder: Path, rank: int, moment: list[float], step: float) -> Path:

@@ -64,13 +64,6 @@ def test_full_tuning_of_a_multimodal_model_freezes_tower_and_projector(folders: 
     assert "vision tower and projector are frozen" in capsys.readouterr().err
 
 
-def test_full_tuning_trains_everything_in_the_plans_type(folders: dict[str, Path]) -> None:
-    model = load(folders["llama"], mode="full")
-    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
-    half = load(folders["llama"], mode="full", plan={"weights_dtype": "bfloat16", "precision": "bf16"})
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
-
-
 def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(folders: dict[str, Path]) -> None:
     model = load(folders["llama"], mode="qlora", plan={"weights_dtype": "bfloat16", "precision": "bf16"})
     linear = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
@@ -80,12 +73,6 @@ def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(fold
     types = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.uint8}
     assert set(types.values()) == {torch.bfloat16}, "no fp32 upcast of embeddings, head, norms or adapters"
     assert any("embed_tokens" in n for n in types)
-
-
-def test_int8_keeps_the_adapters_in_fp32_on_a_cpu(folders: dict[str, Path]) -> None:
-    model = load(folders["llama"], mode="qlora", quantization="int8")
-    assert model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.int8
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_experts_that_cannot_be_quantised_are_counted_aloud(folders: dict[str, Path], capsys: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.folder import RunFolder
@@ -61,25 +60,6 @@ def test_files_of_one_world_fill_the_ranges_of_another(worlds: tuple[int, int], 
         shelf.fill(found[-1], "w", "exp_avg", start, end)
     assert torch.equal(torch.cat(found).view(7, 11), values)
     assert shelf.states("w") == ["exp_avg"] and shelf.values("w") == {"RMS": 0.5} and shelf.states("other") == []
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_weights_are_read_by_ranges(sharded: bool, tmp_path: Path) -> None:
-    values = torch.arange(35.0).view(5, 7)
-    name = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
-    save_file({"w": values, "scale": torch.tensor(2.5)}, tmp_path / name)
-    if sharded:
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name, "scale": name}}))
-    weights = Shelf(tmp_path, 0).weights
-    for start, end in ((0, 35), (3, 4), (6, 15), (34, 35), (7, 7)):
-        target = torch.empty(end - start)
-        weights.fill(target, "w", (5, 7), start, end)
-        assert target.tolist() == list(range(start, end))
-    scale = torch.empty(1)
-    weights.fill(scale, "scale", (), 0, 1)
-    assert scale.item() == 2.5 and "other" not in weights
-    with pytest.raises(CheckpointError, match="has the shape"):
-        weights.fill(torch.empty(35), "w", (7, 5), 0, 35)
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 0), (1,)), ((1, 1), (1, 1))])

@@ -12,12 +12,11 @@ from sft_play.config.command_line import parse_call
 from sft_play.config.load import load_config
 from sft_play.plan.architecture import architecture_of, shape_of
 from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.make import make_plan
 from sft_play.plan.measured import TracedMemory, Tracer
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, setup_of
-from sft_play.plan.request import Request
 from tests.conftest import ROOT, Program
+from tests.plans import planned
 from tests.processor_time import importing, seconds_of
 
 PRESETS = {
@@ -59,7 +58,7 @@ def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
     loaded, hardware = load_config(ROOT / "configs" / f"{name}.yaml", call.overrides, {}), parse_hardware(where)
     shape = shape_of(loaded.config.model)
     request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
-    plan = make_plan(Request(config=loaded.config, typed=loaded.typed, hardware=hardware, shape=shape, launch=request))
+    plan = planned(loaded, hardware, request)
     memory = TracedMemory(
         config=loaded.config, architecture=architecture_of(loaded.config.model), cache_folder=tmp_path, tracer=tracer
     )

@@ -80,14 +80,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(run: RunFolder, dam
     assert words in skipped[0]
 
 
-def test_a_step_that_is_reached_again_replaces_the_old_folder(run: RunFolder) -> None:
-    save(run, 8, "older")
-    again = save(run, 8, "newer")
-    assert (again / "weights.safetensors").read_text() == "newer of step 8"
-    assert verify(again) is None
-    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["last", "step-000008"]
-
-
 def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
     for step in (2, 4, 6, 8):
         save(run, step)

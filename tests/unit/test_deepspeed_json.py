@@ -12,23 +12,22 @@ import pytest
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 from sft_play.launch.deepspeed import examine_user_json, known_keys, read_user_json, resolve
-from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.plan import Plan
+from tests.plans import rank_plan, simple_plan
 
 CONFIG = Config(model=ModelConfig(name="tiny"))
 
 
 def make_plan(**changes: Any) -> Plan:
-    rank = RankPlan(
-        rank=0, device="cpu", device_name="CPU", micro_batch=2, accumulation=8, memory_bytes={}, peak_bytes=0, capacity_bytes=1
-    )
-    plan = Plan(
-        world_size=2, num_nodes=1, device="cpu", backend="gloo", strategy="zero2", source="formula", precision="fp32",
-        weights_dtype="float32", attn_implementation="sdpa", layout="flattened", gradient_checkpointing=False,
-        optim="adamw_torch_fused", learning_rate=2e-4, ranks=(rank, replace(rank, rank=1)), global_batch_size=32, steps=10,
-        steps_per_epoch=10, warmup_steps=1, eval_batch_size=1, tokens_per_second=None, communication_share=None,
-        seconds_per_step=None, total_seconds=None, reasons=(), remedies=(),
-    )  # fmt: skip
-    return replace(plan, **changes)
+    values = {
+        "world_size": 2,
+        "backend": "gloo",
+        "strategy": "zero2",
+        "ranks": (rank_plan(), rank_plan(1)),
+        "global_batch_size": 32,
+        "steps": 10,
+    }
+    return simple_plan(**({"optim": "adamw_torch_fused", "warmup_steps": 1} | values | changes))
 
 
 def write(path: Path, text: str) -> Path:

@@ -10,21 +10,17 @@ import pytest
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError
 from sft_play.launch.run_folder import SPARE_BYTES, disk_refusals_told, needed_bytes, record_event, require_disk_space
-from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from tests.documents import on_page
-from tests.plans import simple_plan
+from tests.plans import rank_plan, simple_plan
 
 ONE = 2**20
 
 
 def plan(one: int = ONE) -> Plan:
     """A plan whose checkpoints have this many bytes."""
-    rank = RankPlan(
-        rank=0, device="cpu", device_name="cpu", micro_batch=1, accumulation=1, memory_bytes={"trained": one // 2, "optimizer": one // 2},
-        peak_bytes=0, capacity_bytes=1,
-    )  # fmt: skip
-    return simple_plan(ranks=(rank,))
+    return simple_plan(ranks=(rank_plan(memory_bytes={"trained": one // 2, "optimizer": one // 2}),))
 
 
 def saved(run: RunFolder, *steps: int) -> None:

@@ -19,13 +19,12 @@ from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.batch import Slots
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
-from sft_play.plan.make import make_plan
+from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.packing import best_fit, most_packs
 from sft_play.plan.plan import LaunchRequest, Plan, setup_of
-from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
-from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from tests import plans
+from tests.plans import CPU, prepared_rows
 
 LIMIT = 64
 lengths_within = st.lists(st.integers(1, LIMIT), min_size=1, max_size=80)
@@ -78,12 +77,6 @@ SHAPE = ModelShape(
     model_type="llama", hidden_size=256, layers=4, heads=4, kv_heads=4, head_dim=64, ffn_size=688, vocab_size=2048, tied=True,
     max_positions=4096,
 )  # fmt: skip
-CPU = Hardware(
-    kind="cpu",
-    devices=(Device(name="CPU", memory_bytes=16 * GIB, free_bytes=16 * GIB, bf16=False),),
-    cpu_threads=2,
-    ram_bytes=16 * GIB,
-)
 
 
 @pytest.fixture
@@ -96,21 +89,12 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
     ) -> Plan:  # fmt: skip
         (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
         (tmp_path / "labels.i32").write_bytes(array("i", [length // 2 for length in lengths]).tobytes())
-        split = PreparedSplit(
-            path=str(tmp_path), rows=len(lengths), dropped=0, tokens=sum(lengths), label_tokens=sum(lengths) // 2, longest=max(lengths),
-            median=sorted(lengths)[len(lengths) // 2], fingerprint=str(hash(tuple(lengths))), most_labels=max(lengths) // 2,
+        data = prepared_rows(
+            len(lengths), path=str(tmp_path), longest=max(lengths), most_labels=max(lengths) // 2, fingerprint=str(hash(tuple(lengths))),
+            tokens=sum(lengths), label_tokens=sum(lengths) // 2, median=sorted(lengths)[len(lengths) // 2],
         )  # fmt: skip
-        model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
         config = Config(model=ModelConfig(name="m", max_seq_len=longest), data=DataConfig(), train=TrainConfig(**train))
-        return make_plan(
-            Request(
-                config=config,
-                hardware=hardware,
-                shape=shape,
-                launch=request or LaunchRequest(),
-                prepared=Prepared(model=model, train=split, validation=None),
-            )
-        )
+        return plans.planned(config, hardware, request, shape=shape, prepared=data)
 
     return made
 

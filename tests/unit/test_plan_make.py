@@ -13,22 +13,17 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.launch.environment import Node, worker_environment
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import detect
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.hardware import GIB, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.request import Request
 from sft_play.plan.show import show_plan
-from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from sft_play.runs.prepared import Prepared
 from tests.documents import on_page
 from tests.nvml_double import MACHINES, move_to
+from tests.plans import CPU, planned, prepared_rows
 
 SMALL, QWEN, LLAMA = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Meta-Llama-3-8B"
-CPU = Hardware(
-    kind="cpu",
-    devices=(Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False),),
-    cpu_threads=8,
-    ram_bytes=32 * GIB,
-)
 
 
 def plan_of(
@@ -54,25 +49,8 @@ def plan_of(
     )  # fmt: skip
     assert not changes, changes
     typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
-    return make_plan(
-        Request(
-            config=config,
-            typed=typed.__contains__,
-            hardware=hardware,
-            shape=shape_of(config.model),
-            launch=request,
-            prepared=data or (prepared(rows) if rows else None),
-        )
-    )
-
-
-def prepared(rows: int, *, longest: int = 100, tokens: int = 60, labels: int = 20) -> Prepared:
-    split = PreparedSplit(
-        path="train", rows=rows, dropped=0, tokens=rows * tokens, label_tokens=rows * labels, most_labels=longest // 2, longest=longest,
-        median=tokens, fingerprint="f",
-    )  # fmt: skip
-    model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
-    return Prepared(model=model, train=split, validation=None)
+    data = data or (prepared_rows(rows, most_labels=50) if rows else None)
+    return planned(config, hardware, request, typed=typed.__contains__, prepared=data)
 
 
 def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
@@ -200,7 +178,7 @@ def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
 
 
 def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
-    ragged = prepared(64, longest=1000, tokens=200)
+    ragged = prepared_rows(64, longest=1000, each=200)
     case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "attn_implementation": "sdpa"}
     assert plan_of("H100", **case, data=ragged).layout == "flattened"
     even = plan_of("H100", **case)  # rows of one length need no padding, and no mask
@@ -390,7 +368,7 @@ def test_what_a_deepspeed_file_offloads_is_not_on_the_gpu() -> None:
 def test_flattened_rows_whose_mask_does_not_fit_are_padded() -> None:
     case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "gradient_checkpointing": False}
     case["attn_implementation"] = "sdpa"
-    case["data"] = prepared(64, longest=1024, tokens=200, labels=200)
+    case["data"] = prepared_rows(64, longest=1024, each=200, trained=200)
     assert plan_of("H100", **case).layout == "flattened"
     sizes = [plan_of(f"{size}GB", **case) for size in (46, 46.5, 47, 48)]
     assert {plan.layout for plan in sizes} == {"unmasked", "flattened"}

@@ -11,16 +11,15 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.hardware import network_speed, parse_hardware
-from sft_play.plan.make import make_plan
+from sft_play.plan.hardware import network_speed
 from sft_play.plan.memory import trainable_parameters
 from sft_play.plan.network import (
     communication_seconds,
     sent_bytes,
 )
 from sft_play.plan.plan import LaunchRequest, Plan, Setup
-from sft_play.plan.request import Request
 from sft_play.plan.show import show_plan
+from tests import plans
 from tests.documents import on_page
 
 LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
@@ -41,10 +40,7 @@ def config_of(
 
 def planned(hardware: str, config: Config, **request: Any) -> Plan:
     launch = LaunchRequest(**({"command_strategy": "auto"} | request))
-    typed = frozenset[str]().__contains__
-    return make_plan(
-        Request(config=config, typed=typed, hardware=parse_hardware(hardware), shape=shape_of(config.model), launch=launch)
-    )
+    return plans.planned(config, hardware, launch, typed=frozenset[str]().__contains__)
 
 
 def setup_for(strategy: str = "ddp", **changes: Any) -> Setup:

@@ -10,11 +10,9 @@ import pytest
 from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.architecture import has_moving_rope, shape_of
-from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.make import make_plan
 from sft_play.plan.plan import LaunchRequest, Plan
-from sft_play.plan.request import Request
 from sft_play.plan.show import show_plan
+from tests import plans
 
 QWEN = "Qwen/Qwen2.5-7B-Instruct"
 """28 heads, 4 of keys."""
@@ -28,7 +26,7 @@ def planned(hardware: str, size: int, *, shape: dict[str, Any] | None = None, no
     )
     request = LaunchRequest(command_strategy="auto", num_nodes=nodes)
     own = replace(shape_of(config.model), **(shape or {}))
-    return make_plan(Request(config=config, hardware=parse_hardware(hardware), shape=own, launch=request))
+    return plans.planned(config, hardware, request, shape=own)
 
 
 def test_groups_have_the_rows_and_ranks_the_slices() -> None:

@@ -9,14 +9,12 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError
-from sft_play.plan.architecture import shape_of
 from sft_play.plan.batch import spans
 from sft_play.plan.calibration import Calibration, StepFit, of_all_nodes
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
-from sft_play.plan.make import make_plan
+from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
-from sft_play.plan.request import Request
 from sft_play.plan.show import show_plan
+from tests import plans
 
 LLAMA2, SMALL = "meta-llama/Llama-2-7b-hf", "HuggingFaceTB/SmolLM2-135M-Instruct"
 LAN, CARDS = "12GB+8GB+8GB@1Gbit", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
@@ -32,10 +30,8 @@ def config_of(
     )  # fmt: skip
 
 
-def planned(hardware: Hardware | str, config: Config, **request: Any) -> Plan:
-    launch = LaunchRequest(**({"command_strategy": "auto"} | request))
-    found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    return make_plan(Request(config=config, hardware=found, shape=shape_of(config.model), launch=launch))
+def planned(hardware: Hardware | str, config: Config, calibration: Calibration | None = None, **request: Any) -> Plan:
+    return plans.planned(config, hardware, LaunchRequest(**({"command_strategy": "auto"} | request)), calibration=calibration)
 
 
 def counts(plan: Plan) -> tuple[int, ...]:
@@ -183,17 +179,7 @@ def test_shares_rest_on_what_each_node_measured_on_its_own_card() -> None:
     config = config_of(SMALL, "lora", seq=512, launch={"network": "10Gbit"})
 
     def shares(here: Calibration | None, *nodes: tuple[Calibration, ...]) -> tuple[int, ...]:
-        launch = LaunchRequest(command_strategy="auto", num_nodes=2, node_devices=met)
-        plan = make_plan(
-            Request(
-                config=config,
-                hardware=machine(*met[0]),
-                shape=shape_of(config.model),
-                launch=launch,
-                calibration=of_all_nodes(here, nodes),
-            )
-        )
-        return counts(plan)
+        return counts(planned(machine(*met[0]), config, of_all_nodes(here, nodes), num_nodes=2, node_devices=met))
 
     assert shares(fast, (fast,), ()) == (12, 12), "one of the two was never measured: both are guessed"
     assert shares(None, (), (slow,)) == (12, 12)

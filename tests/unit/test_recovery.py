@@ -24,13 +24,11 @@ from sft_play.launch.liveness import MemoryKills, counters_of
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, judge
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.make import make_plan
 from sft_play.plan.plan import LaunchRequest, Plan
-from sft_play.plan.request import Request
 from sft_play.runs.folder import RunFolder
 from sft_play.training.faults import ran_out_of_memory
 from tests.documents import on_page
+from tests.plans import planned
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\nLast error:\nFailed to CUDA calloc 6291456 bytes"
@@ -202,15 +200,7 @@ def config(**train: Any) -> Config:
 
 
 def plan(settings: Config, request: LaunchRequest, hardware: str = "2x80GB") -> Plan:
-    return make_plan(
-        Request(
-            config=settings,
-            typed=lambda _: True,
-            hardware=parse_hardware(hardware),
-            shape=shape_of(settings.model),
-            launch=request,
-        )
-    )
+    return planned(settings, hardware, request, typed=lambda _: True)
 
 
 REQUEST = LaunchRequest(command_strategy="auto")

@@ -11,11 +11,10 @@ from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
 from sft_play.errors import UserError
 from sft_play.launch.job import read_options
-from sft_play.plan.architecture import shape_of
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
-from sft_play.plan.make import make_plan
+from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.plan import LaunchRequest, Plan
-from sft_play.plan.request import DoesNotFitError, Remedy, Request
+from sft_play.plan.request import DoesNotFitError, Remedy
+from tests import plans
 from tests.conftest import ROOT
 
 V100 = Hardware(
@@ -26,11 +25,7 @@ OFFLOADED = LaunchRequest(command_strategy="zero", zero_stage=3, offload_optimiz
 
 
 def planned(config: Path, hardware: Hardware | str, typed: list[str], launch: LaunchRequest) -> Plan:
-    loaded = parse_call(["plan", f"CONFIG={config}", *typed], COMMANDS).load_config()
-    found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    return make_plan(
-        Request(config=loaded.config, typed=loaded.typed, hardware=found, shape=shape_of(loaded.config.model), launch=launch)
-    )
+    return plans.planned(parse_call(["plan", f"CONFIG={config}", *typed], COMMANDS).load_config(), hardware, launch)
 
 
 def outcome(config: Path, hardware: Hardware | str, typed: list[str], launch: LaunchRequest) -> tuple[bool, int]:
@@ -88,10 +83,7 @@ def typed_plan(command: str, words: list[str], hardware: str) -> Plan:
     """Returns the plan of a command line, read as training reads it."""
     call = parse_call([command, *words], COMMANDS)
     options, loaded = read_options(call, call.load_config(), COMMANDS_OF[command], rehearsal=True)  # type: ignore[arg-type]
-    shape = shape_of(loaded.config.model)
-    return make_plan(
-        Request(config=loaded.config, typed=loaded.typed, hardware=parse_hardware(hardware), shape=shape, launch=options.request)
-    )
+    return plans.planned(loaded, hardware, options.request)
 
 
 @pytest.mark.parametrize("hardware", ["8GB", "2x6GB"])

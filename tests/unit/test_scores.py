@@ -23,7 +23,6 @@ from sft_play.evaluation.scores import (
     how_scored,
     metrics_for,
     normalised,
-    perplexity,
     resamples,
     rouge,
     score_answers,
@@ -182,12 +181,6 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
             LibraryMetric(metric).check()
 
 
-def test_perplexity() -> None:
-    assert perplexity(0.0) == 1.0
-    assert perplexity(2.0) == pytest.approx(math.e**2)
-    assert math.isfinite(perplexity(1e6))
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 5))
 def test_every_row_is_answered_once_in_the_same_company(lengths: list[int], batch_size: int, world: int) -> None:
     alone, rounds = share_batches(lengths, batch_size, 0, 1)
@@ -198,12 +191,3 @@ def test_every_row_is_answered_once_in_the_same_company(lengths: list[int], batc
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     assert all(len(mine) in (all_rounds, all_rounds - 1) for mine, all_rounds in shared)
     assert max(lengths) == max(lengths[index] for index in alone[0])
-
-
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 4))
-def test_batches_of_one_source_each_hold_every_row_once(rows: list[tuple[int, int]], batch_size: int, world: int) -> None:
-    lengths, sources = [length for length, _ in rows], [source for _, source in rows]
-    shared = [share_batches(lengths, batch_size, rank, world, groups=sources) for rank in range(world)]
-    batches = [batch for mine, _ in shared for batch in mine]
-    assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
-    assert all(len({sources[index] for index in batch}) == 1 for batch in batches)

@@ -11,23 +11,19 @@ from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
 from sft_play.errors import UserError
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import Calibration, StepFit
-from sft_play.plan.hardware import BOARD_WATTS, GIB, Device, Hardware, energy_kwh, parse_hardware
-from sft_play.plan.make import make_plan
+from sft_play.plan.hardware import BOARD_WATTS, Hardware, energy_kwh, parse_hardware
 from sft_play.plan.mixture import Data
 from sft_play.plan.plan import LaunchRequest, Plan, Setup
-from sft_play.plan.request import Request
 from sft_play.plan.scaling import parse_price, parse_scale, scale_table, show_scale, with_cost
 from sft_play.plan.show import show_speed
 from sft_play.plan.throughput import describe_work, flops_per_token, step_flops
-from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from sft_play.runs.prepared import Prepared
+from tests.plans import CPU, planned, prepared_rows
 
 SMALL, LLAMA2, LLAMA3 = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
 SETUP = Setup(
     device="cpu", strategy="single", world_size=1, precision="fp32", weights_dtype="float32", optim="adamw_torch_fused",
     gradient_checkpointing=False, layout="flattened", attention="sdpa", label_share=1.0, row_tokens=256,
-)  # fmt: skip
-CPU = Hardware(
-    kind="cpu", devices=(Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False),), cpu_threads=4, ram_bytes=32 * GIB
 )  # fmt: skip
 
 
@@ -38,30 +34,15 @@ def config_of(name: str = SMALL, mode: Any = "lora", seq: int = 256, **train: An
     )  # fmt: skip
 
 
-def data_of(rows: int = 320, tokens: int = 100, labels: int = 20, longest: int = 150) -> Prepared:
-    split = PreparedSplit(
-        path="train", rows=rows, dropped=0, tokens=rows * tokens, label_tokens=rows * labels, longest=longest, median=tokens, fingerprint="f"
-    )  # fmt: skip
-    model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
-    return Prepared(model=model, train=split, validation=None)
-
-
 def plan_of(
-    hardware: Hardware | str, config: Config | None = None, prepared: Prepared | None = None, calibration: Calibration | None = None, **launch: Any
-) -> Plan:  # fmt: skip
-    hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    config = config or config_of()
+    hardware: Hardware | str,
+    config: Config | None = None,
+    prepared: Prepared | None = None,
+    calibration: Any = None,
+    **launch: Any,
+) -> Plan:
     request = LaunchRequest(**({"command_strategy": "auto"} | launch))
-    return make_plan(
-        Request(
-            config=config,
-            hardware=hardware,
-            shape=shape_of(config.model),
-            launch=request,
-            prepared=prepared,
-            calibration=calibration,
-        )
-    )
+    return planned(config or config_of(), hardware, request, prepared=prepared, calibration=calibration)
 
 
 # Operations.
@@ -85,7 +66,7 @@ def fit_of(config: Config, **changes: Any) -> StepFit:
     values: dict[str, Any] = {
         "work": describe_work(config, shape_of(config.model), replace(SETUP, attention="varlen")),
         "model": config.model.name, "seconds_per_micro_step": 0.5,
-        "flops_per_second": 2e11, "threads": 4.0, "layers": 30, "flops_per_token": 5e8, "points": 8, "spread": 0.01,
+        "flops_per_second": 2e11, "threads": float(CPU.cpu_threads), "layers": 30, "flops_per_token": 5e8, "points": 8, "spread": 0.01,
         "measured": "2026-11-21",
     }  # fmt: skip
     return StepFit(**(values | changes))
@@ -93,11 +74,11 @@ def fit_of(config: Config, **changes: Any) -> StepFit:
 
 def measured(*fits: StepFit, **changes: Any) -> Calibration:
     values: dict[str, Any] = {"matmul_flops": {"1024": 4e11}, "bandwidth": 1e10, "steps": fits}
-    return Calibration(device="a CPU", kind="cpu", threads=4, measured="2026-11-21", **(values | changes))
+    return Calibration(device="a CPU", kind="cpu", threads=CPU.cpu_threads, measured="2026-11-21", **(values | changes))
 
 
 def test_a_calibrated_step_is_its_line() -> None:
-    config, data = config_of(global_batch_size=8), data_of()
+    config, data = config_of(global_batch_size=8), prepared_rows(each=100, longest=150)
     plan = plan_of(CPU, config, data, measured(fit_of(config)), command_strategy="single")
     shape = shape_of(config.model)
     setup = replace(SETUP, attention="varlen")
@@ -116,9 +97,9 @@ def test_a_calibrated_step_is_its_line() -> None:
 def test_other_work_says_that_it_is_a_guess() -> None:
     config = config_of(global_batch_size=8)
     full = config_of(mode="full", global_batch_size=8)
-    plan = plan_of(CPU, full, data_of(), measured(fit_of(config)), command_strategy="single")
+    plan = plan_of(CPU, full, prepared_rows(each=100, longest=150), measured(fit_of(config)), command_strategy="single")
     assert plan.speed_basis == f"by `make bench` with {SMALL} on 2026-11-21, other work than this"
-    none = plan_of(CPU, config, data_of(), command_strategy="single")
+    none = plan_of(CPU, config, prepared_rows(each=100, longest=150), command_strategy="single")
     assert none.speed_basis == "a prior, not measured here" and none.mfu is None
 
 
@@ -165,10 +146,7 @@ def test_nonsense_is_one_clear_error(text: str) -> None:
 def table(hardware: str, counts: tuple[int, ...], config: Config, **launch: Any) -> Any:
     described, request = parse_hardware(hardware), LaunchRequest(**({"command_strategy": "single"} | launch))
 
-    def plan_with(case: Hardware, asked: LaunchRequest) -> Plan:
-        return make_plan(Request(config=config, hardware=case, shape=shape_of(config.model), launch=asked))
-
-    rows = scale_table(plan_with, described, request, counts, 2.0)
+    rows = scale_table(lambda case, asked: planned(config, case, asked), described, request, counts, 2.0)
     return rows, show_scale(rows, described, request, "a prior")
 
 
