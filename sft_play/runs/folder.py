@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import read_json, read_json_lines
+from sft_play.files import read_json_lines, read_object
 
 OWN = "SFT_PLAY_OWN_FOLDER"
 """Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
@@ -269,20 +269,13 @@ def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
     """Returns an evaluation's scores; `None` where none was finished, or its answers are gone."""
-    try:
-        scores: dict[str, Any] = read_json(folder / SCORES)
-    except (OSError, ValueError):
-        return None
-    return scores if not scores.get("answers") or (folder / PREDICTIONS).is_file() else None
+    scores = read_object(folder / SCORES)
+    return scores if scores and (not scores.get("answers") or (folder / PREDICTIONS).is_file()) else None
 
 
 def read_benchmarks(folder: Path) -> dict[str, Any] | None:
     """Returns what standard benchmarks found for these weights; `None` where none was run."""
-    try:
-        found: dict[str, Any] = read_json(folder / BENCHMARKS)
-    except (OSError, ValueError):
-        return None
-    return found
+    return read_object(folder / BENCHMARKS) or None
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
