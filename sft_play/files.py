@@ -170,16 +170,16 @@ def current_umask() -> int:
 
 
 def lock(path: Path, *, shared: bool = False) -> int | None:
-    """Lock a file, which is made where it is missing, until the returned descriptor is closed or this process ends.
+    """Lock a file until the returned descriptor is closed or this process ends; a missing one is created, unless `shared`.
 
-    Return `None` while another process holds it. Raise `OSError` for a file that cannot be made, or a disk without locks.
+    Return `None` while another process holds it. Raise `OSError` for a file that cannot be opened, or a disk without locks.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        if isinstance(error, BlockingIOError):
+        if error.errno in (errno.EAGAIN, errno.EACCES):
             return None
         raise
     return descriptor

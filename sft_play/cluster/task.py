@@ -380,11 +380,9 @@ def controller(run: RunFolder) -> psutil.Process | None:
     """Return the process of this machine that controls a run over its cluster now; `None` where there is none."""
     path = lock_file(run)
     with contextlib.suppress(OSError, ValueError, LookupError, psutil.Error):
-        descriptor = lock(path, shared=True) if path.is_file() else -1
-        if descriptor is None:
+        if (descriptor := lock(path, shared=True)) is None:
             return psutil.Process(int(_owner(path)["pid"]))
-        if descriptor >= 0:
-            os.close(descriptor)
+        os.close(descriptor)
     return None
 
 

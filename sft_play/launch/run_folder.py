@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import shutil
@@ -17,7 +15,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import append_json_line, disk_errors_told, read_json, read_json_lines
+from sft_play.files import append_json_line, disk_errors_told, lock, read_json, read_json_lines
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
@@ -26,8 +24,6 @@ from sft_play.runs.manifest import SHARDED
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
-TAKEN = (errno.EAGAIN, errno.EACCES)
-"""What a lock that another process holds gives; any other error says that the disk knows no locks."""
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 
@@ -98,30 +94,34 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) keeps no run from being trained: that a
     second launcher would not be noticed is said.
     """
-    path = run.path / f".launcher-node{node_rank}.lock"
+    path, descriptor = run.path / f".launcher-node{node_rank}.lock", None
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        stream = path.open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise _not_writable(run, error) from error
-    try:
+    with stream:
         try:
-            _lock(descriptor)
-        except OSError as error:
-            if error.errno in TAKEN:
-                owner = os.read(descriptor, 20).decode(errors="replace").strip()
+            for _ in range(10):  # `make runs`, which only looks, has it for a moment
+                if (descriptor := lock(path)) is not None:
+                    break
+                time.sleep(0.02)
+            else:
+                stream.seek(0)
                 raise UserError(
-                    f"the run `{run.name}` is in use: process {owner or '?'} trains it",
+                    f"the run `{run.name}` is in use: process {stream.readline().strip() or '?'} trains it",
                     hint="wait for it, or end that process first",
-                ) from None
+                )
+        except OSError as error:
             print(_without_locks(run, error), file=sys.stderr, flush=True)
         try:
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            path.write_text(f"{os.getpid()}\n", encoding="utf-8")
         except OSError as error:
             raise _not_writable(run, error) from error
-        yield
-    finally:
-        os.close(descriptor)
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
@@ -135,16 +135,6 @@ def _without_locks(run: RunFolder, error: OSError) -> str:
         f"warning: {run.path}: its disk knows no locks ({error.strerror}), so a second launcher of this run would not be refused: start"
         f" none\n\nhint: {mounted}"
     )
-
-
-def _lock(descriptor: int) -> None:
-    """Takes the lock. Raises `OSError` when it stays with another: one that only looks (`make runs`) has it for a moment."""
-    for _ in range(10):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(0.02)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:

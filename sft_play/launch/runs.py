@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import os
 import re
 import signal
 import sys
@@ -18,6 +18,7 @@ import psutil
 
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
+from sft_play.files import lock
 from sft_play.launch.process import is_alive
 from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
@@ -45,13 +46,12 @@ def holders(run: RunFolder) -> list[Holder]:
 
 def _is_locked(path: Path) -> bool:
     try:
-        with path.open("rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        descriptor = lock(path, shared=True)
     except OSError:  # a disk without file locks: then only a launcher of this machine can be known
         return _owner(path) is not None
-    return False
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None
 
 
 def _owner(path: Path) -> psutil.Process | None:
