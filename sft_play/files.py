@@ -200,7 +200,9 @@ def sync_folder(path: Path) -> None:
 FULL_BYTES = 2**20
 """A disk with less free is full: a write that failed, or a rank that left no record, is explained by it."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EFBIG})
+UNWRITABLE = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EFBIG, errno.ENOTDIR}
+)
 RUST = re.compile(r"os error (\d+)\b")
 """How safetensors names an error of the system."""
 _unwritten: set[str] = set()
@@ -265,10 +267,10 @@ def disk_problem(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def disk_errors_told(place: Path, hint: Callable[[bool], str]) -> Iterator[None]:
+def disk_errors_told(place: Path, hint: Callable[[bool, Path], str]) -> Iterator[None]:
     """Turn an `OSError` of a disk that is full or cannot be written into a `HardwareError` at the file that it names, else at `place`.
 
-    `hint` is given whether the disk is full. A permission that no file is named for says nothing of a disk: such an error passes.
+    `hint` is given whether the disk is full, and that place. A permission that no file is named for says nothing of a disk: such an error passes.
     """
     try:
         yield
@@ -279,7 +281,7 @@ def disk_errors_told(place: Path, hint: Callable[[bool], str]) -> Iterator[None]
             raise
         where = os.fsdecode(error.filename) if named else str(place)
         text = disk_problem(error) if full else f"cannot be written: {error.strerror}"
-        raise HardwareError(text, place=where, hint=hint(full)) from error
+        raise HardwareError(text, place=where, hint=hint(full, Path(where))) from error
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ starts, writes `prepared.json` into the run's folder.
 from __future__ import annotations
 
 import argparse
-import errno
 import functools
 import json
 import logging
@@ -25,8 +24,8 @@ from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
-from sft_play.errors import HardwareError, UserError
-from sft_play.files import read_json
+from sft_play.errors import UserError
+from sft_play.files import disk_errors_told, read_json
 from sft_play.launch.process import console_may_go, ended_by_signals
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.mixture import mixture_of
@@ -71,30 +70,14 @@ def data(call: Call) -> int:
 def _stopped_in_order() -> Iterator[None]:
     """Let signals end the preparation so that its processes end and nothing half-written stays; report a disk's error in one line."""
     here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody handle signals
-    with ended_by_signals() if here else nullcontext(), disk_errors_told():
+    with ended_by_signals() if here else nullcontext(), disk_errors_told(cache_folder(), place_hint):
         yield
 
 
-@contextmanager
-def disk_errors_told() -> Iterator[None]:
-    """Turn an `OSError` of the body that says that a disk is full or cannot be written into a `HardwareError` with its place."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise
-        cache = cache_folder()
-        place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else cache
-        what, hint = (
-            "the model or the prepared data",
-            f"the cache is `{cache}`: free some space there, or set SFT_PLAY_CACHE to another folder",
-        )
-        if place.name == RunFolder(place.parent).prepared.name:
-            what, hint = (
-                "what was prepared",
-                f"free some space in `{place.parent}`, or make it writable: `df` and `mount` say more",
-            )
-        raise HardwareError(f"{what} cannot be written: {os.strerror(error.errno)}", place=str(place), hint=hint) from error
+def place_hint(_: bool, where: Path) -> str:
+    if where.name == RunFolder(where.parent).prepared.name:
+        return f"free some space in `{where.parent}`, or make it writable: `df` and `mount` say more"
+    return f"the cache is `{cache_folder()}`: free some space there, or set SFT_PLAY_CACHE to another folder"
 
 
 def prepare_run(run: RunFolder, *, scored: bool = False) -> Prepared:

@@ -72,7 +72,7 @@ def main(call: Call) -> int:
     task = read_task(call)
     with (
         ended_by_signals(),
-        disk_errors_told(task.run.path, lambda full: "`df` says what is full" if full else "`mount` and `dmesg` may say why"),
+        disk_errors_told(task.run.path, lambda full, _: "`df` says what is full" if full else "`mount` and `dmesg` may say why"),
         controlling(task.run, task.inventory.path) as note,
     ):
         facts = chosen(task)

@@ -313,7 +313,7 @@ def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
 def disk_refusals_told(run: RunFolder) -> AbstractContextManager[None]:
     """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its place."""
 
-    def hint(full: bool) -> str:
+    def hint(full: bool, _: Path) -> str:
         then = f"make resume RUN={run.name}" if has_started(run) else "the same command again"
         return f"{'free some space' if full else '`mount` and `dmesg` may say why'}, then: {then}"
 

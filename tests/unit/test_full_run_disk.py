@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import write_json
+from sft_play.files import disk_errors_told, write_json
 from sft_play.launch.resume import restored_on_error
-from sft_play.prepare import disk_errors_told
+from sft_play.prepare import place_hint
 from sft_play.runs.folder import RunFolder, cache_folder
 
 
@@ -39,7 +39,10 @@ def fill(folder: Path) -> None:
 def test_what_is_written_names_the_run_that_is_full_and_not_the_cache(small: RunFolder) -> None:
     small.prepared.write_text("{}")
     fill(small.path)
-    with pytest.raises(HardwareError, match="what was prepared cannot be written: No space left") as refused, disk_errors_told():
+    with (
+        pytest.raises(HardwareError, match="no space is left on the disk") as refused,
+        disk_errors_told(cache_folder(), place_hint),
+    ):
         write_json(small.prepared, {"model": "x" * 9000})
     assert (refused.value.exit_code, refused.value.place) == (3, str(small.prepared))
     assert str(small.path) in (refused.value.hint or "") and str(cache_folder()) not in refused.value.render()
