@@ -99,7 +99,7 @@ class RunFolder:
 
     @property
     def tries(self) -> Path:
-        """What `schedulers.tries` counts, beside the folder: a launch that ends before its workers start takes the folder away."""
+        """What `schedulers.entry` counts, beside the folder: a launch that ends before its workers start takes the folder away."""
         return self.path.with_name(f".{self.name}.tries.json")
 
     @property

@@ -3,8 +3,12 @@
 Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`, `SKYPILOT_*`, `SLURM_*`); here they become
 `NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type by hand, with `LAUNCH_AUTO_RESUME=true`, so that
 the same container starts a run and continues it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart
-policy `ExitCode` tries again only from 128 on (contract section 7). Where `SFT_PLAY_MAX_RESTARTS` says how often that may fail,
-node 0 counts (`schedulers.tries`) and ends for good with 3.
+policy `ExitCode` tries again only from 128 on (contract section 7).
+
+A PyTorchJob with `ExitCode` and a SkyPilot task with `recover_on_exit_codes` know no limit (kubeflow/trainer#2045: `backoffLimit` counts
+restarts of containers, and these pods are recreated). Where `SFT_PLAY_MAX_RESTARTS` gives one, node 0 counts in a file next to the run's
+folder, which is removed where a launch ended before its workers started, and ends for good with 3. The count starts over with a newer
+checkpoint, another run of that name, and an end that is not tried again. `LOST` before any worker is not counted: pods had not come.
 """
 
 from __future__ import annotations
@@ -21,18 +25,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from sft_play.errors import HardwareError, RetryableError, UserError
+from sft_play.files import read_json, remove_half_written, write_json
 from sft_play.launch.process import ended_by_signals
+from sft_play.launch.run_folder import read_events
 from sft_play.launch.settings import NO_FILE
-from sft_play.schedulers import tries
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
+from sft_play.runs.checkpoints import published, step_of
+from sft_play.runs.folder import RunFolder, runs_folder
 
 TRAINING = frozenset({
     "quickstart", "train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb", "train-fsdp",
 })  # fmt: skip
 """Commands that start a run, and with `launch.auto_resume` continue it."""
 LAUNCHED = TRAINING | {"resume"}
-WORTH_ANOTHER_TRY, FOR_KUBERNETES = 75, 175
+FOR_KUBERNETES = 175
+LIMIT = "SFT_PLAY_MAX_RESTARTS"
+"""Variable of a pod: how often in a row it may be tried again without a newer checkpoint (`kubernetes.max_restarts`)."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 JOIN_SECONDS = 600
 """As `launch.join_seconds`; `LAUNCH_JOIN_SECONDS=` among the words wins."""
@@ -56,12 +67,12 @@ class Place:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command at this container's place and returns its exit code, 175 for 75, 3 when that failed too often."""
     words = list(sys.argv[1:] if words is None else words)
-    counted: tries.Tries | None = None
+    counted: Tries | None = None
     try:
         with ended_by_signals():  # process 1 of a container hears no signal that it has no handler for
             command = normalised(words, os.environ)
             if words and words[0] in LAUNCHED:
-                counted = tries.begin(command, os.environ)
+                counted = begin_try(command, os.environ)
                 _wait_for_master(_typed(command))
                 print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
             code = supervised([sys.executable, "-m", "sft_play", *command])
@@ -74,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
         code = stop.code if isinstance(stop.code, int) else 1
     if counted:
         code = counted.end(code)
-    return FOR_KUBERNETES if code == WORTH_ANOTHER_TRY else code
+    return FOR_KUBERNETES if code == LOST else code
 
 
 def normalised(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -252,6 +263,113 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
             print(f"entry: waiting up to {seconds} s for the name `{master}`", file=sys.stderr, flush=True)
             told = True
         time.sleep(1)
+
+
+# ---- Tries without a newer checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tries:
+    """The tries in a row without a newer checkpoint, the one that is under way included."""
+
+    run: RunFolder
+    limit: int
+    """Restarts that are allowed in a row: one try more than that."""
+    used: int
+    step: int
+    """Of the newest checkpoint when this try began; 0 without one."""
+    events: int
+    """Of the run when this try began."""
+    began: float | None = None
+    """When the run had its first event, in seconds since 1970; `None` before that."""
+
+    def end(self, code: int) -> int:
+        """Returns the code with which the container ends: `code`, or 3 where another try would be one too many, with the reason on stderr."""
+        if code in (130, 143) or (
+            code == LOST and not any(event["event"] in ("started", "resumed") for event in _events(self.run)[self.events :])
+        ):
+            self._save(self.used - 1)  # somebody asked for it, or others had not come: no failure
+        elif code < 128 and code != LOST:
+            self.run.tries.unlink(missing_ok=True)
+        elif _newest_step(self.run) == self.step and (
+            problem := _hopeless(self.run, self.limit, self.used, self.step, self.events)
+        ):
+            self.run.tries.unlink(missing_ok=True)
+            print(f"\n{problem.render()}", file=sys.stderr, flush=True)
+            return problem.exit_code
+        else:
+            self._save(self.used)
+        return code
+
+    def _save(self, used: int) -> None:
+        found = {"used": used, "step": self.step, "events": self.events, "began": _began(self.run) or self.began}
+        with contextlib.suppress(OSError):  # a full disk ends the run by itself, with its own reason
+            write_json(self.run.tries, found)
+
+
+def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
+    """Counts this try of a command on node 0; `None` elsewhere, and where nobody gave a limit.
+
+    Raises `HardwareError` where the tries before this one are used up: a pod that the kernel killed could not say so itself.
+    """
+    typed = _typed(words)
+    limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
+    if not limit or not name or typed.get("NODE_RANK", "0") != "0":
+        return None
+    run = RunFolder(runs_folder() / name)
+    with contextlib.suppress(OSError):
+        remove_half_written(run.tries)
+    step, began, (used, step_before, events_before, began_before) = _newest_step(run), _began(run), _saved(run)
+    if step_before != step or began_before not in (None, began):
+        used = 0
+    if used and (problem := _hopeless(run, limit, used, step, events_before)):
+        run.tries.unlink(missing_ok=True)
+        raise problem
+    tries = Tries(run=run, limit=limit, used=used + 1, step=step, events=len(_events(run)), began=began)
+    tries._save(tries.used)
+    return tries
+
+
+def _hopeless(run: RunFolder, limit: int, used: int, step: int, events: int) -> HardwareError | None:
+    """Returns why there is no sense in another try."""
+    missing = f"no newer checkpoint than that of step {step}" if step else "no checkpoint"
+    if any(event["event"] == "failed" and event.get("cause") == OUT_OF_MEMORY for event in _events(run)[events:]):
+        why = f"memory ran out for good, and there is {missing}: another try would end in the same way"
+        hint = "docs/reliability.md says what needs less memory; the job can be submitted again when that is mended"
+    elif used > limit:
+        why = f"{used} tries in a row made {missing}, and `kubernetes.max_restarts` is {limit}"
+        hint = f"the reasons are above and in `{run.events}`; the count starts over for a job that is submitted again"
+    else:
+        return None
+    return HardwareError(why, place=f"run {run.name}", hint=hint)
+
+
+def _saved(run: RunFolder) -> tuple[int, int, int, float | None]:
+    """Returns tries, step, events and the run's beginning as the last try left them; no tries where nothing can be read."""
+    try:
+        found = read_json(run.tries)
+        began = found.get("began")
+        return int(found["used"]), int(found["step"]), int(found["events"]), None if began is None else float(began)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return 0, 0, 0, None
+
+
+def _newest_step(run: RunFolder) -> int:
+    """Returns the step of the newest checkpoint, unchecked; 0 without one."""
+    with contextlib.suppress(OSError):
+        return max(map(step_of, published(run)), default=0)
+    return 0
+
+
+def _began(run: RunFolder) -> float | None:
+    """Returns the time of the run's first event, by which it is told from another in a folder of that name; `None` without one."""
+    return next((event.get("time") for event in _events(run)), None)
+
+
+def _events(run: RunFolder) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        return read_events(run)
+    return []
 
 
 if __name__ == "__main__":

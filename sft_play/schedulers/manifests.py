@@ -12,7 +12,7 @@ from sft_play.config.schedulers import KubernetesConfig, quantity
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.environment import VARIABLE as KEY
 from sft_play.plan.hardware import CATALOGUE
-from sft_play.schedulers.tries import LIMIT
+from sft_play.schedulers.entry import LIMIT
 
 Document = dict[str, Any]
 PLACES = {"models": "/models", "runs": "/runs", "tracking": "/tracking"}
@@ -221,7 +221,7 @@ def _pytorchjob(spec: Spec) -> list[Document]:
 
     `ExitCode` starts pods again from exit code 128 on: a lost peer (75, which the entry point makes 175), a stop that saved (143), a
     kill by the kernel (137). `backoffLimit` would be no limit (kubeflow/trainer#2045): pods are recreated, and none has restarted. The
-    Master's entry point counts (`schedulers.tries`), and ends the job.
+    Master's entry point counts (`schedulers.entry`), and ends the job.
     """
     restart = "ExitCode" if spec.settings.max_restarts else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": restart, "template": _pod(spec, "pytorch")}}
@@ -315,7 +315,7 @@ CARDS = {"A100": "A100-80GB", "A100-40GB": "A100", "H100PCIe": "H100", "RTX6000A
 """Our catalogue's name -> SkyPilot's, where they differ."""
 RETRIED = 175
 """The entry point's code for a lost peer; all others are permanent. SkyPilot itself recovers a preempted machine. It knows no limit, so the
-entry point counts (`schedulers.tries`): where run folders outlive the machine."""
+entry point counts (`schedulers.entry`): where run folders outlive the machine."""
 IN_MODELS = {"HF_HOME": "huggingface", "SFT_PLAY_CACHE": "cache"}
 """Variables that name folders among the models -> those folders."""
 SETUP = """\

@@ -181,7 +181,9 @@ def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[s
     assert "make resume RUN=end" in err
     assert "Traceback" not in err
     last = json.loads((tmp_path / "end" / "events.jsonl").read_text().splitlines()[-1])
-    assert (last["event"], last["cause"]) == ("failed", "out_of_memory"), "a container's entry point goes by it (launch.tries)"
+    assert (last["event"], last["cause"]) == ("failed", "out_of_memory"), (
+        "a container's entry point goes by it (schedulers.entry)"
+    )
     assert "Traceback" in (tmp_path / "end" / "logs" / "rank0.log").read_text()
     record = json.loads((tmp_path / "end" / "logs" / "exit-rank0.json").read_text())
     assert (record["code"], record["cause"], record["doing"]["phase"], record["doing"]["step"]) == (

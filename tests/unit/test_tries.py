@@ -9,8 +9,7 @@ import pytest
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.run_folder import record_event
 from sft_play.runs.folder import RunFolder
-from sft_play.schedulers.entry import main
-from sft_play.schedulers.tries import LIMIT, Tries, begin
+from sft_play.schedulers.entry import LIMIT, Tries, begin_try, main
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
 LOST = 75
@@ -24,7 +23,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def one(*more: str, limit: int = 2) -> Tries:
-    tries = begin([*WORDS, *more], {LIMIT: str(limit)})
+    tries = begin_try([*WORDS, *more], {LIMIT: str(limit)})
     assert tries is not None
     return tries
 
@@ -97,13 +96,13 @@ def test_memory_that_ran_out_for_good_is_not_tried_again(run: RunFolder, capsys:
 
 
 def test_only_node_0_counts_and_only_where_there_is_a_limit(run: RunFolder) -> None:
-    assert begin([*WORDS, "NODE_RANK=1"], {LIMIT: "2"}) is None
-    assert begin(WORDS, {}) is None
-    assert begin(WORDS, {LIMIT: "0"}) is None
-    assert begin(WORDS[:2], {LIMIT: "2"}) is None
-    assert begin([*WORDS, "NODE_RANK=0"], {LIMIT: "2"}) is not None
+    assert begin_try([*WORDS, "NODE_RANK=1"], {LIMIT: "2"}) is None
+    assert begin_try(WORDS, {}) is None
+    assert begin_try(WORDS, {LIMIT: "0"}) is None
+    assert begin_try(WORDS[:2], {LIMIT: "2"}) is None
+    assert begin_try([*WORDS, "NODE_RANK=0"], {LIMIT: "2"}) is not None
     with pytest.raises(UserError, match="expected an integer"):
-        begin(WORDS, {LIMIT: "many"})
+        begin_try(WORDS, {LIMIT: "many"})
 
 
 def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> None:
