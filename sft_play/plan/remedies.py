@@ -113,7 +113,8 @@ def _tried(request: Request, changed: Request, text: str, decide: Decide, setup:
     if need >= before:
         return None
     slower = None
-    if other.strategy == setup.strategy and not other.offload_parameters:
+    alike = (other.strategy, other.copies, other.sequence_parallel) == (setup.strategy, setup.copies, setup.sequence_parallel)
+    if alike and not other.offload_parameters:
         device = min(request.hardware.devices, key=lambda one: one.peak_flops or 0.0)
         now = token_cost(request.config, request.shape, setup, rows, device)
         slower = token_cost(changed.config, request.shape, other, rows, device) / now
@@ -169,6 +170,17 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
     if config.tuning.mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
         held = replace(halved, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
         add_strategy(f"make train-deepspeed DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}", "zero3", held)
+    alone = setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1 and config.launch.strategy in ("auto", "ddp")
+    if alone and setup.world_size > 1:
+        groups = setup.world_size // request.launch.num_nodes
+        for key, value in (("strategy", "pipeline"), ("tensor_parallel", groups), ("sequence_parallel", groups)):
+            other = replace(pinned, launch=replace(config.launch, **cast(Any, {key: value})))
+            add(
+                f"make train-distributed LAUNCH_{key.upper()}={value}",
+                other,
+                f"launch.{key}",
+                launch=replace(halved, command_strategy="auto"),
+            )
     return found
 
 

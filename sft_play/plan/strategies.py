@@ -129,7 +129,8 @@ def settle(
         smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
         reasons.append(
             f"SLOW: {who} forces {setup.strategy} over {network}: {gathering_arithmetic(request, setup)}. "
-            f"Replicas (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit"
+            f"Replicas (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit. A pipeline "
+            "(`LAUNCH_STRATEGY=pipeline`) sends hidden states alone"
         )
     return setup, fitting
 

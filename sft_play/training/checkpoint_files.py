@@ -276,17 +276,21 @@ def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
     if trainer.is_fsdp_enabled:
         # accelerate's own `get_state_dict` would gather a frozen base too, at every save; adapters alone are written.
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
-        whole = get_model_state_dict(trainer.model, options=options)
-        tied = getattr(trainer.model, "all_tied_weights_keys", {})  # gathered twice: the head and the embedding that it is
-        return {name: value for name, value in whole.items() if name not in tied}
+        return _once(get_model_state_dict(trainer.model, options=options), trainer.model)
     if trainer.is_deepspeed_enabled:
         if context.plan.strategy == "zero3" and adapters:
             return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-        return trainer.accelerator.get_state_dict(trainer.deepspeed)
+        return _once(trainer.accelerator.get_state_dict(trainer.deepspeed) or {}, trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if trainer.parts is None:
         return model.state_dict()
     return trainer.parts.whole_state({name: one for name, one in model.named_parameters() if one.requires_grad or not adapters})
+
+
+def _once(whole: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Returns what was gathered without its second copies: a head that is the embedding."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    return {name: value for name, value in whole.items() if name not in tied}
 
 
 def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:

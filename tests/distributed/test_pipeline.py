@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import environment, metrics, ragged_rows, run_program
-from tests.distributed.test_sequence_parallel import STEPS, same, train
-from tests.distributed.test_tensor_parallel import SAVED, weights
+from tests.distributed.test_sequence_parallel import STEPS, same, train, weights
+from tests.distributed.test_tensor_parallel import SAVED
 from tests.tiny_models import build_tiny_llama
 
 PP = ("LAUNCH_STRATEGY=pipeline",)
@@ -93,3 +93,28 @@ def test_what_cannot_be_staged_is_refused_before_the_launch(
 ) -> None:
     done = run_program([command, f"CONFIG={config}", "RUN_NAME=refused", *words], environment(cache, session_runs))
     assert done.code == 2 and said in done.err and not (session_runs / "refused").exists(), done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["NUM_GPUS=4"], id="data"),
+        pytest.param(["NUM_GPUS=4", "LAUNCH_TENSOR_PARALLEL=4"], id="tensor"),
+        pytest.param(["NUM_GPUS=4", *PP], id="pipeline"),
+        pytest.param(["NUM_GPUS=4", *PP, "LAUNCH_STAGES=2"], id="2 x 2 stages"),
+        pytest.param(["NUM_GPUS=4", "LAUNCH_TENSOR_PARALLEL=2"], id="2 x 2 slices"),
+    ],
+)
+@pytest.mark.long
+def test_a_model_from_scratch_is_the_same_in_every_way(words: list[str], config: Path, cache: Path, session_runs: Path) -> None:
+    """By four processes, as guides have it: data, layers in slices, layers one after the other, and two by two."""
+    scratch = config.parent / "scratch.yaml"
+    shape = "init: random, vocab_size: 1024, hidden_size: 64, attention_heads: 4, layers: 4, tokenizer"
+    scratch.write_text(config.read_text().replace("{name:", f"{{{shape}:"))
+    whole = train(scratch, session_runs / "scratch", cache, "train", ["TUNING_MODE=full", "TRAIN_BATCH_SIZE=8"])
+    name = "scratch-" + "-".join(words).lower().replace("=", "-")
+    run = train(scratch, session_runs / name, cache, "train-distributed", ["TUNING_MODE=full", "TRAIN_BATCH_SIZE=1", *words])
+    same(run, whole)
+    found, wanted = weights(run), weights(whole)
+    assert found.keys() == wanted.keys()
+    assert all((found[name] - wanted[name]).abs().max() <= 1e-5 for name in wanted)

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.conftest import environment, metrics, ragged_rows, run_program
+from tests.tiny_models import build_tiny_llama
 
 STEPS = 4
 TOLERANCE = 1e-5
@@ -41,6 +44,11 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         encoding="utf-8",
     )
     return path
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Returns what a run trained."""
+    return {name: tensor for path in (run / "model").glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def train(config: Path, run: Path, cache: Path, command: str, words: Sequence[str]) -> Path:
@@ -76,9 +84,28 @@ def test_slices_give_the_same_updates(mode: str, way: str, config: Path, cache: 
     plan = json.loads((run / "plan.json").read_text())
     groups = plan["world_size"] // plan["sequence_parallel"]
     assert plan["sequence_parallel"] == (4 if way == "sp4" else 2) and groups * plan["sequence_parallel"] == plan["world_size"]
+    found, wanted = weights(run), weights(baseline)
+    assert found.keys() == wanted.keys() and all((found[name] - wanted[name]).abs().max() <= 1e-5 for name in wanted)
     for mine, whole in zip(metrics(run), metrics(baseline), strict=True):
         assert sum(mine["rank_tokens"]) == sum(whole["rank_tokens"])
         assert len(mine["rank_tokens"]) == plan["world_size"] and all(mine["rank_rows"])
+
+
+@pytest.mark.long
+def test_a_row_of_32768_tokens_on_four_ranks(tmp_path: Path, cache: Path) -> None:
+    model = build_tiny_llama(tmp_path / "model", max_position_embeddings=32768, num_hidden_layers=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "word and more words " * 20_000}) + "\n" for _ in range(1)))
+    config = tmp_path / "long.yaml"
+    config.write_text(
+        f"model: {{name: {model}, max_seq_len: 32768}}\ntuning: {{mode: lora, task: cpt}}\ndata: {{train_path: {rows}, val_path: {rows}}}\n"
+        "train: {global_batch_size: 1, max_steps: 2, learning_rate: 1.0e-3, save_strategy: 'no'}\n"
+    )
+    runs = tmp_path / "runs"
+    whole = train(config, runs / "whole", cache, "train", [])
+    sliced = train(config, runs / "sliced", cache, "train-distributed", ["NUM_GPUS=4", "LAUNCH_SEQUENCE_PARALLEL=4"])
+    same(sliced, whole)
+    assert all(row["rank_tokens"] == [8192] * 4 for row in metrics(sliced))
 
 
 @pytest.mark.long

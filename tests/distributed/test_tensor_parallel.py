@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.conftest import environment, metrics, ragged_rows, run_program
-from tests.distributed.test_sequence_parallel import STEPS, same, train
+from tests.distributed.test_sequence_parallel import STEPS, same, train, weights
 
 TP2 = ("LAUNCH_TENSOR_PARALLEL=2",)
 WAYS = {
@@ -44,10 +42,6 @@ def answers(run: Path) -> list[str]:
     """Returns what the model answered at the end of training."""
     path = run / "eval" / f"step-{STEPS:06}" / "predictions.jsonl"
     return [json.loads(line)["answer"] for line in path.read_text().splitlines()]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in (run / "model").glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize(
