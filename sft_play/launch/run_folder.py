@@ -94,15 +94,16 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) keeps no run from being trained: that a
     second launcher would not be noticed is said.
     """
-    path, descriptor = run.path / f".launcher-node{node_rank}.lock", None
+    path = run.path / f".launcher-node{node_rank}.lock"
     try:
         stream = path.open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise _not_writable(run, error) from error
-    with stream:
+    with stream, contextlib.ExitStack() as locked:
         try:
             for _ in range(10):  # `make runs`, which only looks, has it for a moment
                 if (descriptor := lock(path)) is not None:
+                    locked.callback(os.close, descriptor)
                     break
                 time.sleep(0.02)
             else:
@@ -117,11 +118,7 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
             path.write_text(f"{os.getpid()}\n", encoding="utf-8")
         except OSError as error:
             raise _not_writable(run, error) from error
-        try:
-            yield
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        yield
 
 
 def _not_writable(run: RunFolder, error: OSError) -> HardwareError:

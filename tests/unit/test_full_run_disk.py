@@ -11,6 +11,8 @@ import pytest
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import disk_errors_told, write_json
 from sft_play.launch.resume import restored_on_error
+from sft_play.launch.run_folder import held
+from sft_play.launch.runs import holders
 from sft_play.prepare import place_hint
 from sft_play.runs.folder import RunFolder, cache_folder
 
@@ -50,6 +52,14 @@ def test_what_is_written_names_the_run_that_is_full_and_not_the_cache(small: Run
         "filler",
         "prepared.json",
     ]
+
+
+def test_a_launcher_that_a_full_disk_refuses_keeps_no_lock(small: RunFolder) -> None:
+    (small.path / ".launcher-node0.lock").touch()
+    fill(small.path)
+    with pytest.raises(HardwareError, match="the run cannot be written: No space left"), held(small):
+        pytest.fail("nothing can be written here")
+    assert holders(small) == []
 
 
 def test_a_refusal_on_a_full_disk_stays_the_only_error(small: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
