@@ -105,7 +105,7 @@ def test_a_row_of_32768_tokens_on_four_ranks(tmp_path: Path, cache: Path) -> Non
     whole = train(config, runs / "whole", cache, "train", [])
     sliced = train(config, runs / "sliced", cache, "train-distributed", ["NUM_GPUS=4", "LAUNCH_SEQUENCE_PARALLEL=4"])
     same(sliced, whole)
-    assert all(row["rank_tokens"] == [8192] * 4 for row in metrics(sliced))
+    assert all(max(row["rank_tokens"]) - min(row["rank_tokens"]) <= 1 for row in metrics(sliced))
 
 
 @pytest.mark.long
