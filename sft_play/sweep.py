@@ -15,9 +15,10 @@ from typing import Any, Literal
 from sft_play.config.call import Call
 from sft_play.config.keys import find_key, schema_keys
 from sft_play.config.layers import Override, config_path
-from sft_play.config.load import load_config
+from sft_play.config.load import load_config, read_config
 from sft_play.config.metrics import OF_LOSS
 from sft_play.config.reader import INVALID, Mismatch, Positive, closest_word, read_record, shown
+from sft_play.config.schema import Config
 from sft_play.config.yaml_files import Node, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import typed_path
@@ -119,7 +120,10 @@ def main(call: Call) -> int:
     results: list[Result] = []
     for number, (count, steps) in enumerate(rounds, 1):
         if number > 1:
-            chosen = [one.trial for one in ranked(results, metric)[:count]]
+            chosen = [one.trial for one in ranked(results, metric) if one.score is not None][:count]
+            if not chosen:
+                print("sweep: no run of this round finished, so none is trained longer", file=sys.stderr)
+                break
             trials = [replace(one, name=f"{one.name.partition('.')[0]}.{number}") for one in chosen]
         results = []
         for place, trial in enumerate((replace(one, steps=steps) for one in trials), 1):
@@ -144,6 +148,8 @@ def read_sweep(path: Path) -> Sweep:
     found: Any = read_record(node, Sweep, "", problems) if isinstance(node.value, dict) else INVALID
     if found is INVALID and not problems:
         problems.append(Mismatch("", node, f"is `{shown(node)}`; expected `keys` with values"))
+    if found is not INVALID and not found.keys:
+        problems.append(Mismatch("keys", node, "is empty", "`keys: {train.learning_rate: [1e-4, 3e-4]}`"))
     spans: dict[str, Any] = {}
     for key, part in node.value["keys"].value.items() if found is not INVALID else ():
         if find_key(key) is None:
@@ -173,6 +179,29 @@ def read_sweep(path: Path) -> Sweep:
     return Sweep(keys=spans, method=found.method, runs=found.runs, metric=found.metric, seed=found.seed)
 
 
+def check_unchanged(trial: Trial) -> None:
+    """Raises `UserError` where the run of a trial was begun with other values: the file was changed since."""
+    run = RunFolder(runs_folder() / trial.name)
+    if not run.config.is_file():
+        return
+    overrides = [Override(key=key, text=text, origin=trial.origin) for key, text in trial.values.items()]
+    before, now = read_config(run.config).config, read_config(run.config, overrides).config
+    for key in trial.values:
+        if (old := _value(before, key)) != (new := _value(now, key)):
+            line = read_yaml(Path(trial.origin)).value["keys"].value[key].line
+            raise UserError(
+                f"`{key}` is {new} for the run `{run.name}`, which was begun with {old}", place=f"{trial.origin}:{line}",
+                hint="put the value back to continue the sweep; RUN_NAME=other starts another one",
+            )  # fmt: skip
+
+
+def _value(config: Config, key: str) -> Any:
+    part: Any = config
+    for name in key.split("."):
+        part = getattr(part, name) if hasattr(part, name) else part.extra.get(name)
+    return part
+
+
 def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
     """Yields the values of each trial: all of a grid in order, or `runs` different ones that the seed draws."""
     if sweep.method == "grid":
@@ -197,6 +226,8 @@ def lengths(trials: int, steps: int) -> Iterator[tuple[int, int]]:
 def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int | None]]) -> None:
     """Plans every run, so that a mistake in any is found before the first starts, and says number, time and cost of all."""
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
+    for trial in trials:
+        check_unchanged(trial)
     hardware, seconds = detect(), list[float | None]()
     for trial in trials:
         ours = _call(call, trial)

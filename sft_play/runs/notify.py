@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from http.client import HTTPException
 
 from sft_play.errors import without_tokens
 from sft_play.files import read_object
@@ -44,7 +45,10 @@ def wait_until_sent() -> None:
     """Returns when all is sent or given up, soon after `SECONDS`."""
     until = time.monotonic() + SECONDS + 1
     while _under_way:
-        _under_way.pop().join(max(0.0, until - time.monotonic()))
+        thread = _under_way.pop()
+        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():  # an answer that comes byte by byte
+            _not_sent(f"no answer within {SECONDS + 1:.0f} s")
 
 
 def end_text(run: RunFolder, event: str, message: str) -> str:
@@ -71,13 +75,19 @@ def _send(target: str, body: str) -> None:
             _run(target, body)
         else:
             raise ValueError
-    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as problem:  # the address, perhaps a secret, is not shown
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        HTTPException,
+        subprocess.SubprocessError,
+    ) as problem:  # the address, perhaps a secret, is not shown
         code = getattr(problem, "code", None) or getattr(problem, "returncode", None)
-        print(
-            f"warning: `launch.notify` was not sent: {type(problem).__name__}{f' {code}' if code else ''}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _not_sent(f"{type(problem).__name__}{f' {code}' if code else ''}")
+
+
+def _not_sent(why: str) -> None:
+    print(f"warning: `launch.notify` was not sent: {why}", file=sys.stderr, flush=True)
 
 
 def _run(command: str, body: str) -> None:

@@ -42,6 +42,13 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     config = json.loads((launcher.runs / "demo-rates-03" / "config.json").read_text())["config"]
     assert config["train"]["learning_rate"] == 0.05 and config["tuning"]["lora"]["r"] == 2
 
+    (tmp_path / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n")
+    edited = launcher(*words)
+    assert edited.returncode == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.stderr, (
+        edited.stderr
+    )
+    assert "begun with 2" in edited.stderr and "sweep of" not in edited.stdout
+
     (tmp_path / "half.yaml").write_text(
         "method: halving\nruns: 3\nmetric: loss\nkeys: {train.learning_rate: {min: 1e-5, max: 0.1, log: true}}\n"
     )
@@ -76,6 +83,7 @@ def test_what_is_drawn_is_different_and_the_same_each_time(tmp_path: Path) -> No
         ("keys:\n  train.seed: [1, two]", "`train.seed` is `two`; expected an integer"),
         ("[1]", "the sweep is"),
         ("steps: 3", "`keys` is missing"),
+        ("keys: {}", "sweep.yaml:1: `keys` is empty"),
     ],
 )
 def test_a_mistake_is_found_before_anything_starts(in_process: Program, tmp_path: Path, text: str, said: str) -> None:
