@@ -289,8 +289,8 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
         why = f"Triton supports compute capability 8.0 and later, and {without.name} has less"
     elif config.tuning.backend == "unsloth":
         why = "unsloth has its own kernels"
-    elif config.launch.tensor_parallel > 1:
-        why = "they were not tried with `launch.tensor_parallel`"
+    elif config.launch.tensor_parallel > 1 or config.launch.strategy == "pipeline":
+        why = "Liger's were not tried with slices or stages"
     elif shape.model_type not in LIGER_MODEL_TYPES:
         why = f"Liger's were not tried with `{shape.model_type}`"
     elif importlib.util.find_spec("liger_kernel") is None:
