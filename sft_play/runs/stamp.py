@@ -338,7 +338,7 @@ CHANGEABLE = frozenset({
     "train.async_save", "train.kernels", "train.profile", "train.spike_guard", "train.spike_factor",
     "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts", "launch.auto_resume",
     "launch.balance", "launch.elastic", "launch.join_seconds", "launch.network", "launch.silent_seconds", "launch.slow_network",
-    "launch.sequence_parallel", "launch.tensor_parallel", "launch.notify",
+    "launch.sequence_parallel", "launch.stages", "launch.tensor_parallel", "launch.notify",
 })  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
