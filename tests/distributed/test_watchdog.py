@@ -79,7 +79,9 @@ def test_a_killed_agent_is_named(variables: dict[str, str], config: str) -> None
     ],
 )
 def test_a_frozen_rank_is_named(scale: float, way: tuple[str, ...], variables: dict[str, str], config: str) -> None:
-    with start({**variables, SCALE: str(scale)}, *TWO, config, *way, name=f"frozen-{scale}-{'-'.join(way).lower()}".rstrip("-")) as launch:
+    with start(
+        {**variables, SCALE: str(scale)}, *TWO, config, *way, name=f"frozen-{scale}-{'-'.join(way).lower()}".rstrip("-")
+    ) as launch:
         launch.wait_for_step(2)
         launch.workers()[1].send_signal(signal.SIGSTOP)
         code, error = launch.end(within=30)
