@@ -14,19 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+ANSWERS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "gptj": 2, "mpt": 2}
+"""How long a tuple a layer returns, by model type; the layers of all others return the hidden states alone."""
+
 
 class Skipped(nn.Module):
-    """A layer that is left out: hands on what it gets, in the form in which the layers that run answer."""
+    """A layer that is left out: returns the hidden states that it gets, in the form in which the family's layers return theirs."""
 
-    def __init__(self, answers: list[Any]) -> None:
+    def __init__(self, answers: int) -> None:
         super().__init__()
         self.answers = answers
-        """What a layer that ran answered with: `tuple`, and of how many, or nothing."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Returns the hidden states."""
         hidden = arguments[0] if arguments else named["hidden_states"]
-        return (hidden, *(None,) * (self.answers[0] - 1)) if self.answers and self.answers[0] else hidden
+        return (hidden, *(None,) * (self.answers - 1)) if self.answers else hidden
 
 
 def list_of_layers(model: Any) -> tuple[nn.Module, str]:
@@ -65,22 +67,16 @@ def stage_class(family: Any, first: int, last: int) -> Any:
 def cut(model: Any, first: int, last: int) -> None:
     """Leaves the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head where they end it."""
     text, (holder, name) = model.config.get_text_config(), list_of_layers(model)
-    layers, answers = list(getattr(holder, name)), list[Any]()
+    layers, answers = list(getattr(holder, name)), ANSWERS.get(model.config.model_type, 0)
     model.__dict__[OTHERS] = layers
     kept = range(first, last)
     setattr(holder, name, nn.ModuleList(one if index in kept else Skipped(answers) for index, one in enumerate(layers)))
-    for index in kept:
-        layers[index].register_forward_hook(lambda _, _inputs, output: _note(answers, output))
     ends = last == text.num_hidden_layers
     if first > 0 and not (ends and text.tie_word_embeddings):
         model.set_input_embeddings(NoEmbedding())
     if not ends:
         model.set_output_embeddings(nn.Identity())
         model.all_tied_weights_keys = {}
-
-
-def _note(answers: list[Any], output: Any) -> None:
-    answers[:] = [len(output) if isinstance(output, tuple) else 0]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.files import text_sha256
 from sft_play.model import kernels, lora
 from sft_play.model.load import model_class, settings_of
-from sft_play.model.stages import Skipped, list_of_layers
+from sft_play.model.stages import ANSWERS, Skipped, list_of_layers
 from sft_play.model.tensor_parallel import Slicer
 from sft_play.plan.measured import Case
 from sft_play.runs.prepared import ResolvedModel
@@ -91,23 +91,12 @@ def with_layers(model: Any, kept: Sequence[int]) -> Any:
     """Returns a copy of the model in which only these layers compute; the others stay in their places, so that all numbering holds."""
     holder, name = list_of_layers(model)
     layers = getattr(holder, name)
+    answers = ANSWERS.get(model.config.model_type, 0)
     try:
-        setattr(holder, name, nn.ModuleList(layer if index in kept else Skipped([]) for index, layer in enumerate(layers)))
-        shorter = copy.deepcopy(model)
+        setattr(holder, name, nn.ModuleList(layer if index in kept else Skipped(answers) for index, layer in enumerate(layers)))
+        return copy.deepcopy(model)
     finally:
         setattr(holder, name, layers)
-    answers: list[Any] = []
-    found = decoder_layers(shorter)
-
-    def note(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        answers[:] = [len(output) if isinstance(output, tuple) else 0]
-
-    for layer in found:
-        if isinstance(layer, Skipped):
-            layer.answers = answers
-        else:
-            layer.register_forward_hook(note)
-    return shorter
 
 
 def build(case: Case, model: Any) -> nn.Module:

@@ -106,8 +106,8 @@ class Pipeline:
     def _send(self, tensor: Tensor, to: int, group: Any) -> None:
         tensor = tensor.contiguous()
         self._sent.append((distributed.isend(tensor, dst=to, group=group), tensor))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        while len(self._sent) > 2 * (self.behind + 2):  # so old that it has arrived; until it is waited for, gloo keeps it
+            self._sent.popleft()[0].wait()
 
     def _settle(self) -> None:
         while self._sent:

@@ -79,6 +79,20 @@ def test_saved_in_slices_and_resumed_whole_and_the_reverse(mode: str, config: Pa
         assert [row["step"] for row in metrics(run)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.long
+def test_noise_is_the_same_on_all_ranks_after_a_resume(config: Path, cache: Path, session_runs: Path) -> None:
+    """NEFTune draws for all tokens; ranks with other noise would train other inputs."""
+    noisy = config.parent / "noisy.yaml"
+    noisy.write_text(config.read_text().replace("train: {", "train: {neftune_noise_alpha: 5, "))
+    words = ["TRAIN_BATCH_SIZE=8", *SAVED]
+    whole = train(noisy, session_runs / "noisy-whole", cache, "train", words)
+    run = train(noisy, session_runs / "noisy", cache, "train", [*words, "TRAIN_MAX_STEPS=2"])
+    sliced = ["NUM_GPUS=2", *TP2]
+    done = run_program(["resume", "RUN=noisy", *sliced, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))
+    assert done.code == 0, done.err + done.out
+    same(run, whole, first=2)
+
+
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [

@@ -280,12 +280,17 @@ def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpo
 def restore_random(context: TrainContext, checkpoint: Path) -> None:
     """Puts this rank's random states back."""
     path, seed = _random_file(context, checkpoint), context.config.train.seed
-    restore_random_states(path, context.ranks.rank, seed=seed, step=step_of(checkpoint))
+    restore_random_states(path, _draws_as(context), seed=seed, step=step_of(checkpoint))
+
+
+def _draws_as(context: TrainContext) -> int:
+    """Returns the rank whose random numbers this one draws: those with slices of one layer must draw the same (dropout, NEFTune)."""
+    return context.ranks.rank - context.ranks.rank % context.plan.tensor_parallel
 
 
 def _random_file(context: TrainContext, checkpoint: Path) -> Path | None:
     """Returns the file of this rank's random states, in the checkpoint or in what a machine with a separate run folder keeps."""
-    name = random_file(context.ranks.rank)
+    name = random_file(_draws_as(context))
     return checkpoint / name if (checkpoint / name).is_file() else kept_apart(context, checkpoint, name)
 
 
