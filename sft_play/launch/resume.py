@@ -26,7 +26,7 @@ from sft_play.launch.verdict import Outcome
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
-from sft_play.plan.request import global_rows
+from sft_play.plan.request import global_rows, group_size
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
@@ -214,17 +214,19 @@ def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
 def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -> tuple[LoadedConfig, str | None]:
     """Returns the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
 
-    `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (`world`): where that, or one
-    of them, is another now, the other is computed again, and so is a micro-batch that is too large for so many processes. Both typed now, or
-    a typed global batch, stay for the stamp to judge.
+    `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (of `world`, those with rows of
+    their own): where that, or one of them, is another now, the other is computed again, and so is a micro-batch that is too large for so
+    many. Both typed now, or a typed global batch, stay for the stamp to judge.
     """
+    group = group_size(loaded.config.launch, world)
+    groups = max(1, world // group)
     train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
     changes: dict[str, Any] = {"global_batch_size": wanted}
     given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
     micro = 0 if train.batch_size == "auto" or "train.batch_size" in typed else train.batch_size
-    too_large = micro > rows_each(wanted, world)
+    too_large = micro > rows_each(wanted, groups)
     both = train.batch_size != "auto" and train.grad_accum != "auto"
-    if given or (global_rows(train, world) == wanted and not too_large):
+    if given or (global_rows(train, groups) == wanted and not too_large):
         return loaded, None
     if not too_large and not both and train.global_batch_size != "auto":
         return loaded, None
@@ -232,17 +234,15 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     if too_large:
         unfixed = [key for key in ("batch_size", "grad_accum") if f"train.{key}" not in typed and getattr(train, key) != "auto"]
         changes |= dict.fromkeys(unfixed, "auto")
-        rows = f"{micro * world} at once"
+        rows = f"{micro * groups} at once"
     elif both:
         free = "batch_size" if "train.grad_accum" in typed else "grad_accum"
         changes[free] = "auto"
         product += f" x `train.grad_accum` {train.grad_accum}"
-        rows = f"{global_rows(train, world)}"
+        rows = f"{global_rows(train, groups)}"
     if too_large or both:
-        note = (
-            f"note: the run's global batch stays {wanted} rows; {product} x {plural(world, 'process')} would be {rows}, so"
-            f" `train.{free}` is computed again"
-        )
+        many = plural(groups, "process" if group == 1 else "group")
+        note = f"note: the run's global batch stays {wanted} rows; {product} x {many} would be {rows}, so `train.{free}` is computed again"
     config = replace(loaded.config, train=replace(train, **changes))
     origins = dict(loaded.origins)
     for key in changes:

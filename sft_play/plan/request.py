@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from sft_play.config.schema import Config, TrainConfig
+from sft_play.config.schema import Config, LaunchConfig, TrainConfig
 from sft_play.errors import HardwareError
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware
@@ -62,16 +62,12 @@ class Request:
     @property
     def group_size(self) -> int:
         """Neighbouring ranks that train the same rows, in slices: rows are divided among such groups."""
-        launch = self.config.launch
-        return launch.sequence_parallel * launch.tensor_parallel * self.stages
+        return group_size(self.config.launch, len(self.ranks.devices))
 
     @property
     def stages(self) -> int:
         """Ranks of one pipeline; 1 without one."""
-        launch, world = self.config.launch, len(self.ranks.devices)
-        if launch.strategy != "pipeline":
-            return 1
-        return world if launch.stages == "auto" else launch.stages
+        return stages(self.config.launch, len(self.ranks.devices))
 
     @property
     def data_devices(self) -> tuple[Device, ...]:
@@ -199,6 +195,18 @@ class Request:
                 what += f"({train.grad_accum} x {plural(world, 'rank' if self.group_size == 1 else 'group')}))"
         needs = f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB ({listed} GiB)"
         raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=wanted, parts=parts, capacity_bytes=room)
+
+
+def group_size(launch: LaunchConfig, world: int) -> int:
+    """Return how many of `world` ranks train the same rows."""
+    return launch.sequence_parallel * launch.tensor_parallel * stages(launch, world)
+
+
+def stages(launch: LaunchConfig, world: int) -> int:
+    """Return how many of `world` ranks make one pipeline; 1 without one."""
+    if launch.strategy != "pipeline":
+        return 1
+    return world if launch.stages == "auto" else launch.stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
