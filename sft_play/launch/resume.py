@@ -101,7 +101,8 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
     if command == "single" and nodes * (call.integer("NUM_GPUS", minimum=1) or 1) > 1:
         return "ddp"
     # What `auto` turned to stays, even if another strategy fits better now: a run should compute in one way.
-    return planned if command == "auto" and planned in ("ddp", "fsdp2") else command
+    whole = before.copies == before.sequence_parallel == 1
+    return planned if command == "auto" and planned in ("ddp", "fsdp2") and whole else command
 
 
 def choose_checkpoint(run: RunFolder) -> Path | None:

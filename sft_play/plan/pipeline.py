@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request, global_rows
-from sft_play.plan.shape import NOT_STAGED_MODEL_TYPES
+from sft_play.plan.shape import NOT_STAGED_MODEL_TYPES, ModelShape
 from sft_play.text import plural
 
 FILLS = 4
@@ -43,7 +44,7 @@ def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, 
             "pipelines whose machines differ cannot be trained side by side", hint="LAUNCH_STAGES=auto makes one of all"
         )
     most = [_most_layers(request, setup, stage, stages) for stage in range(stages)]
-    head = shape.vocab_size * shape.hidden_size / max(1, shape.layer_linear_parameters)
+    head = _head(shape)
     speeds = [device.peak_flops or 1.0 for device in devices] if all(device.peak_flops for device in devices) else [1.0] * stages
     layers = [1] * stages
     while sum(layers) < shape.layers:
@@ -53,6 +54,17 @@ def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, 
         layers[min(loads, key=lambda stage: loads[stage])] += 1
     reasons.append(f"stages: {', '.join(map(str, layers))} layers on ranks 0 to {stages - 1}, by speed and memory")
     return tuple(layers)
+
+
+def _head(shape: ModelShape) -> float:
+    """Return the layers that compute as much as the head."""
+    return shape.vocab_size * shape.hidden_size / max(1, shape.layer_linear_parameters)
+
+
+def shares(shape: ModelShape, stages: Sequence[int]) -> list[float]:
+    """Return each stage's share of a pass."""
+    whole = shape.layers + _head(shape)
+    return [(layers + (_head(shape) if stage == len(stages) - 1 else 0)) / whole for stage, layers in enumerate(stages)]
 
 
 def _most_layers(request: Request, setup: Setup, stage: int, stages: int) -> int:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 from sft_play.config.layers import shipped
-from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config
-from sft_play.errors import UserError
 from sft_play.plan.batch import rows_each
 from sft_play.plan.choices import with_chunks
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import OPTIMIZER_BYTES, rank_memory, rank_moments
 from sft_play.plan.network import slow_network
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, setup_of
-from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request
+from sft_play.plan.request import SHORTEST_ROW, Decide, DoesNotFitError, Remedy, Request, planned
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import token_cost
 
 MOST_REMEDIES = 6
-Decide = Callable[[Request], Plan]
 
 
 def with_remedies(request: Request, decide: Decide, error: DoesNotFitError) -> DoesNotFitError:
@@ -64,45 +60,19 @@ def loaded_with_less(request: Request, decide: Decide) -> list[str]:
     config, options = request.config, list[tuple[str, Request]]()
     if config.tuning.mode != "lora":
         adapters = replace(config, tuning=replace(config.tuning, mode="lora"))
-        options.append(("TUNING_MODE=lora", _changed(request, adapters, "tuning.mode")))
+        options.append(("TUNING_MODE=lora", request.with_config(adapters, "tuning.mode")))
     if request.launch.command_strategy != "zero":
         shards = replace(config, launch=replace(config.launch, strategy="zero3"))
         launch = replace(request.launch, command_strategy="zero", zero_stage=None)
         text = "make train-deepspeed LAUNCH_STRATEGY=zero3"
-        options.append((text, _changed(replace(request, launch=launch), shards, "launch.strategy")))
-    found = ((text, _planned(request, changed, decide)) for text, changed in options)
+        options.append((text, replace(request, launch=launch).with_config(shards, "launch.strategy")))
+    found = ((text, planned(request, changed, decide)) for text, changed in options)
     return [text for text, plan in found if isinstance(plan, Plan) and not plan.remedies]
-
-
-def _changed(request: Request, config: Config, *keys: str) -> Request:
-    """Return the request with another configuration, of which `keys` were typed."""
-    original, typed, memory = request.config, request.typed, request.memory
-
-    def memory_of(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-        # What was traced is known of the configuration as it stood; beside the setup, memory depends on its tuning alone.
-        return memory(original if config.tuning == original.tuning else config, shape, setup, micro_batch)
-
-    prepared = request.prepared if config.model.max_seq_len == original.model.max_seq_len else None  # rows of another length
-    return replace(
-        request, config=config, memory=memory_of, prepared=prepared, typed=lambda key: typed(key) or key in keys
-    )  # fmt: skip
-
-
-def _planned(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return the changed plan, or how far it is from fitting; `None` where it is refused when it is typed."""
-    if {one.message for one in check_rules(changed.config, {})} - {one.message for one in check_rules(request.config, {})}:
-        return None
-    try:
-        return decide(changed)
-    except DoesNotFitError as error:
-        return error
-    except UserError:
-        return None
 
 
 def _tried(request: Request, changed: Request, text: str, decide: Decide, setup: Setup, rows: int, before: int) -> Remedy | None:
     """Return what an override comes to; `None` where it is refused for another reason, or needs no less."""
-    plan = _planned(request, changed, decide)
+    plan = planned(request, changed, decide)
     if plan is None:
         return None
     if isinstance(plan, DoesNotFitError):
@@ -135,7 +105,7 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
     found: list[tuple[str, Request]] = []
 
     def add(text: str, changed: Config, *keys: str, launch: LaunchRequest = halved) -> None:
-        found.append((text, _changed(replace(request, launch=launch), changed, *keys)))
+        found.append((text, replace(request, launch=launch).with_config(changed, *keys)))
 
     if rows > 1:
         typed = train.batch_size != "auto", train.grad_accum != "auto"

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, LaunchConfig, TrainConfig
-from sft_play.errors import HardwareError
+from sft_play.errors import HardwareError, UserError
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.nodes import Ranks, ranks_of
-from sft_play.plan.plan import LaunchRequest, Setup
+from sft_play.plan.plan import LaunchRequest, Plan, Setup
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.text import plural
@@ -120,6 +121,19 @@ class Request:
             return 1
         return math.ceil(global_rows(train, world) / (train.grad_accum * world))
 
+    def with_config(self, config: Config, *keys: str) -> Request:
+        """Return the request with another configuration, of which `keys` were typed."""
+        original, typed, memory = self.config, self.typed, self.memory
+
+        def memory_of(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
+            # What was traced is known of the configuration as it stood; beside the setup, memory depends on its tuning alone.
+            return memory(original if config.tuning == original.tuning else config, shape, setup, micro_batch)
+
+        prepared = self.prepared if config.model.max_seq_len == original.model.max_seq_len else None  # rows of another length
+        return replace(
+            self, config=config, memory=memory_of, prepared=prepared, typed=lambda key: typed(key) or key in keys
+        )  # fmt: skip
+
     def on(self, setup: Setup, rank: int) -> Setup:
         """Return the setup of a rank: of a pipeline its stage."""
         return replace(setup, stage=rank % len(setup.stages)) if setup.stages else setup
@@ -195,6 +209,21 @@ class Request:
                 what += f"({train.grad_accum} x {plural(world, 'rank' if self.group_size == 1 else 'group')}))"
         needs = f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB ({listed} GiB)"
         raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=wanted, parts=parts, capacity_bytes=room)
+
+
+Decide = Callable[[Request], Plan]
+
+
+def planned(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
+    """Return the changed plan, or how far it is from fitting; `None` where it is refused when it is typed."""
+    if {one.message for one in check_rules(changed.config, {})} - {one.message for one in check_rules(request.config, {})}:
+        return None
+    try:
+        return decide(changed)
+    except DoesNotFitError as error:
+        return error
+    except UserError:
+        return None
 
 
 def group_size(launch: LaunchConfig, world: int) -> int:

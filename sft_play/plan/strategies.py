@@ -1,17 +1,18 @@
 """How a run is shared out: the strategy of a command, and what `auto` turns to when a replica does not fit.
 
-`auto` on one machine: DDP when a replica fits (recomputing activations if it must); else FSDP2 shards; else 8-bit optimizer states;
-else ZeRO-3 with everything offloaded, where the machine's memory holds it. Over a slow network weights are never shared out unless
-someone says so, and on several machines nothing is changed at all: each plans by itself, from memory of its own, and all must come
-to the same run. A typed `tuning.mode` is never quantised; that is proposed. Pure.
+`auto`: DDP when a replica fits (recomputing activations if it must); else what the forecast prefers of FSDP2 shards, slices of layers
+or lines, and a pipeline; else, on one machine, 8-bit optimizer states; else ZeRO-3 with everything offloaded, where the machine's memory
+holds it. Over a slow network weights never travel unless someone says so. Machines that have not met change nothing: each plans by
+itself, from memory of its own, and all must come to the same run. A typed `tuning.mode` is never quantised; that is proposed. Pure.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config
@@ -21,10 +22,13 @@ from sft_play.plan.host_memory import host_bytes
 from sft_play.plan.network import GATHERING, gathering_arithmetic, may_quantise, slow_network
 from sft_play.plan.nodes import showing
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, Strategy
-from sft_play.plan.request import DoesNotFitError, Request
+from sft_play.plan.request import Decide, DoesNotFitError, Request, planned
+from sft_play.text import figure
 
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloading may take."""
+MUCH_FASTER = 2.0
+"""FSDP2 is left where another way is so many times as fast: the forecast adds all that it sends, of which most hides behind computing."""
 SMALL_OPTIMIZER = "adamw_bnb_8bit"
 
 
@@ -101,7 +105,7 @@ def _check(request: Request, chosen: str) -> None:
 
 
 def settle(
-    request: Request, setup: Setup, fitting: tuple[int, ...], decide: Callable[[Request], Plan], reasons: list[str]
+    request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide, reasons: list[str]
 ) -> Plan | tuple[Setup, tuple[int, ...]]:
     """Return setup and rows per rank when they fit, or the plan of another strategy that `auto` takes because they do not.
 
@@ -110,14 +114,21 @@ def settle(
     config, launch = request.config, request.launch
     one_machine = launch.num_nodes == 1 and not slow_network(request)
     too_large = min(fitting) < request.wanted_rows
-    may_change = is_automatic(config, launch) and one_machine and setup.strategy == "ddp" and not network_keys(config)
-    may_change = may_change and setup.tensor_parallel == 1
-    sharded = _sharded(request, setup, fitting, decide) if may_change and too_large else None
+    may_change = is_automatic(config, launch) and setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1
+    may_change = may_change and not network_keys(config)
+    sharded: Plan | DoesNotFitError | None = None
+    if may_change and too_large and (launch.num_nodes in (1, request.hardware.nodes) or launch.node_devices):
+        sharded = _shared_out(request, setup, fitting, decide)
     if isinstance(sharded, Plan):
         return sharded
     if one_machine and too_large and config.train.optim == "auto":  # nodes plan by themselves: they would train different models
         setup, fitting = _small_optimizer(request, setup, fitting, reasons)
-    if may_change and min(fitting) < request.wanted_rows and (offloaded := _offloaded(request, setup, fitting, decide)):
+    if (
+        may_change
+        and one_machine
+        and min(fitting) < request.wanted_rows
+        and (offloaded := _offloaded(request, setup, fitting, decide))
+    ):
         return offloaded
     try:
         request.require(setup, fitting)
@@ -140,27 +151,71 @@ def is_automatic(config: Config, launch: LaunchRequest) -> bool:
     return launch.command_strategy == "auto" and config.launch.strategy == "auto"
 
 
-def _sharded(
-    request: Request, setup: Setup, fitting: tuple[int, ...], decide: Callable[[Request], Plan]
-) -> Plan | DoesNotFitError | None:
+def _shared_out(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | DoesNotFitError | None:
+    """Return the plan of the way to share out the model, or its rows, that the forecast prefers; what FSDP2 lacks where none fits."""
+    found: dict[str, Plan] = {}
+    shards = None if slow_network(request) else _shards(request, decide)
+    if isinstance(shards, Plan):
+        found["fsdp2"] = shards
+    for way, changed in _ways(request):
+        plan = planned(request, changed, decide)
+        if isinstance(plan, Plan) and not plan.remedies and way.split()[0] not in {other.split()[0] for other in found}:
+            found[way] = plan
+    if not found:
+        return shards
+    seconds = {way: plan.seconds_per_step or plan.communication_seconds for way, plan in found.items()}
+    known = [way for way in found if seconds[way] is not None]
+    best = min(known, key=lambda way: seconds[way] or 0.0, default=next(iter(found)))
+    if "fsdp2" in found and (seconds["fsdp2"] is None or seconds["fsdp2"] < MUCH_FASTER * (seconds[best] or 0.0)):
+        best = "fsdp2"
+    plan, why = found[best], f"{best}, since {_replica(request, setup, fitting)}"
+    if best == "fsdp2":
+        why = f"{_replica(request, setup, fitting)}, so weights are shared out" + _if_quantised(request, setup)
+    measure = "a step" if plan.seconds_per_step else "of sending a step"
+    rates = [f"{way} {figure(spent)} s" for way in found if (spent := seconds[way]) is not None]
+    if len(rates) > 1 or (rates and best != "fsdp2"):
+        why += f"; by forecast {measure}: {', '.join(rates)}"
+    if network := slow_network(request):
+        why += f"; fsdp2 over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
+    return _renamed(plan, plan.strategy, why)
+
+
+def _ways(request: Request) -> Iterator[tuple[str, Request]]:
+    """Yield how neighbouring ranks could share layers, lines or the model, the smallest groups first, each as if it were typed."""
+    config, near = request.config, math.gcd(*request.ranks.nodes)
+    keys: list[tuple[str, str, object]] = [
+        (f"{key} {size}", key, size)
+        for key in ("tensor_parallel", "sequence_parallel")
+        for size in range(2, near + 1)
+        if near % size == 0
+    ]
+    for way, key, value in [*keys, ("pipeline", "strategy", "pipeline")]:
+        launch = replace(config.launch, **cast(Any, {key: value}))
+        yield way, request.with_config(replace(config, launch=launch), f"launch.{key}")
+
+
+def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
     """Return a plan under FSDP2, what it lacks, or `None` where it is refused for another reason."""
     tuning = request.config.tuning
     if conflict_for(tuning.backend, tuning.mode, tuning.quantization, "fsdp2"):
         return None
-    why = f"{_replica(request, setup, fitting)}, so weights are shared out"
-    if setup.device == "cuda" and may_quantise(request.config):
-        config = replace(request.config, tuning=replace(tuning, mode="qlora"))
-        frozen = "bfloat16" if setup.precision == "bf16" else "float16"
-        case = replace(setup, weights_dtype=frozen, gradient_checkpointing=True)
-        quantised = sum(request.memory(config, request.shape, case, request.wanted_rows).values())
-        if quantised <= min(request.room):
-            why += f" (TUNING_MODE=qlora would fit whole: {quantised / GIB:.1f} GiB)"
     try:
-        return _renamed(decide(replace(request, launch=replace(request.launch, command_strategy="fsdp2"))), "fsdp2", why)
+        return decide(replace(request, launch=replace(request.launch, command_strategy="fsdp2")))
     except DoesNotFitError as error:
         return error
     except HardwareError:
         return None
+
+
+def _if_quantised(request: Request, setup: Setup) -> str:
+    """Return that quantised weights would fit on each rank, where they would."""
+    if setup.device != "cuda" or not may_quantise(request.config):
+        return ""
+    config = replace(request.config, tuning=replace(request.config.tuning, mode="qlora"))
+    frozen = "bfloat16" if setup.precision == "bf16" else "float16"
+    case = replace(setup, weights_dtype=frozen, gradient_checkpointing=True)
+    quantised = sum(request.memory(config, request.shape, case, request.wanted_rows).values())
+    return f" (TUNING_MODE=qlora would fit whole: {quantised / GIB:.1f} GiB)" if quantised <= min(request.room) else ""
 
 
 def _small_optimizer(
@@ -184,7 +239,7 @@ def _small_optimizer(
     return smaller, rows
 
 
-def _offloaded(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Callable[[Request], Plan]) -> Plan | None:
+def _offloaded(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | None:
     """Return a plan under ZeRO-3 with all states in the machine's memory, where that holds them."""
     config, hardware = request.config, request.hardware
     if setup.device != "cuda" or config.tuning.mode == "qlora" or config.tuning.backend == "unsloth":  # quantised: never tried

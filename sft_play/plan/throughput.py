@@ -23,6 +23,7 @@ from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_para
 from sft_play.plan.mixture import Data, rows_data
 from sft_play.plan.network import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.packing import Division
+from sft_play.plan.pipeline import shares
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
@@ -136,7 +137,7 @@ class Pace:
     exact: bool = False
     """Whether the fit is of the very same work."""
 
-    def seconds(self, flops: float, micro_steps: int) -> float:
+    def seconds(self, flops: float, micro_steps: float) -> float:
         """Return the time of `micro_steps` with `flops` in all."""
         return max(self.seconds_per_micro_step * micro_steps + flops / self.flops_per_second, self.least_seconds * micro_steps)
 
@@ -207,16 +208,20 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
     paces = paces_of(request, setup, data)
     if None in paces.values() or link is None:
         stated = hardware.network_bytes_per_second
-        waits = exchange_seconds(config, shape, setup, ranks, micro_steps, stated) if stated and ranks > 1 else None
+        waits = None
+        if stated and ranks > 1:
+            waits = exchange_seconds(config, shape, setup, ranks, micro_steps, stated)
+            waits += slices_seconds(request, setup, max(division.shares) * data.row_tokens, micro_steps)
         return Forecast(communication_seconds=waits)
     spent: dict[tuple[Device, int, int], float] = {}
     micros, own_steps = division.batch.micro_batches, division.own_steps
     counts = spans(division.rows, tuple(zip(micros, own_steps, strict=True))) if own_steps else rank_rows(division.rows, micros)
     each = tuple(zip(request.data_devices, counts, own_steps or (micro_steps,) * len(counts), strict=True))
     for device, rows, steps in set(each):
-        pace = paces[device]
-        computes = pace.seconds(step_flops(config, shape, setup, rows, steps, data), steps) if pace and rows else 0.0
-        spent[device, rows, steps] = computes
+        flops = step_flops(config, shape, setup, rows, steps, data)
+        stages = list(zip(devices, shares(shape, setup.stages), strict=False)) or [(device, 1.0)]
+        each_computes = (_paced(paces[one], share * len(stages) * flops, share * steps) for one, share in stages)
+        spent[device, rows, steps] = max(each_computes) if rows else 0.0
     exchange = exchange_seconds(config, shape, setup, ranks, micro_steps, link.bytes_per_second)
     exchange += latency_seconds(config, shape, setup, link, ranks, micro_steps)
     exchange += slices_seconds(request, setup, max(counts) * data.row_tokens, micro_steps)
@@ -226,6 +231,10 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
         tokens_per_second=speed, communication_share=exchange / seconds, communication_seconds=exchange, seconds_per_step=seconds,
         rank_seconds=tuple(spent[one] for one in each), mfu=_utilisation(request, speed), basis=_basis(paces[devices[0]]),
     )  # fmt: skip
+
+
+def _paced(pace: Pace | None, flops: float, micro_steps: float) -> float:
+    return pace.seconds(flops, micro_steps) if pace else 0.0
 
 
 def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace | None]:

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, Hardware | str, list[str], LaunchRequest]] = {
     "T4": ("run_bnb", "T4", ["TUNING_MODE=lora", "TRAIN_BATCH_SIZE=2"], LaunchRequest()),
     "accumulation": ("run_bnb", "12GB", ["TRAIN_GRAD_ACCUM=1"], LaunchRequest()),
     "replicas": ("run_bnb", "8x48GB", ["TUNING_MODE=full", "LAUNCH_STRATEGY=ddp"], LaunchRequest(command_strategy="auto")),
-    "a slow network": ("run_bnb", "3x12GB@1Gbit", ["TUNING_MODE=lora"], LaunchRequest(command_strategy="auto")),
+    "a slow network": ("run_bnb", "2x8GB@1Gbit", ["TUNING_MODE=lora"], LaunchRequest(command_strategy="auto")),
 }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def refused(*arguments: Any) -> dict[str, Remedy]:
 def test_what_came_nearest_is_shown() -> None:
     config, launch = ROOT / "configs" / "run_bnb.yaml", LaunchRequest(command_strategy="auto")
     with pytest.raises(DoesNotFitError, match="with weights shared out by fsdp2; a whole replica needs") as error:
-        planned(config, "8x24GB", ["TUNING_MODE=full"], launch)
+        planned(config, "8x20GB", ["TUNING_MODE=full"], launch)
     assert error.value.setup.strategy == "fsdp2" and error.value.need_bytes - error.value.capacity_bytes < 5 * GIB
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,16 +95,31 @@ def test_quantising_is_proposed_first_and_never_done() -> None:
 # Slow networks.
 
 
-def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
-    text = message(HardwareError, "3x12GB@1Gbit", name=QWEN, max_seq_len=512, command_strategy="auto")
-    assert "`auto` does not share out weights over a network of 118 MB/s: every micro-step waits" in text
+def test_a_pipeline_over_a_slow_network_where_weights_would_travel() -> None:
+    case: dict[str, Any] = {"name": QWEN, "max_seq_len": 512, "command_strategy": "auto"}
+    plan = plan_of("3x12GB@1Gbit", **case)
+    assert plan.stages == (10, 10, 8)
     # 7.6 G bf16 weights, three passes with recomputation, 2/3 from the others at 117.5 MB/s.
-    assert (
-        "waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s; LAUNCH_STRATEGY=fsdp2 LAUNCH_SLOW_NETWORK=allow forces it"
-        in text
-    )
+    assert "every micro-step waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s" in reason(plan, "strategy ddp: pipeline")
+    assert plan_of("3x12GB", **case).strategy == "fsdp2"
+    text = message(HardwareError, "2x8GB@1Gbit", **case)
+    assert "`auto` does not share out weights over a network of 118 MB/s" in text
+    assert "LAUNCH_STRATEGY=fsdp2 LAUNCH_SLOW_NETWORK=allow forces it" in text
     assert text.split("hint: ")[1].startswith("TUNING_MODE=qlora: ")
-    assert plan_of("3x12GB", name=QWEN, max_seq_len=512, command_strategy="auto").strategy == "fsdp2"
+
+
+def test_unlike_cards_hold_what_equal_shards_of_it_do_not() -> None:
+    plan = plan_of("24GB+8GB+8GB", name="meta-llama/Llama-2-13b-hf", mode="lora", max_seq_len=1024, command_strategy="auto")
+    assert plan.stages and plan.stages[0] > 2 * plan.stages[1]
+    assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
+
+
+def test_the_forecasts_of_what_was_not_taken_are_told() -> None:
+    plan = plan_of("8xH100", **FULL_8B)
+    assert plan.strategy == "fsdp2"
+    assert re.search(
+        r"by forecast a step: fsdp2 [\d.]+ s, tensor_parallel 2 [\d.]+ s, pipeline [\d.]+ s", reason(plan, "strategy fsdp2")
+    )
 
 
 # Several machines: each plans by itself, from its own GPUs, and all must come to the same run.
