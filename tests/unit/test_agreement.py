@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -22,15 +19,9 @@ from sft_play.launch.agreement import (
     folders_apart,
     versions_here,
 )
-from sft_play.launch.attempt import worker_arguments
-from sft_play.launch.environment import Node, free_port, ranks_of, worker_environment
-from sft_play.launch.machines import _judge_nodes, _say_unmeasured, judge_prepared
-from sft_play.launch.settings import accelerate_yaml
+from sft_play.launch.machines import judge_prepared
 from sft_play.plan.hardware import Device
-from sft_play.runs.folder import RunFolder
 from tests.documents import on_page
-from tests.plans import simple_plan
-from tests.unit.test_calibration import calibration
 
 CARD = Device(name="RTX 3060", memory_bytes=12 * 2**30, free_bytes=11 * 2**30, bf16=True, compute_capability=(8, 6))
 
@@ -91,27 +82,6 @@ def test_checkpoints_must_be_the_same() -> None:
     assert "is not the same checkpoint" in error.message
 
 
-def test_facts_that_are_not_understood_are_refused() -> None:
-    good = json.loads(json.dumps(facts(1).to_json()))
-    assert NodeFacts.from_json(good) == facts(1)
-    bad: list[dict[str, Any]] = [{"devices": [{"name": "x"}]}, {"devices": None}, {"measured": [{}]}, {"more": 1}]
-    for change in bad:
-        with pytest.raises(ValueError, match=r"."):
-            NodeFacts.from_json(good | change)
-        (error,) = _judge_nodes([{"facts": good}, {"facts": good | change}])
-        assert isinstance(error, HardwareError)
-
-
-def test_a_node_that_was_never_measured_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    known = calibration("RTX 3060", "cuda", links={})
-    other = replace(CARD, name="RTX 4070")
-    _say_unmeasured([facts(0), facts(1)])
-    _say_unmeasured([facts(0), facts(1, measured=(known,))])
-    assert not capfd.readouterr().err
-    _say_unmeasured([facts(0, measured=(known,)), facts(1), facts(2, devices=(other,))])
-    assert "`make bench` was not run on node 2 (c)\n" in capfd.readouterr().err
-
-
 def test_folders_apart() -> None:
     nodes = [facts(rank=1), facts(rank=2)]
     for strategy, save, found in (("ddp", "steps", nodes), ("fsdp2", "no", nodes), ("zero2", "steps", [])):
@@ -169,32 +139,3 @@ def test_what_a_node_compares(tmp_path: Path) -> None:
     assert here("/home/ann", "train:\n  seed: 7\n")["train.seed"] == "7" != one["train.seed"]
     assert here("/home/ann", "launch:\n  join_seconds: 7\n") == one
     assert {"python", "torch", "sft_play", "deepspeed", "source of sft_play"} <= versions_here("cpu").keys()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
-def test_unequal_numbers_of_processes_have_the_environment_of_equal_ones(strategy: str, tmp_path: Path) -> None:
-    """What accelerate itself makes of our command line, on both nodes: as many processes as asked for, and no other difference."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-
-    run = RunFolder(tmp_path)
-
-    def launched(counts: tuple[int, int], rank: int) -> tuple[dict[str, str], str]:
-        node = Node(rank=rank, count=2, master_address="127.0.0.1", master_port=free_port(), interface="lo")
-        unequal = counts if len(set(counts)) > 1 else ()
-        plan = simple_plan(world_size=sum(counts), num_nodes=2, strategy=strategy, backend="gloo", node_ranks=unequal)
-        assert len(ranks_of(plan, node)) == counts[rank]
-        run.accelerate.write_text(accelerate_yaml(plan, node, deepspeed_file=run.deepspeed, fsdp={}))
-        variables = worker_environment(plan, node, {"OMP_NUM_THREADS": "1"}, cpu_threads=8).variables
-        with mock.patch.dict(os.environ, variables, clear=True):
-            args, _, _ = _validate_launch_command(launch_command_parser().parse_args(worker_arguments(run, node, plan=plan)[3:]))
-            args.deepspeed_fields_from_accelerate_config = ""
-            env = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
-        assert (args.nnodes, args.node_rank) == ("2", rank)
-        return env, args.nproc_per_node
-
-    for rank, count in enumerate((1, 2)):
-        env, started = launched((1, 2), rank)
-        assert started == str(count)
-        assert (env, started) == launched((count, count), rank)
-        assert env["ACCELERATE_MIXED_PRECISION"] == "no"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,22 +45,3 @@ def test_all_rows_within_memory_and_never_slower_than_equal(rows: int, ranks: li
     assert step_seconds(shares, ranks, rows=rows) <= step_seconds(equal, ranks, rows=rows)
     if same:
         assert len({steps for (micro, steps) in shares}) == 1
-
-
-def least(rows: int, ranks: list[Cost]) -> float:
-    """Returns the least time that any way to give out rows has, each rank in its fewest micro-steps."""
-    found = []
-    for first in product(range(rows + 1), repeat=len(ranks) - 1):
-        counts = (*first, rows - sum(first))
-        if counts[-1] >= 0:
-            found.append(max(cost.step(count) for cost, count in zip(ranks, counts, strict=True)))
-    return min(found)
-
-
-@settings(max_examples=150, deadline=None)
-@given(rows=st.integers(1, 14), ranks=st.lists(costs, min_size=2, max_size=3))
-def test_small_cases_are_optimal_but_for_a_row(rows: int, ranks: list[Cost]) -> None:
-    shares, best = share_out(rows, ranks, same_steps=False), least(rows, ranks)
-    worst_row = max(cost.micro_step(1) for cost, (micro, _) in zip(ranks, shares, strict=True) if micro)
-    # Spans are cut in proportion to slots, which may move one row; no way to give out rows is faster than `best`.
-    assert best * (1 - 1e-9) <= step_seconds(shares, ranks, rows=rows) <= best + worst_row + 1e-9

@@ -46,13 +46,6 @@ def global_batches(rows: int, batch: int, slots: Sequence[Slots], **options: int
 
 
 @settings(deadline=None)
-@given(worlds(), st.integers(0, 3))
-def test_every_row_is_taken_once_an_epoch(world: tuple[int, int, list[Slots]], epoch: int) -> None:
-    taken = Counter(row for sampler in samplers(*world, epoch=epoch) for micro in sampler for row in micro)
-    assert taken == Counter(range(world[0]))
-
-
-@settings(deadline=None)
 @given(worlds(), worlds())
 def test_a_step_takes_the_same_rows_on_every_world(
     one: tuple[int, int, list[Slots]], other: tuple[int, int, list[Slots]]

@@ -13,17 +13,12 @@ import pytest
 
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, last_line, send_code, send_model
-from sft_play.cluster.findings import faults
 from sft_play.cluster.hosts import facts_of, forwarded
 from sft_play.cluster.install import install, judged, not_installed
-from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.measured import Wanted
+from sft_play.cluster.inventory import Host
 from sft_play.errors import DataError, HardwareError, UserError
-from sft_play.launch.agreement import versions_here
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.origin import PACKAGES
 from tests.cluster_facts import OWN
-from tests.conftest import ROOT
 from tests.programs import need
 
 SSH = """#!/bin/sh
@@ -31,7 +26,6 @@ while :; do case "$1" in -T|-tt) shift;; -F|-o|-p|-l) shift 2;; --) shift; break
 shift; cd "$THERE" && HOME="$THERE" exec sh -c "$*"
 """
 HOST = Host(name="old", address="192.0.2.1", folder="~/sft-play", place="home.yaml:4")
-BOTH = Inventory(hosts=(Host(name="a", address="127.0.0.1"), HOST), path=Path("home.yaml"))
 
 
 @pytest.fixture
@@ -291,30 +285,6 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
     other = not_installed(host, own, "no room", 1)
     assert other.hint == "to see more: ssh -p 2222 anna@192.0.2.1, cd ~/sft-play, make install"
     assert "ensurepip is not available" in capfd.readouterr().err
-
-
-def test_packages_that_one_machine_alone_has() -> None:
-    """flash-attn, which a plan made here would take everywhere: named for both directions, with the command that brings it."""
-    with_it = replace(OWN, packages={**OWN.packages, "flash-attn": "2.8.1"})
-    python = "on `old`, in `~/sft-play`: .venv/bin/python -m pip"
-    found = judged(HOST, with_it, OWN)
-    assert not found.ok and found.detail == "other versions than here: flash-attn missing (there 2.8.1)"
-    assert found.hint == f"{python} install flash-attn==2.8.1, or uninstall it here; then type the same command again"
-    [fault] = faults({"a": OWN, "old": with_it}, BOTH, Wanted())["old"]
-    assert fault.message == "host `old`: other versions than on `a`: flash-attn 2.8.1 (there missing)"
-    assert fault.hint == f"{python} uninstall flash-attn, or install it on `a`"
-
-
-def test_machines_and_launchers_compare_the_same_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine tells of itself over SSH is what `runs/origin.py` lists, and what the launchers compare when they meet."""
-    for name in PACKAGES:
-        metadata = tmp_path / f"{name.replace('-', '_')}-1.2.3.dist-info" / "METADATA"
-        metadata.parent.mkdir()
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2.3\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    told = facts_of(Host(name="a", address="127.0.0.1")).packages
-    assert {name: told.get(name) for name in PACKAGES} == dict.fromkeys(PACKAGES, "1.2.3")
-    assert set(PACKAGES) < set(versions_here("cpu"))
 
 
 def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:

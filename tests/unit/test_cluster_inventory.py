@@ -146,13 +146,6 @@ def test_command_line(tmp_path: Path) -> None:
         assert part in caught.value.render()
 
 
-@pytest.mark.parametrize("first", ["CLUSTER_GPUS", "CLUSTER_OLD_DESKTOP_GPUS"])
-def test_one_hosts_value_goes_over_that_of_all_in_any_order(tmp_path: Path, first: str) -> None:
-    given = {"CLUSTER_GPUS": "0", "CLUSTER_OLD_DESKTOP_GPUS": "2"}
-    changes = {first: given.pop(first), **given}
-    assert [host.gpus for host in read_inventory(written(tmp_path, GOOD), changes).hosts] == [0, 0, 2]
-
-
 def test_a_changed_host_key_is_removed_where_it_stands(tmp_path: Path) -> None:
     said = "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!"
     for keys, known_as in (("port: 2200", "'[192.0.2.1]:2200'"), ("port: 22", "192.0.2.1"), ("user: me", "192.0.2.1")):
@@ -242,20 +235,3 @@ ODD = (
     "null", "3", "-1", "1.5", ".inf", "true", "[]", "{}", "[1, [2]]", "{a: 1}", "'a b'", '"\\u0000"', '"\\n"', "é", "~/x", "::1", "1e400", "-oX",
     "99999999999999999999", "a" * 5000,
 )  # fmt: skip
-
-
-def test_no_value_is_too_odd(tmp_path: Path) -> None:
-    """Whatever stands where a value should: an inventory, or an error for people with its place."""
-    top = [f"hosts: {{a: 10.0.0.1}}\n{key}: {odd}" for key in ("extends", "network", "ssh_config", "defaults") for odd in ODD]
-    top += [f"hosts: {odd}" for odd in ODD] + [f"hosts: {{a: {odd}}}" for odd in ODD]
-    keys = ("address", "ssh", "user", "port", "gpus", "python", "folder", "interface", "bogus")
-    top += [f"hosts: {{a: {{address: 10.0.0.1, {key}: {odd}}}}}" for key in keys for odd in ODD]
-    refused = 0
-    for text in top:
-        try:
-            read_inventory(written(tmp_path, text), {"CLUSTER_HOSTS": "a"})
-        except UserError as error:
-            refused += 1
-            assert "c.yaml" in error.render() or "CLUSTER_HOSTS" in error.render(), text
-            assert "Node(" not in error.render()
-    assert refused > len(top) / 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import socket
 import subprocess
 import sys
@@ -17,11 +16,9 @@ from typing import Any
 import pytest
 
 from sft_play.cluster import task
-from sft_play.cluster.hosts import BOOT, MOST_WAITING, Inbox, Session, program, refused
-from sft_play.cluster.install import venv_of
+from sft_play.cluster.hosts import BOOT, program
 from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.ssh import NO_FOLDER
-from sft_play.cluster.status import rows_of, run_named
+from sft_play.cluster.status import run_named
 from sft_play.cluster.task import Task, controlling, early_phases
 from sft_play.config.call import Call
 from sft_play.config.layers import Override
@@ -30,7 +27,6 @@ from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.runs.folder import RunFolder
 from tests.cluster_facts import OWN
 
-HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}", cluster=Path("home.yaml")) for k in (1, 2, 3))
 MASTER, LAPTOP = Host(name="desktop", address="127.0.0.1"), Host(name="laptop", address="192.0.2.11")
 INVENTORY = Inventory(hosts=(MASTER,), path=Path("home.yaml"))
 
@@ -101,31 +97,6 @@ def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: P
     asked.run.config.write_text("{}")
     assert task.taken_over(asked).loaded.config.launch.auto_resume
     assert not task.taken_over(task_of(tmp_path)).loaded.config.launch.auto_resume, "a new run's name is taken"
-
-
-def test_messages_of_hosts(tmp_path: Path) -> None:
-    absent = refused(HOSTS[1], 127, "sh: not found")
-    assert absent.exit_code == 3 and "host `node2`: no environment" in absent.message
-    assert absent.hint == "make it: make cluster-install CLUSTER=home.yaml"
-    odd = refused(HOSTS[1], NO_FOLDER, "")
-    assert odd.message == "host `node2`: no environment: no folder `~/sft-play` that its user can enter"
-    assert odd.hint and odd.hint.startswith(
-        "make it: make cluster-install CLUSTER=home.yaml; where something of that name is there"
-    )
-    assert [next(rows_of(one, [], []))["state"] for one in (absent, odd, refused(HOSTS[1], 255, ""))] == [
-        "no environment", "no environment", "unreachable",
-    ]  # fmt: skip
-    remark = "Could not chdir to home directory /nonexistent: No such file or directory\n"
-    barred = refused(HOSTS[2], 1, remark, "Welcome\nThis account is currently not available.\n")
-    assert barred.message == "host `node3`: its user may not log in there: This account is currently not available."
-    assert barred.hint and "`user`" in barred.hint
-    broken = refused(replace(HOSTS[1], user="me", port=2200), 1, remark + "ImportError: no module x\n" + remark)
-    assert broken.message == "host `node2`: its Python `.venv/bin/python` did not start, or failed: ImportError: no module x"
-    assert broken.hint and "`ssh -p 2200 me@192.168.77.12`" in broken.hint
-    assert "Could not chdir" in refused(HOSTS[1], 1, remark).message, "where nothing else was said"
-    assert venv_of(HOSTS[0]) == ".venv"
-    with pytest.raises(Exception, match="no environment's interpreter"):
-        venv_of(Host(name="a", address="b", python="python3"))
 
 
 def test_a_command_that_is_stopped_before_its_workers_live_says_so(tmp_path: Path) -> None:
@@ -204,23 +175,6 @@ def test_a_launcher_outlives_its_connection_while_the_store_answers(started: Any
         time.sleep(4)
         assert process.poll() is None
     assert told(process)[-1] == {"ended": -15, "left": 0}
-
-
-def test_a_rank_that_prints_without_end_is_slowed_down_and_its_machine_obeys(tmp_path: Path) -> None:
-    inbox: Inbox = queue.Queue(maxsize=MOST_WAITING)
-    session = Session(MASTER, {"RUNS_DIR": str(tmp_path)}, inbox=inbox)
-    request = {"run": "one", "node": 0, "token": "yes", "store": None, "silent_seconds": 1, "stream": False}
-    session.say(do="launch", seconds=0, argv=["yes"], **request)
-    try:
-        while not inbox.full():
-            time.sleep(0.05)
-        session.say(kill=True)
-        until = time.monotonic() + 60
-        while "ended" not in (facts := inbox.get(timeout=60)[1]):
-            assert time.monotonic() < until
-        assert facts == {"ended": -9, "left": 0}
-    finally:
-        session.close()
 
 
 def test_a_run_is_found_while_its_data_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from sft_play.cluster import preflight
 from sft_play.cluster.findings import judge
 from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.measured import Examined, Pair, Seen, Summed, Wanted, sum_seconds
+from sft_play.cluster.measured import Examined, Pair, Seen, Wanted, sum_seconds
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.ssh import SAYS
-from sft_play.config.load import load_config
 from sft_play.plan.hardware import GIB
 from sft_play.text import Finding
 from tests.cluster_facts import OWN
@@ -99,26 +97,6 @@ def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str)
     assert part in f"{found.text} | {found.remedy}"
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "changes", "expected"),
-    [
-        (["6.1"], {}, ["fail"]), (["6.1", "8.9"], {}, ["fail"]), (["6.1", "8.9"], {"hidden": "1"}, ["warning"]),
-        (["6.1"], {"stated": 0}, []), (["7.5", "8.9", "12.0"], {}, []),
-    ],
-)  # fmt: skip
-def test_cards_that_torch_has_no_code_for(capabilities: list[Any], changes: dict[str, Any], expected: list[str]) -> None:
-    """As `make doctor` says it: what CUDA 13's torch 2.13 was built for, and a GTX 1080 (6.1)."""
-    gpus = [gpu("NVIDIA GeForce GTX 1080", capability=one) for one in capabilities]
-    findings = judged(seen(0), seen(1, gpus=gpus, usable_gpus=len(gpus), **changes))["laptop"]
-    lacking = [one for one in findings if one.id == "torch-lacks-architecture"]
-    assert [one.severity for one in lacking] == expected
-    for one in lacking:
-        assert one.text.startswith(
-            "torch 2.13.0+cu130 has no code for NVIDIA GeForce GTX 1080 (compute capability 6.1); it has sm_75,"
-        )
-        assert one.remedy.startswith("install a torch build for this GPU")
-
-
 def test_the_master() -> None:
     """It sends to the others by rsync (with one machine nothing is sent), and has the port."""
     findings = judged(seen(0, rsync=False), seen(1), port_held={"held_by": None})
@@ -158,58 +136,6 @@ def test_slow_network_is_told_once_and_in_seconds() -> None:
     assert {name: [one.id for one in some] for name, some in findings.items() if some} == {"old": ["slow-network"]}
     assert "94 Mbit/s, the inventory says `1Gbit`; 8.4 M parameters in fp32 take 3.8 s a step" in findings["old"][0].text
     assert sum_seconds(34_000_000, 3, 1000 * 0.94) == pytest.approx(0.386, abs=0.001)  # 34 MB on 3 machines at 1 Gb/s
-
-
-@pytest.mark.parametrize(("mbit", "named"), [(9400.0, True), (1200.0, False)])
-def test_an_interface_that_is_faster_is_named(mbit: float, named: bool) -> None:
-    """Only where it leads to all that the one in use leads to; the inventory may then name it, which is no fault."""
-    machines = [seen(k) for k in range(3)]
-    found: dict[str, Any] = {"pairs": ways(interface="eth0"), "further_ways": ways({("laptop", "old")}, mbit, interface="eth1")}
-    findings = judged(*machines, **found)
-    assert [name for name, some in findings.items() if some] == (["desktop", "old"] if named else [])
-    for one in findings["desktop"]:
-        assert (one.id, one.severity) == ("faster-interface", "warning")
-        assert one.text == "`eth1` carries 9400 Mbit/s to the others, `eth0` 940" and one.remedy.startswith("`interface: eth1`")
-    assert judged(*(seen(k, interface="eth1") for k in range(3)), pairs=ways(interface="eth1"))["laptop"] == []
-    [other] = judged(seen(0), seen(1, interface="eth1"), seen(2), pairs=ways(interface="eth0"))["laptop"]
-    assert other.text == "the way to the others leads over `eth0`, not over `eth1` of the inventory"
-
-
-def test_data_and_code() -> None:
-    wanted = Wanted(port=1, code={"a.py": "1", "b.py": "2"}, data={"d.jsonl": 3}, prepared={"train-1": "4"}, shared=True)
-    good: dict[str, Any] = {"code": dict(wanted.code), "data": dict(wanted.data), "prepared": dict(wanted.prepared)}
-    bad: dict[str, Any] = {"code": {"a.py": "1", "b.py": None}, "data": {"d.jsonl": None}, "prepared": {"train-1": None}}
-    findings = judged(
-        seen(0, **good), seen(1, **bad), seen(2, **{**good, "data": {"d.jsonl": 9}, "prepared": {"train-1": "5"}}), wanted=wanted
-    )
-    assert findings["desktop"] == []
-    assert [(one.id, one.severity) for one in findings["laptop"]] == [("code", "fail"), ("data", "fail")]
-    assert findings["laptop"][0].text == "1 of the project's 2 files are not the same as here: `b.py`"
-    assert findings["laptop"][1].text == "`data.sync` is `shared`, but its cache `/x` has no `train-1`"
-    assert [one.text for one in findings["old"]] == [
-        "other data than here: `d.jsonl`",
-        "other prepared rows than here: `train-1`",
-    ]
-    several = Wanted(port=1, code={f"{k}.py": "1" for k in range(8)})
-    [code] = judged(seen(0), seen(1, code=dict.fromkeys(several.code)), wanted=several)["laptop"]
-    assert code.text.endswith("`5.py` and 2 more")
-
-
-def test_output() -> None:
-    """The table, the slowest way, the sum; JSON with every finding."""
-    machines = (seen(0), seen(1, gpus=[gpu("NVIDIA GeForce RTX 4060 Laptop GPU", 8, 7.6)]))
-    pairs = [Pair("desktop", "laptop", None, 0.21, 941.0), Pair("laptop", "desktop", None, 0.2, 938.0)]
-    examined = Examined(hosts={one.host.name: one for one in machines}, pairs=pairs, all_reduce=Summed("nccl", 0.07), seconds=7.0)
-    findings, inventory = judged(*machines, pairs=pairs), inventory_of(machines)
-    text = "\n".join(preflight.report(examined, inventory, Wanted(port=29500), findings))
-    for part in ("1 x RTX 4060 Laptop GPU", "938 Mbit/s", "34 MB) would take 0.29 s a step", "(nccl): 0.070 s"):
-        assert part in text
-    assert text.endswith("2 machines: 2 ok, 0 with a warning, 0 cannot take part")
-    alone = Examined(hosts={"desktop": machines[0]}, seconds=7.0)
-    assert "1 machine: 1 ok" in "\n".join(preflight.report(alone, inventory, Wanted(port=29500), {"desktop": []}))
-    value = preflight.as_json(examined, inventory, findings)
-    assert value["ok"] is True
-    assert value["hosts"]["laptop"]["software"]["gpus"][0]["total_bytes"] == 8 * GIB
 
 
 def test_every_finding_is_documented() -> None:
@@ -263,17 +189,6 @@ def test_this_machine_alone(in_process: Program, tmp_path: Path) -> None:
 
 
 # ---- BENCH=1
-
-
-def test_a_machine_that_cannot_take_part_is_not_tried_and_an_error_is_its_own(tmp_path: Path) -> None:
-    """The configuration is sent: this machine answers by its own `make bench`, which refuses the folder that is not there."""
-    config = tmp_path / "x.yaml"
-    config.write_text(f"model: {{name: ./nowhere}}\ndata: {{train_path: {tmp_path / 'no.jsonl'}}}\n")
-    hosts = (Host(name="here", address="127.0.0.1"), Host(name="off", address="192.0.2.1"))
-    inventory = Inventory(hosts=hosts, path=tmp_path / "home.yaml")
-    found = preflight.bench_hosts(inventory, load_config(config), ["here"])
-    assert "not tried" in found["off"]["error"]
-    assert "there is no such model folder" in found["here"]["error"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.cluster.inventory import Host, Inventory, read_inventory
+from sft_play.cluster.inventory import Host, read_inventory
 from sft_play.cluster.task import (
     Task,
     _unfit,
@@ -153,11 +153,3 @@ def test_folders_that_are_a_whole_home_or_disk_are_refused(tmp_path: Path, folde
     path.write_text(f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}\n")
     with pytest.raises(UserError, match="`folder` is "):
         read_inventory(path)
-
-
-@pytest.mark.parametrize(("folder", "plain"), [("~//a/./b/", "~/a/b"), ("//srv//sft/", "/srv/sft"), ("/a/../b", "/b")])
-def test_folders_are_plain_paths(tmp_path: Path, folder: str, plain: str) -> None:
-    path = tmp_path / "home.yaml"
-    path.write_text(f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}\n")
-    found: Inventory = read_inventory(path)
-    assert found.hosts[0].folder == plain

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
@@ -216,15 +214,6 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(wri
     assert loaded.origins["train.epochs"] == f"{path}:3"
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["${train.nothing}", "${train.epochs}", "${", "${train", "${a b}", "${nothing:x}", "${oc.env:NOT_SET_ANYWHERE}", "${..x}"],
-)
-def test_interpolations_that_lead_nowhere_are_named_with_their_line(write: Write, value: str) -> None:
-    shown = refused(write(f"train:\n  seed: 1\n  epochs: '{value}'\n"))
-    assert "x.yaml:4: `train.epochs` cannot be resolved" in shown
-
-
 # ---- Saved configurations
 
 
@@ -250,26 +239,6 @@ def test_overrides_of_a_saved_run_replace_what_contradicts_them(write: Write, tm
         assert [s.path for s in config.data.sources] == ["b"] and config.data.train_path is None
         assert [s.path for s in config.data.validation] == ["c"]  # type: ignore[union-attr]
         assert config.train.warmup_steps == 3 and config.train.extra["adam_beta1"] == 0.6
-
-
-def is_kept_as_it_is(text: str) -> bool:
-    """Whether a text is neither empty nor a path in somebody's home folder, which is written out in full or refused."""
-    return bool(text.strip()) and not text.startswith("~")
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(is_kept_as_it_is))
-def test_any_text_is_saved_read_back_and_shown(tmp_path: Path, text: str) -> None:
-    from sft_play.config.reference import as_yaml, flatten
-
-    path = tmp_path / "empty.yaml"
-    path.write_text("", encoding="utf-8")
-    loaded = load(path, f"MODEL_NAME={text}", f"TRAIN_RUN_NAME={text}")
-    assert loaded.config.model.name == text
-    assert read_config(saved(loaded, tmp_path)).config == loaded.config
-    shown = tmp_path / "shown.yaml"
-    shown.write_text(as_yaml(flatten(loaded), loaded.origins), encoding="utf-8")
-    assert load(shown).config == loaded.config
 
 
 def test_every_key_of_the_schema_can_be_typed(write: Write) -> None:

@@ -6,10 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sft_play.data.example import FOLLOWERS, Example
+from sft_play.data.example import Example
 from sft_play.data.formats import recognise, understand
 from sft_play.errors import DataError
 
@@ -47,13 +45,6 @@ def test_tool_calls_tools_and_results_are_kept_in_one_shape() -> None:
     example = read({"messages": [USER, asks, gives, ANSWER], "tools": json.dumps([{"name": "add"}])})
     assert example.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "1"}]}, gives, ANSWER]
     assert example.tools == [{"name": "add"}]
-
-
-@pytest.mark.parametrize("message", [{"function_call": {"name": "add", "arguments": '{"a": 1}'}}, {"tool_calls": [CALL]}])
-def test_older_function_calls_become_tool_calls(message: Row) -> None:
-    example = read({"messages": [USER, {"role": "assistant", "content": None, **message}]})
-    assert example.messages is not None
-    assert example.messages[-1]["tool_calls"] == [CALL]
 
 
 @pytest.mark.parametrize(
@@ -133,40 +124,6 @@ def test_tokens_are_taken_without_their_padding(mask: list[int] | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("value", "group"), [("a", "a"), (3, "3")])
-def test_the_group_is_read_from_its_column(value: object, group: str) -> None:
-    assert read({"text": "t", "author": value}, group_by="author").group == group
-
-
 @pytest.mark.parametrize(("row", "said"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")])
 def test_a_row_without_a_group_is_refused(row: Row, said: str) -> None:
     assert said in refused({"text": "t", **row}, group_by="author").message
-
-
-# ---- Properties
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=7))
-def test_only_orders_that_templates_can_write_are_taken(roles: list[str]) -> None:
-    fits = all(role in FOLLOWERS[before] for before, role in zip([None, *roles], roles, strict=False)) and "assistant" in roles
-    try:
-        example = read(turns(*roles))
-    except DataError as error:
-        assert not fits
-        assert "roles are out of order" in error.message or "no assistant message" in error.message
-    else:
-        assert fits
-        assert [turn["role"] for turn in example.messages or ()] == roles[: len(roles) - roles[::-1].index("assistant")]
-
-
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.text(max_size=3), st.floats(allow_nan=False)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.sampled_from(["role", "content", "from", "value", "tool_calls", "function", "name", "type", "text"]), inner
-        ),
-    ),
-    max_leaves=8,
-)

@@ -57,16 +57,6 @@ def test_alpaca_input_is_added_to_the_instruction_and_never_replaces_it(given: s
     assert to_messages({**ROWS["instruction"], "input": given}, "instruction")[0]["content"] == wanted
 
 
-@pytest.mark.parametrize("instruction", ["", "  "])
-def test_alpaca_input_alone_is_the_prompt_without_blank_lines_before_it(instruction: str) -> None:
-    row = {**ROWS["instruction"], "instruction": instruction, "input": "text"}
-    assert to_messages(row, "instruction")[0]["content"] == "text"
-
-
-def test_what_follows_the_last_answer_is_left_out() -> None:
-    assert to_messages({"messages": [*MESSAGES, {"role": "user", "content": "and?"}]}, "messages") == MESSAGES
-
-
 def test_columns_that_fit_two_formats_are_refused_with_both_names() -> None:
     error = refused({**ROWS["prompt_completion"], **ROWS["question_answer"]})
     assert "prompt_completion, question_answer" in error.message
@@ -96,13 +86,6 @@ def test_a_missing_column_is_answered_with_the_one_that_may_be_meant(row: dict[s
 def test_columns_within_columns_are_named() -> None:
     hint = refused({"meta": {"prompt": {"text": "Say 1"}, "stars": 3}, "reply": {"best": "1"}}).hint or ""
     assert "a dot leads into a column: `meta.stars`, `reply.best`, `meta.prompt.text`" in hint
-
-
-def test_no_format_lists_the_columns_found_and_those_wanted() -> None:
-    error = refused({"body": "hello", "label": 1})
-    assert "`body`, `label`" in error.message
-    for columns in ("completion, prompt", "instruction, output", "answer, question", "messages: messages"):
-        assert columns in (error.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -140,11 +123,6 @@ def test_a_row_without_an_answer_is_refused(row: Row) -> None:
     assert "nothing to learn" in refused(row).message
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
-    r"""JSON allows `"\ud83d"`, which no tokenizer takes."""
-    assert "half of a surrogate pair" in refused({"prompt": "q", "completion": json.loads('"\\ud83d"')}).message
-
-
 # ---- Files
 
 
@@ -180,16 +158,6 @@ CONTENTS: dict[str, str] = {
 def test_each_kind_of_file_gives_the_same_rows(name: str, mark: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, mark + CONTENTS[name])
     assert [row for _, row in read_file(path)] == TWO
-
-
-def test_a_csv_row_carries_the_line_on_which_it_begins(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", 'prompt,completion\n"one\ntwo",x\n\nlast,y\n')
-    assert [place for place, _ in read_file(path)] == [f"{path}:2", f"{path}:5"]
-
-
-def test_a_line_separator_inside_a_string_does_not_end_a_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", '{"prompt": "a\u2028b\u0085c"}\n{"prompt": "d"}\n')
-    assert [row["prompt"] for _, row in read_file(path) if not isinstance(row, DataError)] == ["a\u2028b\u0085c", "d"]
 
 
 def test_globs_and_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -238,17 +206,6 @@ def test_a_line_that_is_no_object_is_named(content: str, kind: str, tmp_path: Pa
     error = unreadable(path)
     assert error.place == f"{path}:1"
     assert kind in error.message
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-@pytest.mark.parametrize("before", [0, 30_000], ids=["first", "far"])
-def test_a_byte_that_is_not_utf8_is_named_by_its_place_in_the_file(name: str, before: int, tmp_path: Path) -> None:
-    good = b"prompt\n" if name.endswith("csv") else b""
-    good += b'{"prompt": "aaaaaaaaaaaaaaaaa"}\n' * (before // 32)
-    path = write(tmp_path / name, good + b'{"prompt": "\xff"}\n')
-    error = unreadable(path)
-    assert error.place == f"{path}:{good.count(bytes([10])) + 1}"
-    assert "byte 13 of the line" in error.message
 
 
 @pytest.mark.parametrize("row", ["1,2,3", "1"])

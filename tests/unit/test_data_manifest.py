@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataSource
-from sft_play.data.encode import Outcome
 from sft_play.data.example import LeftOut
 from sft_play.data.manifest import SourceTally, split_manifest, summary
 from sft_play.data.prepare import refuse_nothing
@@ -49,25 +48,6 @@ def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
 def test_a_source_without_a_row_in_the_split_is_said_so(name: str, said: str) -> None:
     lines = told(name, [DataSource(path="a"), DataSource(path="docs")], [read(2), SourceTally()], [0, 0]).splitlines()
     assert lines[-1] == f"  docs: {said}"
-
-
-def test_a_validation_source_whose_rows_all_went_has_no_loss() -> None:
-    gone = SourceTally(rows_read=2)
-    gone.add(Outcome(dropped="longer than model.max_seq_len", place="docs:1"))
-    gone.add(Outcome(dropped="longer than model.max_seq_len", place="docs:2"))
-    line = told("validation", [DataSource(path="a"), DataSource(path="docs")], [read(2), gone], [0, 0]).splitlines()[-1]
-    assert (
-        line
-        == "  docs: 2 read, 0 kept, 2 left out (longer than model.max_seq_len), so it has no validation loss; 0 tokens, 0 scored"
-    )
-
-
-def test_documents_without_text_are_named() -> None:
-    tally = read(1)
-    for number in range(5):
-        tally.add(Outcome(dropped="no text", place=f"folder/{number}.txt"))
-    line = told("training", [DataSource(path="folder")], [tally], [0]).splitlines()[-1]
-    assert "5 left out (no text: folder/0.txt, folder/1.txt, folder/2.txt, ...)" in line
 
 
 def test_sources_that_hold_only_documents_without_text_say_why() -> None:

@@ -80,11 +80,6 @@ def test_each_kind_is_read_through_each_compression(ending: str, kind: str, tmp_
     assert [p for p, _ in read_file(path)][1] in (f"{path}:2", f"{path}:3", f"{path}, row 2")
 
 
-@pytest.mark.parametrize("kind", ["file", "stream"])
-def test_arrow_files_and_streams_are_read(kind: str, tmp_path: Path) -> None:
-    assert rows_of(write(tmp_path / "rows.arrow", arrow_bytes(kind))) == ROWS
-
-
 @pytest.mark.parametrize("ending", PACK)
 @pytest.mark.parametrize("damage", ["cut", "no", "flipped"])
 def test_a_damaged_compressed_file_is_named(ending: str, damage: str, tmp_path: Path) -> None:
@@ -98,16 +93,6 @@ def test_a_damaged_compressed_file_is_named(ending: str, damage: str, tmp_path: 
     path = write(tmp_path / f"rows.jsonl.{ending}", bytes(packed))
     error = refused(path)
     assert (error.place or "").startswith(str(path))
-
-
-@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-@pytest.mark.parametrize("share", [0.3, 0.7])
-def test_a_cut_table_is_named(kind: str, share: float, tmp_path: Path) -> None:
-    content = arrow_bytes(kind)
-    path = write(tmp_path / f"rows.{'parquet' if kind == 'parquet' else 'arrow'}", content[: int(len(content) * share)])
-    error = refused(path)
-    assert error.place == str(path)
-    assert "is damaged" in error.message
 
 
 def test_a_parquet_row_that_is_not_utf8_is_named_and_the_others_are_read(tmp_path: Path) -> None:
@@ -199,13 +184,6 @@ def test_a_text_file_is_one_document_and_an_empty_one_is_counted(tmp_path: Path)
 
 
 # ---- Columns, filter, rows
-
-
-def test_columns_are_renamed_also_crosswise(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"frage": "q", "answer": "x", "antwort": "a"}\n')
-    assert rows_of(path, columns={"question": "frage", "answer": "antwort"}) == [{"question": "q", "answer": "a"}]
-    swapped = write(tmp_path / "b.jsonl", b'{"question": "a", "answer": "q"}\n')
-    assert rows_of(swapped, columns={"question": "answer", "answer": "question"}) == [{"question": "q", "answer": "a"}]
 
 
 def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:

@@ -34,12 +34,6 @@ def test_a_file_of_wide_characters_is_one_error_with_its_encoding(name: str, enc
     assert error.hint == f"convert it: `iconv -f {name} -t UTF-8 {path} > NEW`"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
-def test_another_encoding_hears_of_iconv(name: str, tmp_path: Path) -> None:
-    (error,) = refusals(tmp_path / name, b'{"question": "caf\xe9"}\n')
-    assert "iconv" in (error.hint or "")
-
-
 @pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")])
 def test_the_header_tells_what_separates_columns(name: str, mark: str, tmp_path: Path) -> None:
     content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
@@ -62,13 +56,6 @@ def test_a_quote_that_is_never_closed_is_told_where_it_opens(row: str, tmp_path:
     (error,) = refusals(path, f'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'.encode())
     assert error.place == f"{path}:4"
     assert "never closed" in error.message
-
-
-def test_text_after_a_closing_quote_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    (error,) = refusals(path, b'question,answer\n"a" b,c\n')
-    assert error.place == f"{path}:2"
-    assert "a quote in it is written twice" in (error.hint or "")
 
 
 @pytest.mark.parametrize(

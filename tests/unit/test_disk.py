@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError
-from sft_play.launch.run_folder import SPARE_BYTES, disk_refusals_told, needed_bytes, record_event, require_disk_space
+from sft_play.launch.run_folder import disk_refusals_told, record_event, require_disk_space
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from tests.documents import on_page
@@ -23,24 +23,8 @@ def plan(one: int = ONE) -> Plan:
     return simple_plan(ranks=(rank_plan(memory_bytes={"trained": one // 2, "optimizer": one // 2}),))
 
 
-def saved(run: RunFolder, *steps: int) -> None:
-    for step in steps:
-        run.checkpoint(step).mkdir(parents=True)
-        (run.checkpoint(step) / "model.safetensors").write_bytes(b"1" * ONE)
-
-
 def config(limit: int | None) -> Config:
     return Config(model=ModelConfig(name="x"), train=TrainConfig(save_total_limit=limit))
-
-
-def test_a_run_that_goes_on_needs_no_room_for_the_checkpoints_that_it_has(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    assert needed_bytes(plan(), config(2), run) == SPARE_BYTES + 5 * ONE, "two, the best, a new one and the model"
-    saved(run, 2)
-    assert needed_bytes(plan(), config(2), run) == SPARE_BYTES + 4 * ONE
-    saved(run, 4, 6, 8, 10, 12)
-    assert needed_bytes(plan(), config(2), run) == SPARE_BYTES + 2 * ONE, "a new one and the model have no space yet"
-    assert needed_bytes(plan(), config(None), run) == SPARE_BYTES + 2 * ONE
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_launch(tmp_path: Path) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from sft_play.data.documents import SCANNED, Document, clean, join_pages
 from sft_play.data.documents import read_document as read_content
-from sft_play.data.example import LeftOut
-from sft_play.data.readers import read_file
 from sft_play.errors import DataError
 from tests.sample_documents import PAGE, write_docx, write_pdf
 
@@ -31,14 +28,6 @@ def test_plain_text_keeps_indentation_and_loses_what_is_invisible(tmp_path: Path
     found = read(path)
     assert found.text == "# Title\n\n    code()\né xyz\ttab"
     assert clean("\u0928\u094d\u200d\u0928") == "\u0928\u094d\u200d\u0928"  # a joiner that Devanagari needs
-
-
-def test_text_that_is_not_utf8_is_named_by_line_and_byte(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"good\nbad \xff here")
-    with pytest.raises(DataError, match="byte 5 of the line") as error:
-        read_document(path)
-    assert error.value.place == f"{path}:2"
 
 
 def test_html_gives_its_content_and_title_without_navigation(tmp_path: Path) -> None:
@@ -100,22 +89,3 @@ def test_encrypted_files_are_errors_but_an_empty_password_opens(tmp_path: Path) 
     (tmp_path / "a.docx").write_bytes(b"\xd0\xcf\x11\xe0" + b"\0" * 600)
     with pytest.raises(DataError, match="encrypted, or of Word before 2007"):
         read_document(tmp_path / "a.docx")
-
-
-def test_a_page_that_is_a_photograph_is_said_skipped_and_counted(tmp_path: Path) -> None:
-    """As scanners write them: a JPEG (and pages of several pictures, or one within a form), without any letter."""
-    from PIL import Image, ImageDraw
-
-    pages = []
-    for number in range(2):
-        page = Image.new("RGB", (300, 420), "white")
-        ImageDraw.Draw(page).text((40, 40), f"Page {number}: a pump moves water.", fill="black")
-        pages.append(page)
-    path = tmp_path / "scanned.pdf"
-    pages[0].save(path, "PDF", save_all=True, append_images=pages[1:])
-    assert b"/DCTDecode" in path.read_bytes(), "a JPEG is inside"
-    assert read_document(path) == SCANNED
-    left = LeftOut()
-    rows = [row for file in (path, write_pdf(tmp_path / "words.pdf", [["A pump."]])) for _, row in read_file(file, left)]
-    assert [row["text"] for row in rows if isinstance(row, Mapping)] == ["A pump."]
-    assert left.counts == {SCANNED: 1} and left.places[SCANNED] == [str(path)]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from sft_play.config.schema import DataConfig
 from sft_play.evaluation.evaluate import kept_scores
 from sft_play.files import write_json, write_text
-from sft_play.runs.folder import data_name, metrics_of, read_predictions
+from sft_play.runs.folder import metrics_of, read_predictions
 
 INTERVAL = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
 SCORES = {"step": 2, "loss": 1.0, "bleu": INTERVAL, "answers": 3, "speed": {"mean": 1.0}, "settings": {"key": "k"}}
@@ -37,29 +33,3 @@ def test_what_is_not_whole_or_not_the_same_is_made_again(tmp_path: Path) -> None
     assert kept_scores(tmp_path, {"key": "k"}) is None, "its answers are gone"
     write_text(tmp_path / "scores.json", "{")
     assert kept_scores(tmp_path, {"key": "k"}) is None
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("data/test set.jsonl.gz", "test-set-0123abcd"),
-        ("owner/my_data", "my_data-0123abcd"),
-        ("builtin:docstrings", "docstrings-0123abcd"),
-        ("*.jsonl", "data-0123abcd"),
-    ],
-)
-def test_folders_are_called_by_file_and_rows(path: str, name: str) -> None:
-    assert data_name(path, "0123abcdef") == name
-
-
-def test_a_plain_model_for_benchmarks_writes_conversations_as_its_configuration_says(tiny: Path, tmp_path: Path) -> None:
-    from sft_play.config.load import load_config
-    from sft_play.data.templates import chat_format
-    from sft_play.evaluation.evaluate import find_model
-
-    path = tmp_path / "x.yaml"
-    path.write_text(f"model: {{name: {tiny}}}\ndata: {{system: Be brief.}}\n", encoding="utf-8")
-    config = load_config(path, environ={}).config
-    found, bare = find_model(config), find_model(replace(config, data=DataConfig()))
-    assert found.chat == chat_format(config.data) is not None and bare.chat is None
-    assert found.tokenizer_fingerprint != bare.tokenizer_fingerprint

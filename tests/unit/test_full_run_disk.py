@@ -11,8 +11,6 @@ import pytest
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import disk_errors_told, write_json
 from sft_play.launch.resume import restored_on_error
-from sft_play.launch.run_folder import held
-from sft_play.launch.runs import holders
 from sft_play.prepare import place_hint
 from sft_play.runs.folder import RunFolder, cache_folder
 
@@ -52,27 +50,6 @@ def test_what_is_written_names_the_run_that_is_full_and_not_the_cache(small: Run
         "filler",
         "prepared.json",
     ]
-
-
-def test_a_launcher_that_a_full_disk_refuses_keeps_no_lock(small: RunFolder) -> None:
-    (small.path / ".launcher-node0.lock").touch()
-    fill(small.path)
-    with pytest.raises(HardwareError, match="the run cannot be written: No space left"), held(small):
-        pytest.fail("nothing can be written here")
-    assert holders(small) == []
-
-
-def test_a_refusal_on_a_full_disk_stays_the_only_error(small: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    small.prepared.write_text("old" * 5000)
-    fill(small.path)
-    with pytest.raises(DataError, match="no rows"), restored_on_error(small.prepared):
-        raise DataError("no rows")
-    assert capsys.readouterr().err == "" and small.prepared.read_text() == "old" * 5000
-    with pytest.raises(DataError, match="no rows"), restored_on_error(small.prepared):
-        small.prepared.write_text("new")
-        fill(small.path)
-        raise DataError("no rows")
-    assert "warning: " in (said := capsys.readouterr().err) and str(small.prepared) in said and "No space left" in said
 
 
 def test_what_a_refused_resume_changed_is_given_back(tmp_path: Path) -> None:

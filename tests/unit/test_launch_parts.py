@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
-from sft_play.__main__ import main
 from sft_play.config.call import Call
-from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.errors import CheckpointError, UserError
 from sft_play.launch.attempt import show_launch, worker_arguments
 from sft_play.launch.commands import finish
-from sft_play.launch.environment import Node, free_port, interface_of, port_is_free, require_free_port, worker_environment
+from sft_play.launch.environment import Node, worker_environment
 from sft_play.launch.run_folder import choose_name, find_run, held, record_event, reserved
 from sft_play.launch.runs import holders
 from sft_play.launch.verdict import Outcome
@@ -114,37 +110,6 @@ def test_stray_variables_are_taken_out_and_named() -> None:
     assert "AIM_REPO=aim://x  (yours)" in shown
 
 
-@pytest.mark.parametrize(
-    ("up", "expected"),
-    [
-        (("eth1",), None), (("eth1", "eth10"), None), (("eth1", "docker0"), None), (("eth1", "wg0"), "=eth1"),
-        (("eth1", "br-1a2b"), "=eth1"), (("eth1", "down0"), None),
-    ],
-)  # fmt: skip
-def test_nccl_is_told_one_interface_only_where_it_might_take_a_wrong_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up: tuple[str, ...], expected: str | None
-) -> None:
-    names = {"lo", *up}
-    for name in names:
-        (tmp_path / name / ("device" if name.startswith("eth") else ".")).mkdir(parents=True)
-    monkeypatch.setattr("psutil.net_if_stats", lambda: {name: SimpleNamespace(isup=name != "down0") for name in names})
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {name: [SimpleNamespace(family=socket.AF_INET)] for name in names})
-    monkeypatch.setattr("sft_play.launch.environment.INTERFACES", tmp_path)
-    plan = make_plan(strategy="ddp", device="cuda", num_nodes=2)
-    found = worker_environment(plan, Node(count=2, interface="eth1"), {}, cpu_threads=8).variables
-    assert (found.get("NCCL_SOCKET_IFNAME"), found["GLOO_SOCKET_IFNAME"]) == (expected, "eth1")
-    own = worker_environment(plan, Node(count=2, interface="eth1"), {"NCCL_SOCKET_IFNAME": "ib0"}, cpu_threads=8)
-    assert own.variables["NCCL_SOCKET_IFNAME"] == "ib0"
-
-
-@pytest.mark.parametrize(("mine", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "0"}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
-def test_threads_of_any_command_do_not_wait_with_their_cores_in_use(mine: dict[str, str], spins: str | None) -> None:
-    with mock.patch.dict(os.environ, mine, clear=True):
-        main(["help"])
-        assert os.environ.get("GOMP_SPINCOUNT") == spins
-        assert worker_environment(make_plan(), Node(), os.environ, cpu_threads=2).variables.get("GOMP_SPINCOUNT") == spins
-
-
 def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
     rank = replace(make_plan().ranks[0], device="cuda:0", device_name="NVIDIA GeForce RTX 5090")
     plan = make_plan(device="cuda", strategy="ddp", ranks=(rank, rank))
@@ -152,28 +117,6 @@ def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
     mine = worker_environment(plan, Node(), {"NCCL_P2P_DISABLE": "0", "OMP_NUM_THREADS": "7"}, cpu_threads=2)
     assert mine.variables["NCCL_P2P_DISABLE"] == "0"
     assert mine.variables["OMP_NUM_THREADS"] == "7"
-
-
-def test_ports() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        assert not port_is_free(port)
-        with pytest.raises(HardwareError, match=str(port)):
-            require_free_port(port, hint="another")
-    assert port_is_free(free_port())
-    assert interface_of("127.0.0.1")
-
-
-def test_recomputation_on_a_cpu_maps_tensors_one_by_one() -> None:
-    plain = worker_environment(make_plan(strategy="single", world_size=1), Node(), {}, cpu_threads=2)
-    assert "MALLOC_MMAP_THRESHOLD_" not in plain.variables
-    saving = make_plan(strategy="single", world_size=1, gradient_checkpointing=True)
-    chosen = worker_environment(saving, Node(), {}, cpu_threads=2)
-    assert chosen.variables["MALLOC_MMAP_THRESHOLD_"] == "1048576" and any("heap" in note for note in chosen.notes)
-    mine = worker_environment(saving, Node(), {"MALLOC_MMAP_THRESHOLD_": "4096"}, cpu_threads=2)
-    assert mine.variables["MALLOC_MMAP_THRESHOLD_"] == "4096"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

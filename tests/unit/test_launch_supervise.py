@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ import psutil
 import pytest
 from torch import distributed
 
-from sft_play.launch import node as module
-from sft_play.launch.liveness import LIMITS, SCALE, Beat, Listener, MemoryKills, Sender
-from sft_play.launch.node import Watch
+from sft_play.launch.liveness import SCALE
 from sft_play.launch.verdict import judge
 from sft_play.runs.folder import RunFolder
 from sft_play.training.faults import describe_full_disk, ran_out_of_disk, verdict
@@ -99,18 +96,6 @@ def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Pat
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
     lost = f"rank 2 ({socket.gethostname()}) lost its connection to another rank; the machine of that rank says why; the log of rank 2: "
     assert outcome.message.startswith(f"{error}\n\n{lost}{run.rank_log(2)}; docs/"), "the rank that failed is not this one"
-
-
-class TrackerError(RuntimeError):
-    """Another library's."""
-
-
-def test_a_server_that_refuses_is_no_lost_peer(tmp_path: Path) -> None:
-    for problem in (TrackerError("('Connection aborted.', Connection refused)"), ValueError("Broken pipe")):
-        assert verdict(problem, RunFolder(tmp_path), Activity())["code"] == 1
-    wrapped = ValueError("the step failed")
-    wrapped.__cause__ = RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:26508")
-    assert verdict(wrapped, RunFolder(tmp_path), Activity())["cause"] == "peer"
 
 
 def test_what_a_write_to_a_full_device_says(tmp_path: Path) -> None:
@@ -207,17 +192,6 @@ def test_a_signal_stops_workers_cleanly_and_leaves_no_process(
     assert alive(pids) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
-def test_a_killed_agent_leaves_no_process(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
-    process, folder = supervised
-    pids = everybody(folder)
-    agent = psutil.Process(process.pid).children()[0]
-    os.kill(agent.pid, signal.SIGKILL)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 75, error
-    assert alive(pids) == []
-
-
 @pytest.mark.parametrize("supervised", ["1"], indirect=True)
 def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
     process, folder = supervised
@@ -235,43 +209,6 @@ def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(supervised: tuple
     assert alive(pids) == []
 
 
-IN_KERNEL = """
-import ctypes, os, sys, time
-if ctypes.CDLL(None).syscall({"x86_64": 58}[os.uname().machine]) == 0:  # vfork: until the child ends, its parent waits in the kernel
-    time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls vfork by its number")
-def test_a_worker_that_waits_in_the_kernel_is_named_with_what_that_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = psutil.STATUS_DISK_SLEEP
-    monkeypatch.setitem(module.FROZEN, state, (0.2, *module.FROZEN[state][1:]))
-    words = [sys.executable, "-c", IN_KERNEL, "-m", "sft_play.train"]
-    worker, beats, kills = subprocess.Popen(words, env={**os.environ, "RANK": "1"}), Listener("kernel"), MemoryKills.begin()
-    children: list[psutil.Process] = []
-    try:
-        watch = Watch(agent=os.getpid(), run=run_with(tmp_path, {}), ranks=range(2), kills=kills, beats=beats)
-        beat = Beat(rank=1, number=1, host="h", pid=1, phase="training", step=3, micro_step=None, quiet=0.0, limit=9e9)
-        Sender("kernel").send(beat)
-        until(lambda: watch.look() or watch.loss, pause=0.1)
-        children = psutil.Process(worker.pid).children()
-        assert watch.loss is not None and (watch.loss.cause, watch.loss.rank) == ("frozen", 1)
-        assert "is frozen in step 3: waiting in the kernel, nothing read or written, for 0 s" in watch.loss.text
-        assert "a disk (NFS) or a GPU does not answer" in watch.loss.hint
-        watch.loss, beats.latest = None, {rank: replace(beat, rank=rank, limit=0.0) for rank in range(2)}
-        beats.heard[0] = time.monotonic()
-        hang = watch._hanging()
-        assert hang is not None and "rank 1 (h): in step 3 in the kernel (a disk or a GPU that does not answer)" in hang.text
-    finally:
-        for process in (*children, psutil.Process(worker.pid)):
-            process.kill()
-        worker.wait()
-        beats.close()
-        kills.close()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
 def test_a_frozen_agent_is_named(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
     process, folder = supervised
@@ -282,61 +219,6 @@ def test_a_frozen_agent_is_named(supervised: tuple[subprocess.Popen[bytes], Path
     assert process.returncode == 75, error
     assert b"(`accelerate launch`) is frozen: stopped by a signal for 3 s" in error
     assert alive([*pids, agent.pid]) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes by what Linux has")
-def test_a_rank_that_never_sends_a_beat_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENT", (0.2, *module.SILENT[1:]))
-    words = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "sft_play.train"]
-    beats, kills, run = Listener("silent"), MemoryKills.begin(), run_with(tmp_path, {})
-    worker = subprocess.Popen(words, env={**os.environ, "RANK": "1"})
-    try:
-        watch = Watch(agent=os.getpid(), run=run, ranks=range(2), kills=kills, beats=beats)
-
-        def judged() -> bool:
-            watch.look()
-            silent = watch.signs[psutil.Process(worker.pid)].silent_seconds if watch.workers else 0.0
-            assert silent == 0 or watch.watched_seconds > LIMITS.first_beat, "it may still be importing"
-            watch.watched_seconds += LIMITS.first_beat / 10
-            return watch.loss is not None
-
-        until(judged, pause=0.1)
-        assert watch.loss is not None and (watch.loss.cause, watch.loss.rank) == ("frozen", 1)
-        assert f"rank 1 ({socket.gethostname()}) is frozen: no beat and no processor time for 0 s" in watch.loss.text
-        assert watch.is_over(stopping=False)
-    finally:
-        worker.kill()
-        worker.wait()
-        beats.close()
-        kills.close()
-
-
-STOPPED_CHILD = """
-import os, signal, sys, time
-from sft_play.launch.process import woken_with_parent
-if sys.argv[1:] == ["child"]:
-    woken_with_parent()
-    print(os.getpid(), flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    print("woken", flush=True)
-else:
-    import subprocess
-    subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "child"])
-    time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's word to children")
-def test_a_stopped_worker_wakes_when_its_parent_is_killed() -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_CHILD], stdout=subprocess.PIPE, text=True, env={**os.environ, "PROGRAM": STOPPED_CHILD}
-    )
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    until(lambda: child.status() == psutil.STATUS_STOPPED)
-    parent.kill()
-    parent.wait()
-    assert parent.stdout.readline() == "woken\n"
 
 
 @pytest.mark.parametrize("signals", [()])

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import CheckpointError
-from sft_play.launch.resume import choose_checkpoint, without_checkpoints
-from sft_play.launch.verdict import Outcome
+from sft_play.launch.resume import choose_checkpoint
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_stamp import stamp as stamp_of_a_run
 
@@ -30,31 +29,6 @@ def test_checkpoints_that_were_deleted_are_missed(tmp_path: Path, folder: bool) 
     with pytest.raises(CheckpointError, match="the last at step 4") as refused:
         choose_checkpoint(run)
     assert refused.value.exit_code == 5 and "new RUN_NAME" in refused.value.render()
-
-
-def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
-    lost = Outcome(
-        code=75, rank=1, message="error: rank 1 (node1) was killed by SIGKILL; all other ranks were stopped", cause="killed"
-    )
-    end = without_checkpoints(RunFolder(tmp_path / "mine"), lost, None, ["step-000002: torn"])
-    assert end is not None
-    assert (
-        end.code == 5
-        and "`mine` has no valid checkpoint" in end.message
-        and "rank 1 (node1) was killed by SIGKILL" in end.message
-    )
-
-
-def test_a_launch_never_begins_anew_where_its_checkpoints_are_gone(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    run = with_rows(tmp_path / "mine", {"kind": "save", "step": 4}, {"kind": "train", "step": 5})
-    lost = Outcome(code=75, rank=1, message="error: rank 1 was killed", cause="killed")
-    end = without_checkpoints(run, lost, None, [])
-    assert end is not None
-    assert (
-        end.code == 5 and f"{run.checkpoints}: `mine` had saved checkpoints (the last at step 4), and none is left" in end.message
-    )
-    assert "make resume RUN=mine" in end.message and "why it had ended: rank 1 was killed" in end.message
 
 
 @pytest.mark.parametrize("metrics", [None, bytes(range(256)) * 9])

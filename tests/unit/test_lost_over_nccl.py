@@ -117,25 +117,6 @@ def test_a_rank_whose_own_gpu_failed_is_the_cause(tmp_path: Path) -> None:
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "killed")
 
 
-def test_words_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
-    run = logged(tmp_path, {}, {0: REMOTE})
-    size = run.rank_log(0).stat().st_size
-    outcome = judge(run, range(1), agent_code=1, agent_log=summary({0: -6}), log_starts={0: size})
-    assert (outcome.rank, outcome.cause) == (0, "killed")
-
-
-def test_torchruns_root_cause_comes_before_what_it_lists_first(tmp_path: Path) -> None:
-    log = summary({0: -11, 2: -11}) + "-----\nRoot Cause (first observed failure):\n" + summary({1: -9})
-    assert judge(run_with(tmp_path, {}), range(3), agent_code=1, agent_log=log).rank == 1
-
-
-def test_an_error_that_was_seen_first_comes_before_a_rank_that_was_killed_after_it(tmp_path: Path) -> None:
-    run = run_with(tmp_path, {1: record(1, 1.0, "KeyError: 'x'")})
-    log = summary({0: -9, 1: 1})
-    assert judge(run, range(2), agent_code=1, agent_log=log, loss=Loss(cause="failed", rank=1)).code == 1
-    assert judge(run, range(2), agent_code=1, agent_log=log, loss=Loss(cause="killed", rank=0)).rank == 0
-
-
 @pytest.mark.parametrize(
     "words",
     [

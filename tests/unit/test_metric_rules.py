@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config
-from sft_play.config.metrics import higher_is_better, library_parts, measured, metrics_hint, short_name
+from sft_play.config.metrics import metrics_hint
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, DataConfig, DataSource, EvalConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
@@ -114,17 +113,3 @@ def test_nothing_is_measured_per_source_where_there_is_one() -> None:
     none = config(data=DataConfig(sources=TWO), load_best_model_at_end=True, early_stopping_patience=1)
     assert len(problems(none)) == 2
     assert not problems(config(data=DataConfig(sources=TWO)))
-
-
-def test_names_and_directions() -> None:
-    assert short_name("evaluate:my/folder/word_share.py") == "word_share"
-    assert short_name("evaluate:rouge:rougeLsum") == "rouge_rougeLsum"
-    assert short_name("evaluate:wer:wer") == "wer"
-    assert library_parts("evaluate:lvwerra/bary_score") == ("lvwerra/bary_score", None)
-    asked = config(metrics=["bleu", "evaluate:wer"])
-    assert measured(asked)[:4] == ("loss", "perplexity", "bleu", "wer")
-    assert measured(replace(asked, data=DataConfig(sources=TWO))) == ("loss", "perplexity", "bleu", "wer")
-    assert higher_is_better("eval_rougeL") is True
-    assert higher_is_better("loss/docs") is False
-    assert higher_is_better("eval_perplexity") is False
-    assert higher_is_better("wer") is None

@@ -11,12 +11,10 @@ from sft_play.config.load import read_config
 from sft_play.errors import CheckpointError
 from sft_play.files import write_json
 from sft_play.launch.run_folder import find_run
-from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import checkpoint_names, weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.stamps import find
-from tests.plans import simple_plan
 
 
 @pytest.fixture
@@ -79,16 +77,3 @@ def test_a_damaged_configuration_says_what_it_is_and_what_helps(run: RunFolder, 
     with pytest.raises(CheckpointError) as refused:
         read_config(run.config)
     assert why in refused.value.message and refused.value.place == str(run.config) and "backup" in (refused.value.hint or "")
-
-
-def test_a_damaged_plan_says_what_it_is_and_what_helps(run: RunFolder) -> None:
-    simple_plan().save(run.plan)
-    whole = run.plan.read_text()
-    for content, why in ((whole[:200], "it is cut short"), (None, "it is missing")):
-        run.plan.unlink()
-        if content is not None:
-            run.plan.write_text(content)
-        with pytest.raises(CheckpointError, match=why) as refused:
-            Plan.load(run.plan)
-        assert "put it back from a backup" in (refused.value.hint or "")
-        run.plan.touch()

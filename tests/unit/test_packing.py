@@ -19,7 +19,7 @@ from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.batch import Slots
-from sft_play.plan.hardware import Hardware, parse_hardware
+from sft_play.plan.hardware import Hardware
 from sft_play.plan.packing import best_fit, most_packs
 from sft_play.plan.plan import LaunchRequest, Plan, setup_of
 from sft_play.plan.shape import ModelShape
@@ -114,19 +114,6 @@ def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> 
     off = planned([100, 60] * 200, batch_size=1, packing="off")
     assert off.pack_tokens == 0 and off.ranks[0].accumulation == 32 and "packing" not in reasons(off)
     assert plan.ranks[0].peak_bytes > off.ranks[0].peak_bytes  # a pack is 512 tokens, a row 100
-
-
-def test_packs_of_any_length_where_attention_goes_by_the_lengths_of_rows(planned: Callable[..., Plan]) -> None:
-    rows: dict[str, Any] = {
-        "lengths": [5000, 2900] * 100,
-        "longest": 8192,
-        "batch_size": 1,
-        "shape": replace(SHAPE, max_positions=8192),
-    }
-    plan = planned(**rows, hardware=parse_hardware("H200"))
-    assert plan.attn_implementation == "varlen" and plan.pack_tokens == 8192
-    old = planned(**rows, hardware=parse_hardware("V100"))
-    assert old.pack_tokens == 0 and "packing off: 8192 flattened tokens would need a quadratic mask" in reasons(old)
 
 
 def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Callable[..., Plan]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,25 +54,6 @@ def test_what_cannot_be_chunked_says_why() -> None:
     assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 384
     unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
     assert unsloth.loss_chunk == 0 and reason(unsloth).endswith("unsloth has its own loss")
-
-
-def test_a_family_that_was_not_tried_is_left_whole(tmp_path: Path) -> None:
-    shape = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 128256,
-    }
-    chunks = {}
-    for family in ("llama", "persimmon"):
-        folder = tmp_path / family
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"model_type": family, "max_position_embeddings": 4096, **shape}))
-        plan = plan_of("H200", name=str(folder), mode="lora", max_seq_len=1024, batch_size=4)
-        chunks[family] = plan.loss_chunk
-    assert chunks == {"llama": 512, "persimmon": 0}
-    assert "what `persimmon` does to its logits was not tried" in reason(plan)
 
 
 def test_rows_that_fit_only_in_chunks_are_planned() -> None:

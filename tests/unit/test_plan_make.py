@@ -97,25 +97,6 @@ def test_gpus_are_bf16_nccl_and_every_card() -> None:
     assert plan_of("4xH100", name=LLAMA, mode="full", command_strategy="zero").weights_dtype == "float32"
 
 
-def test_mismatched_cards_get_the_rows_that_they_hold() -> None:
-    plan = plan_of(
-        "24GB+12GB+12GB", name=QWEN, mode="qlora", max_seq_len=512, command_strategy="auto", gradient_checkpointing=True
-    )
-    large, small, other = (rank.most_rows for rank in plan.ranks)
-    assert large > small == other and all(1 <= rank.micro_batch <= rank.most_rows for rank in plan.ranks)
-    assert sum(rank.micro_batch * rank.accumulation for rank in plan.ranks) >= 32
-    assert plan.global_batch_size == 32
-
-
-def test_one_process_takes_the_best_device_and_sees_no_other() -> None:
-    plan = plan_of("8GB+24GB+12GB", max_seq_len=64)
-    assert plan.ranks[0].device == "cuda:1" and plan.ranks[0].device_name == "24 GB GPU"
-    variables = worker_environment(plan, Node(), {}, cpu_threads=8).variables
-    assert variables["CUDA_VISIBLE_DEVICES"] == "1" and variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    several = worker_environment(plan_of("2xH100", command_strategy="auto"), Node(), {}, cpu_threads=8).variables
-    assert several["CUDA_VISIBLE_DEVICES"] == "0,1" and several["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-
-
 @pytest.mark.parametrize(
     ("machine", "shown", "words", "wanted"),
     [
@@ -227,29 +208,6 @@ def test_attention_goes_by_the_lengths_of_rows_where_the_cards_can(card: str, ch
     assert (plan.attn_implementation, plan.layout) == (("varlen", "flattened") if by_lengths else ("sdpa", "unmasked"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"model_type": "gemma2"}, "`gemma2` is not among the families"),
-        ({"head_dim": 36}, "has no heads of 36"),
-        ({"head_dim": 256}, None),
-        ({"attention_dropout": 0.1}, "has no dropout, and this model's is 0.1"),
-    ],
-)
-def test_what_torchs_flash_attention_does_not_compute_is_left_to_others(changes: dict[str, Any], why: str | None) -> None:
-    shape = replace(shape_of(ModelConfig(name=SMALL)), **changes)
-    for wanted in ("auto", "varlen"):
-        config = Config(model=ModelConfig(name=SMALL, max_seq_len=64, attn_implementation=wanted))
-        request = Request(config=config, typed=lambda _: True, hardware=parse_hardware("24GB"), shape=shape)
-        if wanted == "varlen" and why:
-            with pytest.raises(UserError, match=why):
-                make_plan(request)
-        else:
-            assert make_plan(request).attn_implementation == (
-                "varlen" if not why else "eager" if shape.model_type == "gemma2" else "sdpa"
-            )
-
-
 def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
     case: dict[str, Any] = {"name": LLAMA, "mode": "qlora", "max_seq_len": 2048, "grad_accum": 4}
     plan = plan_of("24GB", **case)
@@ -287,20 +245,6 @@ def test_strategies(command: Any, configured: Any, chosen: str) -> None:
 def test_command_and_configuration_contradict(command: Any, configured: Any, right: str) -> None:
     text = message(UserError, command_strategy=command, num_gpus=None if command == "single" else 2, strategy=configured)
     assert f"`launch.strategy` is `{configured}`" in text and right in text
-
-
-def test_unsloth() -> None:
-    hardware = parse_hardware("2x24GB")
-    config = Config(model=ModelConfig(name=QWEN, max_seq_len=512), tuning=TuningConfig(mode="qlora", backend="unsloth"))
-    request = LaunchRequest(command_strategy="auto")
-    plan = make_plan(Request(config=config, hardware=hardware, shape=shape_of(config.model), launch=request))
-    assert plan.strategy == "ddp" and plan.layout == "padded"
-    for strategy in ("zero2", "fsdp2"):
-        wanted = replace(config, launch=LaunchConfig(strategy=strategy))
-        with pytest.raises(UserError, match="It allows one GPU, or `ddp`"):
-            make_plan(Request(config=wanted, hardware=hardware, shape=shape_of(config.model), launch=request))
-    with pytest.raises(HardwareError, match="an NVIDIA GPU"):
-        make_plan(Request(config=config, hardware=CPU, shape=shape_of(config.model)))
 
 
 # What does not fit, and what is not there.
@@ -353,29 +297,6 @@ def test_auto_shards_what_does_not_fit_as_replicas() -> None:
     )
 
 
-def test_what_a_deepspeed_file_offloads_is_not_on_the_gpu() -> None:
-    case: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "zero", "zero_stage": 3}
-    message(HardwareError, "2x24GB", **case)
-    plan = plan_of("2x24GB", **case, offload_optimizer=True, offload_parameters=True)
-    parts = plan.ranks[0].memory_bytes
-    assert parts["trained"] == parts["optimizer"] == parts["gradients"] == 0
-    # 2 B weights, 4 B gradients, 12 B fp32 master weights and moments, over both ranks.
-    assert f"offloaded to this machine's memory: {18 * 8_030_261_248 / 2**30:.1f} GiB for 2 processes" in plan.reasons
-    half = plan_of("2xH100", **case, offload_optimizer=True).ranks[0].memory_bytes
-    assert half["optimizer"] == 0 and half["trained"] == 8_030_261_248
-
-
-def test_flattened_rows_whose_mask_does_not_fit_are_padded() -> None:
-    case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "gradient_checkpointing": False}
-    case["attn_implementation"] = "sdpa"
-    case["data"] = prepared_rows(64, longest=1024, each=200, trained=200)
-    assert plan_of("H100", **case).layout == "flattened"
-    sizes = [plan_of(f"{size}GB", **case) for size in (46, 46.5, 47, 48)]
-    assert {plan.layout for plan in sizes} == {"unmasked", "flattened"}
-    assert all(rank.peak_bytes <= rank.capacity_bytes for plan in sizes for rank in plan.ranks)
-    assert any("the mask of 4096 flattened tokens would not fit" in reason for plan in sizes for reason in plan.reasons)
-
-
 def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> None:
     tight: dict[str, Any] = {"name": LLAMA, "max_seq_len": 8192, "batch_size": 4}
     message(HardwareError, "24GB", **tight)
@@ -386,19 +307,6 @@ def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> 
     short = plan_of("24GB", **tight, rows=64)  # the longest of these rows has 100 tokens
     assert short.ranks[0].peak_bytes < short.ranks[0].capacity_bytes and not short.remedies
     message(HardwareError, "24GB", name=LLAMA, mode="full", early=True)
-
-
-# The forecast.
-
-
-def test_speed_is_forecast_where_it_can_be_known() -> None:
-    assert plan_of("2x24GB", name=LLAMA, command_strategy="auto").tokens_per_second is None
-    one, four = (plan_of(f"{n}xH200", name=LLAMA, max_seq_len=2048, command_strategy="auto", rows=512) for n in (1, 4))
-    assert one.tokens_per_second == pytest.approx(10_500, rel=0.2)  # 0.35 of 989 TFLOP/s at 31.9 GFLOP a token
-    # A little more than four: under a mask a flattened micro-batch is scored across its rows, and four cards have smaller ones.
-    assert one.tokens_per_second and four.tokens_per_second and 3.5 < four.tokens_per_second / one.tokens_per_second <= 4.2
-    assert four.total_seconds == pytest.approx((four.seconds_per_step or 0) * (four.steps or 0))
-    assert one.communication_share == 0
 
 
 @pytest.mark.parametrize(
@@ -422,24 +330,6 @@ def test_no_typed_micro_batch_is_faster_than_the_automatic_one(hardware: str, ch
         assert typed.global_batch_size == plan.global_batch_size
 
 
-def test_adapters_on_layers_that_are_not_there_are_refused() -> None:
-    def planned(name: str, mode: Any, *targets: str) -> Plan:
-        lora = LoraSettings(target_modules=list(targets))
-        config = Config(model=ModelConfig(name=name, max_seq_len=64), tuning=TuningConfig(mode=mode, lora=lora))
-        return make_plan(Request(config=config, hardware=CPU, shape=shape_of(config.model)))
-
-    with pytest.raises(UserError, match="names `banana`, where a `llama` model takes no adapter") as error:
-        planned(SMALL, "lora", "q_proj", "banana")
-    assert error.value.exit_code == 2 and "it takes them on q_proj, k_proj" in (error.value.hint or "")
-    planned(SMALL, "lora", "self_attn.q_proj")
-    with pytest.raises(UserError, match="share one weight in this model"):
-        planned(SMALL, "lora", "self_attn.q_proj", "lm_head")
-    planned(SMALL, "full", "banana")
-
-
 def test_more_micro_steps_than_rows_are_refused() -> None:
     text = message(UserError, grad_accum=1_000_000)
     assert "a step has 32 rows: 999968 micro-steps would be empty" in text and "TRAIN_GRAD_ACCUM=32 at most" in text
-
-
-# Any world, the same run.

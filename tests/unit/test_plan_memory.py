@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -15,10 +12,9 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, parse_hardware
-from sft_play.plan.measured import Tracer, case_of
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, Setup
-from sft_play.plan.shape import Counted, Matrices, ModelShape
+from sft_play.plan.shape import ModelShape
 from sft_play.plan.sources import plan_for
 from tests.conftest import ROOT
 
@@ -97,36 +93,6 @@ def test_what_each_strategy_shards() -> None:
     assert sum(zero3.values()) < sum(zero2.values()) < sum(zero1.values()) < sum(ddp.values())
 
 
-def counted(plain: ModelShape, *matrices: Matrices, **changes: Any) -> ModelShape:
-    """Returns the shape with more matrices, as `sft_play.trace.run` counts them."""
-    found = Counted(
-        parameters=plain.parameters + sum(one.parameters for one in matrices), largest_layer=10**9, matrices=(*plain.matrices, *matrices)
-    )  # fmt: skip
-    return replace(plain, counted=found, **changes)
-
-
-def test_experts_are_quantised_where_that_can_be_and_adapted_where_they_are_typed() -> None:
-    dense = shape(LLAMA3)
-    fused = Matrices(name="model.layers.*.mlp.experts.up_proj", inputs=4096, outputs=14336, count=32 * 8, kind="experts")
-    experts = counted(dense, fused, experts=8, experts_per_token=2)
-    assert experts.expert_parameters == 32 * 4096 * 14336 * 8
-    for strategy, width in (("single", 0.5), ("zero2", 0.5), ("fsdp2", 2.0)):
-        case = setup(strategy=strategy, gradient_checkpointing=True)
-        parts, plain = (rank_memory(config(LLAMA3, "qlora"), each, case, 1) for each in (experts, dense))
-        assert parts["frozen"] - plain["frozen"] == width * experts.expert_parameters
-        assert (parts["quant_state"] > plain["quant_state"]) == (width < 2)
-        one_layer = 2 * 8 * 4096 * 14336
-        assert parts["dequantised"] == one_layer if width < 2 else plain["dequantised"]
-    kept = rank_memory(config(LLAMA3, "qlora"), experts, setup(), 1)["dequantised"]
-    assert kept == 2 * experts.expert_parameters, "without recomputation autograd keeps those of every layer"
-    assert experts.adapter_parameters(16, "auto") == dense.adapter_parameters(16, "auto")
-    assert experts.adapter_parameters(16, ["up_proj"]) == dense.adapter_parameters(
-        16, ["up_proj"]
-    )  # one word never means experts
-    assert experts.adapter_parameters(16, ["experts.up_proj"]) == 16 * 32 * 8 * (4096 + 14336)
-    assert experts.active_parameters == dense.active_parameters + experts.expert_parameters // 4
-
-
 def test_the_peak_is_named_with_what_would_lower_it_by_formula_too() -> None:
     def peak(*words: str) -> tuple[str, str]:
         call = parse_call(["plan", "CONFIG=configs/run_bnb.yaml", *words], COMMANDS)
@@ -140,17 +106,3 @@ def test_the_peak_is_named_with_what_would_lower_it_by_formula_too() -> None:
     assert remedy.startswith("the activations: TRAIN_GRADIENT_CHECKPOINTING=true, minus ")
     _, remedy = peak("TUNING_MODE=full", "TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=true")
     assert remedy.startswith("the cast weights: MODEL_DTYPE=bfloat16, minus ")
-
-
-def test_a_tracer_that_crashes_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho 'ImportError: no torch here' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    tracer = Tracer()
-    try:
-        assert tracer.ask([]) == []
-        case = case_of(config(LLAMA3), {}, setup(), 1)
-        assert tracer.ask([asdict(case)]) == [{"error": "the trace ended with code 3: ImportError: no torch here"}]
-    finally:
-        tracer.close()

@@ -149,14 +149,6 @@ def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(command: An
         assert any(reason.startswith("SLOW: ") for reason in allowed.reasons)
 
 
-def test_a_network_that_is_fast_enough_is_not_refused() -> None:
-    config = config_of("HuggingFaceTB/SmolLM2-135M-Instruct", seq=512)
-    assert planned("2xRTX4090@100Gbit", config, command_strategy="fsdp2").strategy == "fsdp2"
-    assert planned("8xH100@400Gbit", config_of(QWEN, "full", seq=4096), command_strategy="fsdp2", num_nodes=2).strategy == "fsdp2"
-    # Of a network that nobody told the speed of, nothing is refused.
-    assert planned("24GB", config_of(QWEN, seq=512), command_strategy="fsdp2", num_nodes=3).strategy == "fsdp2"
-
-
 NAME_CARDS, NAME_NETWORK = "name the cards (HARDWARE=2xRTX4090)", "name the network: LAUNCH_NETWORK="
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.architecture import has_moving_rope, shape_of
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.show import show_plan
 from tests import plans
@@ -68,17 +68,3 @@ def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str
 
 def test_a_slow_network_may_be_allowed() -> None:
     assert planned("1xH100@1Gbit", 2, nodes=2, slow_network="allow").sequence_parallel == 2
-
-
-@pytest.mark.parametrize(
-    ("config", "moves"),
-    [
-        ({"rope_scaling": {"type": "longrope"}}, True),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, True),
-        ({"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}}, True),
-        ({"rope_scaling": {"rope_type": "llama3"}}, False),
-        ({}, False),
-    ],
-)
-def test_rotary_angles_that_move(config: dict[str, Any], moves: bool) -> None:
-    assert has_moving_rope(config) is moves
