@@ -250,7 +250,7 @@ def slow_network(config: Config) -> Iterator[Conflict]:
 
 
 def stages(config: Config) -> Iterator[Conflict]:
-    """Ranks with other layers each are no replicas, and none can answer alone."""
+    """Ranks with other layers each are no replicas."""
     key, launch, train, tuning = "launch.strategy", config.launch, config.train, config.tuning
     if launch.strategy != "pipeline":
         if launch.stages != "auto":
@@ -261,9 +261,6 @@ def stages(config: Config) -> Iterator[Conflict]:
             yield Conflict(key, f", but `launch.{other}` is {value}", "leave one of the two out")
     if train.fp16:
         yield Conflict(key, ", but `train.fp16` scales losses, which was not tried with it", "`train.bf16: true`, or fp32")
-    if train.predict_with_generate is True:
-        hint = "`train.predict_with_generate: auto`; `make eval` scores answers afterwards"
-        yield Conflict(key, ", but `train.predict_with_generate` is `true`, and no rank has all layers to answer with", hint)
     if tuning.backend == "unsloth" or config.model.trust_remote_code:
         who = "`tuning.backend: unsloth`" if tuning.backend == "unsloth" else "`model.trust_remote_code: true`"
         yield Conflict(key, f", but with {who} the model's layers are not ours to share out", "leave one of the two out")

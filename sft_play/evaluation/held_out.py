@@ -185,7 +185,8 @@ class WhileTraining:
         context.activity.enter("evaluating", step=step)  # an error names no rows of the loss any more
         size = trainer.args.per_device_eval_batch_size
         # `generate` of adapters calls the base below the forward pass that accelerate put under autocast.
-        with contextlib.nullcontext() if config.tuning.mode == "full" else trainer.accelerator.autocast():
+        narrow = contextlib.nullcontext() if config.tuning.mode == "full" else trainer.accelerator.autocast()
+        with narrow, trainer.pipeline.answering() if trainer.pipeline else contextlib.nullcontext():
             result = answer_rows(
                 trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
                 trainer.processing_class,

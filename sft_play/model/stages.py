@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 ANSWERS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "gptj": 2, "mpt": 2}
 """How long a tuple a layer returns, by model type; the layers of all others return the hidden states alone."""
@@ -21,13 +22,21 @@ ANSWERS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2
 class Skipped(nn.Module):
     """A layer that is left out: returns the hidden states that it gets, in the form in which the family's layers return theirs."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers: int, index: int) -> None:
         super().__init__()
-        self.answers = answers
+        self.answers, self.index = answers, index
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the hidden states."""
+        """Returns the hidden states [B, T, H]; a cache is told how many tokens have passed, since models ask it of any layer."""
         hidden = arguments[0] if arguments else named["hidden_states"]
+        cache = named.get("past_key_values", named.get("layer_past", named.get("cache_params")))
+        if cache is not None:
+            layer = cache.layers[self.index] if self.index < len(cache.layers) else None
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+            if layer is None or isinstance(layer, DynamicLayer):
+                tokens = hidden.new_zeros(len(hidden), 1, hidden.shape[1], 1)
+                cache.update(tokens, tokens, self.index)
         return (hidden, *(None,) * (self.answers - 1)) if self.answers else hidden
 
 
@@ -70,7 +79,7 @@ def cut(model: Any, first: int, last: int) -> None:
     layers, answers = list(getattr(holder, name)), ANSWERS.get(model.config.model_type, 0)
     model.__dict__[OTHERS] = layers
     kept = range(first, last)
-    setattr(holder, name, nn.ModuleList(one if index in kept else Skipped(answers) for index, one in enumerate(layers)))
+    setattr(holder, name, nn.ModuleList(one if index in kept else Skipped(answers, index) for index, one in enumerate(layers)))
     ends = last == text.num_hidden_layers
     if first > 0 and not (ends and text.tie_word_embeddings):
         model.set_input_embeddings(NoEmbedding())
@@ -118,7 +127,12 @@ class Stage:
     def __init__(self, model: Any, first: int, last: int) -> None:
         """`model`: what `stage_class` gave, with adapters or without."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.model, self.decoder, layers = model, base.get_decoder(), base.config.get_text_config().num_hidden_layers
+        self.model, self.base, self.decoder, layers = (
+            model,
+            base,
+            base.get_decoder(),
+            base.config.get_text_config().num_hidden_layers,
+        )
         self.begins, self.ends = first == 0, last == layers
         self.hidden = base.config.get_text_config().hidden_size
         tied = base.config.get_text_config().tie_word_embeddings and self.begins != self.ends
@@ -152,11 +166,11 @@ class Stage:
             return inputs
         return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": given}
 
-    def passed(self, inputs: dict[str, Any], given: Tensor | None) -> Tensor:
-        """Returns the hidden states [B, T, H] after this stage's last layer."""
+    def passed(self, inputs: dict[str, Any], given: Tensor | None) -> tuple[Tensor, Any]:
+        """Returns the hidden states [B, T, H] after this stage's last layer, and what the decoder returned."""
         self._found = None
         wanted = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
-        self.decoder(**self.taking(wanted, given), use_cache=False)
+        output = self.decoder(**{"use_cache": False, **self.taking(wanted, given)})
         assert self._found is not None
         found, self._found, self._given = self._found, None, None
-        return found
+        return found, output

@@ -93,7 +93,9 @@ def with_layers(model: Any, kept: Sequence[int]) -> Any:
     layers = getattr(holder, name)
     answers = ANSWERS.get(model.config.model_type, 0)
     try:
-        setattr(holder, name, nn.ModuleList(layer if index in kept else Skipped(answers) for index, layer in enumerate(layers)))
+        setattr(
+            holder, name, nn.ModuleList(layer if index in kept else Skipped(answers, index) for index, layer in enumerate(layers))
+        )
         return copy.deepcopy(model)
     finally:
         setattr(holder, name, layers)

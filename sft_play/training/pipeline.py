@@ -6,14 +6,16 @@ gradients have a process group each: on GPUs the operations of one group wait fo
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from transformers.utils import ModelOutput
 
 from sft_play.data.batches import Batch
 from sft_play.model.stages import Stage
@@ -21,12 +23,15 @@ from sft_play.plan.plan import Plan
 from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
 from sft_play.training.ranks import Ranks, group_of, replicas_of
 
+CACHES = ("past_key_values", "cache_params")
+"""What models call what they keep of tokens that have passed."""
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
     """Returns the pipeline that a rank's stage, `model`, is in. Collective over all ranks."""
-    return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, getattr(torch, plan.weights_dtype), timeout_seconds)
+    dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
+    return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, dtype, timeout_seconds)
 
 
 class Pipeline:
@@ -77,10 +82,8 @@ class Pipeline:
         return self._told(sums)
 
     def _forward(self, batch: Batch, sums: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
-        given: Tensor | None = None
-        if not self.stage.begins:
-            given = torch.empty(*batch["input_ids"].shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
-            distributed.recv(given, src=self.before, group=self.group)
+        given = self._received(batch["input_ids"])
+        if given is not None:
             given.requires_grad_(torch.is_grad_enabled())
         with context():
             if self.stage.ends:
@@ -88,7 +91,7 @@ class Pipeline:
                 sums += torch.stack([found.detach().double(), label_tokens(batch).double()])
                 return given, found
             inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
-            found = self.stage.passed(inputs, given)
+            found, _ = self.stage.passed(inputs, given)
         self._send(found.detach().to(self.dtype), self.after, self.group)
         return given, found
 
@@ -102,6 +105,43 @@ class Pipeline:
         if given is not None:
             assert given.grad is not None
             self._send(given.grad, self.before, self.gradients)
+
+    def _received(self, ids: Tensor) -> Tensor | None:
+        """Returns the hidden states [B, T, H] of the stage before for tokens [B, T]; `None` on the first stage."""
+        if self.stage.begins:
+            return None
+        given = torch.empty(*ids.shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
+        distributed.recv(given, src=self.before, group=self.group)
+        return given
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Within, the model's own `generate` runs on all stages at once: each keeps its layers' cache, and all get the last one's logits."""
+        base = self.stage.base
+        patched, whole = base.__dict__.get("forward"), base.forward
+
+        @functools.wraps(whole)
+        def forward(**inputs: Any) -> ModelOutput:
+            ids = inputs["input_ids"]
+            given = self._received(ids)
+            if self.stage.ends:
+                output = whole(**self.stage.taking(inputs, given))
+                logits = output.logits[:, -1:].float().contiguous()
+            else:
+                found, output = self.stage.passed(inputs, given)
+                self._send(found.to(self.dtype), self.after, self.group)
+                logits = torch.empty(len(ids), 1, base.config.get_text_config().vocab_size, device=self.ranks.device)
+            distributed.broadcast(logits, src=self.last, group=self.group)
+            return ModelOutput(logits=logits, **{name: output[name] for name in CACHES if output.get(name) is not None})
+
+        base.forward = forward
+        try:
+            yield
+        finally:
+            self._settle()
+            del base.forward
+            if patched is not None:
+                base.forward = patched
 
     def _send(self, tensor: Tensor, to: int, group: Any) -> None:
         tensor = tensor.contiguous()
