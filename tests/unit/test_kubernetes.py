@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -257,27 +254,3 @@ def test_a_skypilot_task_keeps_runs_on_a_volume_only_where_one_is_named() -> Non
     assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [175]}
     assert task["envs"]["SFT_PLAY_MAX_RESTARTS"] == "10" and "HF_HOME" not in task["envs"]
     assert noted(words, "Kubernetes and RunPod only): team-runs")
-
-
-@pytest.mark.parametrize(
-    ("typed", "exported"),
-    [
-        ("HF_HOME: /scratch/hf", {"SFT_PLAY_CACHE": "sft-play/models/cache"}),
-        ("SFT_PLAY_CACHE: /scratch/cache", {"HF_HOME": "sft-play/models/huggingface"}),
-        ("HF_HOME: /scratch/hf, SFT_PLAY_CACHE: /scratch/cache", {}),
-        ("OTHER: x", {"HF_HOME": "sft-play/models/huggingface", "SFT_PLAY_CACHE": "sft-play/models/cache"}),
-    ],
-)
-def test_a_skypilot_task_keeps_typed_folders_of_models(typed: str, exported: dict[str, str], tmp_path: Path) -> None:
-    """Runs the script's lines before the command, with the task's variables: what was typed is what the command would see."""
-    task = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot", f"KUBERNETES_ENV={{{typed}}}").files["skypilot.yaml"])
-    given = dict(pair.split(": ") for pair in typed.split(", "))
-    assert given.items() <= task["envs"].items()
-    lines = "\n".join(task["run"].splitlines()[:-1]).replace("/tmp/sft-play-config", str(tmp_path / "config"))
-    seen = subprocess.run(
-        ["bash", "-c", lines + "\nenv"], env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), **given}, capture_output=True, text=True,
-        timeout=30, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    for name, value in {**given, **{name: str(tmp_path / part) for name, part in exported.items()}}.items():
-        assert f"{name}={value}" in seen
-    assert json.loads((tmp_path / "config" / "config.json").read_text())["config"]["train"]["global_batch_size"] == 56

@@ -18,8 +18,6 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, EvalConfig, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.launch import recovery
-from sft_play.launch.deepspeed import read_user_json
-from sft_play.launch.job import LaunchOptions, without_batch_numbers
 from sft_play.launch.liveness import MemoryKills, counters_of
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, judge
@@ -70,23 +68,6 @@ def test_what_is_not(error: Exception) -> None:
     assert not ran_out_of_memory(error)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-        "GET was unable to find an engine to execute this computation",
-        "CUDA driver error: unknown error",
-    ],
-)
-def test_what_may_be_want_of_memory_counts_on_a_gpu_that_is_full(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    assert not ran_out_of_memory(RuntimeError(text)), "no GPU"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for free, is_short in ((0.019, True), (0.021, False)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (int(free * 2**40), 2**40))
-        assert ran_out_of_memory(RuntimeError(text)) == is_short
-
-
 def test_the_real_errors_of_torch() -> None:
     torch = pytest.importorskip("torch")
     assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
@@ -128,21 +109,6 @@ def test_sigkill_is_want_of_memory_only_with_evidence(tmp_path: Path) -> None:
     kernel = judge(run, range(2), agent_code=1, agent_log=summary(1, -9), memory_kill="`x` counts 1 kill for memory")
     assert (kernel.code, kernel.rank, kernel.cause) == (75, 1, OUT_OF_MEMORY)
     assert "because memory ran out (`x` counts 1 kill for memory)" in kernel.message
-
-
-def test_a_killed_helper_that_loads_data_counts_for_its_rank(tmp_path: Path) -> None:
-    record = {"code": 1, "time": 1.0, "error": "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. "}
-    run = run_with(tmp_path, {0: record})
-    assert judge(run, range(1), agent_code=1, agent_log=summary(0, 1)).cause is None
-    assert judge(run, range(1), agent_code=1, agent_log=summary(0, 1), memory_kill="seen").cause == OUT_OF_MEMORY
-
-
-def test_an_abort_after_bad_alloc(tmp_path: Path) -> None:
-    run = run_with(tmp_path, {})
-    run.rank_log(0).write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
-    assert judge(run, range(1), agent_code=1, agent_log=summary(0, -6)).cause == OUT_OF_MEMORY
-    run.rank_log(0).write_text("assertion failed\n")
-    assert judge(run, range(1), agent_code=1, agent_log=summary(0, -6)).cause == "killed"
 
 
 # ---- The kernel's counters
@@ -269,28 +235,6 @@ def test_when_it_does_not_go_on_by_itself(settings: Config, outcome: Outcome, re
     assert "choose one: " in refusal
 
 
-def test_evaluation_is_halved_too() -> None:
-    settings = config(batch_size=1, gradient_checkpointing=False)
-    outcome = replace(LOST_MEMORY, doing={"phase": "evaluating"})
-    found = next_after(settings, REQUEST, outcome)
-    assert isinstance(found, LaunchRequest)
-    before, after = plan(settings, REQUEST), plan(settings, found)
-    assert after.eval_batch_size == -(-before.eval_batch_size // 2)
-    line = recovery.announcement(settings, before, after, outcome, None, 1)
-    assert f"rows evaluated together {before.eval_batch_size} -> {after.eval_batch_size}" in line
-
-
-def test_batch_numbers_of_a_deepspeed_json_follow(tmp_path: Path) -> None:
-    path = tmp_path / "my.json"
-    path.write_text('{"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}')
-    options = LaunchOptions(request=REQUEST, deepspeed=read_user_json(path))
-    left = without_batch_numbers(options).deepspeed
-    assert left is not None
-    assert left.settings["train_micro_batch_size_per_gpu"] == "auto"
-    assert left.settings["gradient_clipping"] == 1.0
-    assert without_batch_numbers(LaunchOptions(request=REQUEST)).deepspeed is None
-
-
 def test_events_remember_what_was_tried(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert recovery.remedies_so_far(run) == (0, False, False)
@@ -310,27 +254,3 @@ def test_events_remember_what_was_tried(tmp_path: Path) -> None:
         "(although `train.batch_size` was given), global batch 32 as before; continuing from step-000004 (retry 1 of 3)"
     )
     assert on_page("cuda-out-of-memory", line)
-
-
-# ---- Ranks that are not alike
-
-
-def unequal(*slots: tuple[int, int], most: int = 64, strategy: Any = "ddp") -> Plan:
-    """Returns a plan whose ranks have these micro-batches and micro-steps."""
-    first = plan(config(global_batch_size=32), REQUEST, f"{len(slots)}x80GB")
-    ranks = tuple(
-        replace(rank, micro_batch=micro, accumulation=steps, most_rows=max(micro, most))
-        for rank, (micro, steps) in zip(first.ranks, slots, strict=True)
-    )
-    return replace(first, ranks=ranks, strategy=strategy)
-
-
-def test_a_micro_batch_that_grew_while_training_shrinks_to_the_plans_first() -> None:
-    settings, before = config(global_batch_size=32), unequal((8, 2), (4, 2), strategy="zero2")
-    outcome = replace(LOST_MEMORY, rank=0, doing={"phase": "training", "micro_batch": 14})
-    found = recovery.remedy(settings, shape_of(settings.model), before, REQUEST, outcome, 0)
-    assert found == REQUEST, "nothing is halved: the plan's own shares were not tried"
-    line = recovery.announcement(settings, before, before, outcome, None, 1)
-    assert "micro-batch 14 -> 8, and shares stay the plan's from here on" in line
-    again = replace(outcome, doing={"phase": "training"})
-    assert recovery.remedy(settings, shape_of(settings.model), before, REQUEST, again, 1) == replace(REQUEST, halvings=1)

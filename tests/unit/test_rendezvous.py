@@ -18,12 +18,11 @@ import pytest
 from benchmarks.launchers import measure
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.launch import store
-from sft_play.launch.environment import NAME_LOOKUPS, Node, free_port, worker_environment
+from sft_play.launch.environment import Node, free_port
 from sft_play.launch.meeting import Given
-from sft_play.launch.rendezvous import Rendezvous, why
+from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.verdict import Outcome
 from tests.documents import on_page
-from tests.plans import simple_plan
 
 Act = Callable[[Rendezvous], Any]
 KEY, OTHER = "a key that the nodes of this run know", "a key of another run, as long as it"
@@ -250,19 +249,6 @@ def test_node_0_that_cannot_reach_its_own_port_says_so() -> None:
     assert "HardwareError: node 0 cannot reach its own port 29500" in done.stderr, done.stderr
 
 
-def test_launchers_and_workers_ask_for_a_name_once() -> None:
-    program = (
-        "import os; from sft_play.launch.environment import shorten_name_lookups; shorten_name_lookups()\n"
-        "print('RES_OPTIONS' in os.environ, os.popen('echo $RES_OPTIONS').read())"
-    )
-    clean = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, env=clean)
-    assert done.stdout.split() == ["False", *NAME_LOOKUPS.split()]
-    for ambient, expected in (({}, NAME_LOOKUPS), ({"RES_OPTIONS": "timeout:9"}, "timeout:9")):
-        found = worker_environment(simple_plan(num_nodes=2, world_size=2), Node(count=2), ambient, cpu_threads=2)
-        assert found.variables["RES_OPTIONS"] == expected
-
-
 def test_a_failure_between_the_steps_is_told_to_all() -> None:
     nodes = Nodes()
 
@@ -408,14 +394,6 @@ def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.
     assert ended["a"] == ended["b"] == expected, ended
     assert ended["c"] == ["a", "b", "c"] and isinstance(ended["sick"], HardwareError)
     assert "left out: node 2 (sick): other versions" in capfd.readouterr().err
-
-
-def test_stops_are_told_as_such() -> None:
-    assert "was stopped on request" in why(KeyboardInterrupt(), "node 1 (b)")[0].message
-    assert "was stopped on request" in why(SystemExit(143), "node 1 (b)")[0].message
-    (prepared,) = why(SystemExit(4), "node 1 (b)")
-    assert isinstance(prepared, DataError) and "its own output" in prepared.message
-    assert isinstance(why(ZeroDivisionError(), "node 1 (b)")[0], RetryableError)
 
 
 def test_a_machine_tells_a_false_node_0_nothing() -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.launch import recovery
 from sft_play.launch.liveness import Beat
 from sft_play.launch.recovery import Restarts
-from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, culprits, hang, standing
 from sft_play.runs.folder import RunFolder
 
@@ -46,24 +44,6 @@ def test_only_after_a_lost_rank(outcome: Outcome) -> None:
     state = Restarts(limit=3, step=0)
     assert not state.allows(outcome, None)
     assert state.refused(outcome) == outcome
-
-
-def test_never_unless_asked() -> None:
-    state = Restarts(limit=0, step=0)
-    assert not state.allows(LOST, Path("step-000004"))
-    assert state.refused(LOST) == LOST
-
-
-def test_what_is_said_and_kept(tmp_path: Path) -> None:
-    state = Restarts(limit=3, step=0)
-    assert state.allows(LOST, Path("step-000004"))
-    line = recovery.restart_announcement(LOST, Path("step-000004"), state)
-    assert line == "restarting: rank 1 (node1) was killed by SIGKILL; continuing from step-000004 in 2 s (restart 1 of 3)"
-    run = RunFolder(tmp_path)
-    record_event(run, recovery.RESTARTED, node_rank=0, **recovery.restart_facts(LOST, Path("step-000004")))
-    record_event(run, recovery.RESTARTED, node_rank=1, **recovery.restart_facts(LOST, Path("step-000004")))
-    kept = {"rank": 1, "cause": "killed", "error": "rank 1 (node1) was killed by SIGKILL", "checkpoint": "step-000004"}
-    assert recovery.restarts(run) == [kept]
 
 
 def beat(rank: int, phase: str, step: int, micro_step: int | None = None) -> Beat:

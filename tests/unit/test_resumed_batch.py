@@ -51,8 +51,3 @@ def test_ranks_with_slices_of_the_same_rows_count_once(tmp_path: Path) -> None:
     config, call = loaded(tmp_path, batch_size=8)
     config = replace(config, config=replace(config.config, launch=replace(config.config.launch, tensor_parallel=2)))
     assert with_its_batch(config, call, replace(simple_plan(), global_batch_size=8), 2)[1] is None
-
-
-def test_a_typed_global_batch_is_left_to_the_stamp(tmp_path: Path) -> None:
-    config, call = loaded(tmp_path, "global_batch_size=16", batch_size=2, grad_accum=2)
-    assert with_its_batch(config, call, replace(simple_plan(), global_batch_size=8), 4) == (config, None)

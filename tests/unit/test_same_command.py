@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
+from sft_play.config.load import LoadedConfig, load_config, save_config
 from sft_play.errors import UserError
 from sft_play.launch.job import read_options
 from sft_play.launch.resume import as_resume, launch_facts, options_of_run, with_its_batch
@@ -101,22 +101,4 @@ def test_the_global_batch_stays_in_every_further_turn(tmp_path: Path) -> None:
         found, _ = with_its_batch(frozen, call, before, world)
         train = found.config.train
         assert (train.batch_size, train.grad_accum, train.global_batch_size) == expected
-        save_config(found, run.config)
-
-
-def test_another_value_for_what_was_computed_anew_is_heard(tmp_path: Path) -> None:
-    """Two processes of 2 x 2 rows went on as one; then the file says other numbers, and at last the first ones again."""
-    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, config(tmp_path, batch_size=2, grad_accum=2))
-    before = replace(Plan.load(run.plan), global_batch_size=8)
-    found, _ = with_its_batch(read_config(run.config), Call(command="resume"), before, 1)
-    save_config(found, run.config)
-    for numbers, wished, expected in (
-        ({"batch_size": 2, "grad_accum": 4}, [("train.grad_accum", "4")], (2, 4)),
-        ({"batch_size": 2, "grad_accum": 4}, [], (2, 4)),
-        ({"batch_size": 4, "grad_accum": 1}, [("train.batch_size", "4"), ("train.grad_accum", "1")], (4, 1)),
-    ):
-        call = again(tmp_path, run, "train-distributed", {"NUM_GPUS": "1"}, config(tmp_path, **numbers))
-        assert [(one.key, one.text) for one in call.overrides] == wished
-        found, note = with_its_batch(read_config(run.config, call.overrides), call, before, 1)
-        assert (found.config.train.batch_size, found.config.train.grad_accum) == expected and note is None
         save_config(found, run.config)

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
-from sft_play.config.metrics import OF_ANSWERS
 from sft_play.errors import DataError
-from sft_play.evaluation.generate import share_batches
 from sft_play.evaluation.scores import ROUGE as METRICS
 from sft_play.evaluation.scores import (
     LibraryMetric,
@@ -27,7 +23,6 @@ from sft_play.evaluation.scores import (
     rouge,
     score_answers,
     token_f1,
-    without_words,
 )
 from sft_play.evaluation.scores import mean_interval as bootstrap
 from tests.library_metric import library_metric
@@ -48,10 +43,6 @@ def test_rouge_is_that_of_rouge_score_with_stems(reference: str, answer: str) ->
     assert rouge(reference, answer) == {name: expected[name].fmeasure for name in METRICS}
 
 
-def test_references_without_a_word_that_rouge_knows_are_counted() -> None:
-    assert without_words([reference for reference, _ in PAIRS]) == 2
-
-
 def test_interval_holds_the_mean_and_is_the_same_every_time() -> None:
     values = [0.1, 0.4, 0.35, 0.8, 0.0, 0.55] * 10
     one, again = bootstrap(values), bootstrap(values)
@@ -67,20 +58,6 @@ def test_interval_holds_the_mean_and_is_the_same_every_time() -> None:
 
 REFERENCES = [reference for reference, _ in PAIRS]
 ANSWERS = [answer for _, answer in PAIRS]
-
-
-def test_every_metric_has_a_score_for_each_answer_and_an_interval() -> None:
-    scored = score_answers(metrics_for(OF_ANSWERS), REFERENCES, ANSWERS)
-    assert list(scored.intervals) == list(OF_ANSWERS)
-    assert all(set(row) == set(OF_ANSWERS) for row in scored.each)
-    for name, interval in scored.intervals.items():
-        assert interval.n == len(PAIRS)
-        assert interval.low <= interval.mean <= interval.high
-        if name not in ("bleu", "chrf"):
-            assert interval.mean == pytest.approx(sum(row[name] for row in scored.each) / len(PAIRS))
-    assert score_answers(metrics_for(OF_ANSWERS), REFERENCES, ANSWERS) == scored, "the same digits every time"
-    with pytest.raises(ValueError, match="no answers"):
-        score_answers(metrics_for(OF_ANSWERS), [], [])
 
 
 @pytest.mark.parametrize("name", ["bleu", "chrf"])
@@ -179,15 +156,3 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
     ):
         with pytest.raises(DataError, match=words):
             LibraryMetric(metric).check()
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 5))
-def test_every_row_is_answered_once_in_the_same_company(lengths: list[int], batch_size: int, world: int) -> None:
-    alone, rounds = share_batches(lengths, batch_size, 0, 1)
-    assert len(alone) == rounds
-    shared = [share_batches(lengths, batch_size, rank, world) for rank in range(world)]
-    batches = [batch for mine, _ in shared for batch in mine]
-    assert sorted(map(tuple, batches)) == sorted(map(tuple, alone))
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    assert all(len(mine) in (all_rounds, all_rounds - 1) for mine, all_rounds in shared)
-    assert max(lengths) == max(lengths[index] for index in alone[0])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sft_play.files import append_json_line, read_json_lines, remove_half_written, side_file
+from sft_play.files import append_json_line, read_json_lines, side_file
 from sft_play.launch.run_folder import has_started, read_events
 from sft_play.launch.summary import summary_of
 from sft_play.runs.folder import RunFolder
@@ -55,18 +52,3 @@ def test_a_full_disk_gives_one_warning_until_there_is_room_again(tmp_path: Path,
             "warning: /dev/full: the answers could not be written: no space is left on the disk; training continues" in said
         ) is warned
     assert read_json_lines(room) == [{"step": 1}]
-
-
-def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    """A process that is killed between making a file aside and naming it leaves that file; the next launch takes it away."""
-    script = (
-        "import os, signal, sys, tempfile; from pathlib import Path; from sft_play import files\n"
-        "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"  # the moment before the rename
-        "files.write_json(Path(sys.argv[1]), {'code': 0})"
-    )
-    record = tmp_path / "exit-rank1.json"
-    (tmp_path / "exit-rank10.json").write_text("{}")
-    killed = subprocess.run([sys.executable, "-c", script, str(record)], timeout=60, check=False)
-    assert killed.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 2 and not record.exists()
-    remove_half_written(record)
-    assert [path.name for path in tmp_path.iterdir()] == ["exit-rank10.json"]

@@ -23,12 +23,6 @@ def test_a_rows_side_depends_on_its_content_alone(text: str, fraction: float) ->
     assert is_held_out(first.key, None, fraction) == is_held_out(moved.key, None, fraction)
 
 
-@given(TEXTS, FRACTIONS, FRACTIONS)
-def test_a_larger_fraction_only_adds_rows_to_validation(text: str, one: float, other: float) -> None:
-    key = example(text).key
-    assert is_held_out(key, None, min(one, other)) <= is_held_out(key, None, max(one, other))
-
-
 @given(st.lists(TEXTS, min_size=1, max_size=20), TEXTS, FRACTIONS)
 def test_a_group_never_straddles(texts: list[str], group: str, fraction: float) -> None:
     assert len({is_held_out(example(text).key, group, fraction) for text in texts}) == 1

@@ -11,15 +11,14 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
+from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import UserError
 from sft_play.launch.process import stop_code
-from sft_play.launch.resume import as_long, changes, is_longer, refuse_fewer_steps, steps_asked
+from sft_play.launch.resume import changes, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import describe_stop, stop_facts, stop_recorded
 from sft_play.runs.folder import RunFolder
@@ -42,27 +41,6 @@ request.listen()
 """
 LOADING = "print('ready', flush=True); time.sleep(60)"
 UNSAVED = "request.step = 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
-SHARED = """
-from datetime import timedelta
-from torch.distributed import TCPStore
-server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-def connect():
-    return TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-def refused():
-    raise RuntimeError("there is no store")
-requests.PATIENCE_SECONDS = 60.0
-other = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=1, activity=Activity())
-alone = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=2, activity=Activity())
-for one, way in ((request, connect), (other, connect), (alone, refused)):
-    one.nothing_to_save = False
-    one.share(way)
-print('ready', flush=True)
-while other.heard is None:
-    time.sleep(0.1)
-print('heard', other.heard, alone.heard, flush=True)
-import os
-os._exit(0)
-"""
 
 
 def start(folder: Path, body: str) -> tuple[subprocess.Popen[str], str]:
@@ -98,29 +76,6 @@ def test_what_is_lost_without_checkpoints_is_said(tmp_path: Path) -> None:
     process.communicate(timeout=20)
     assert process.returncode == 143
     assert record(tmp_path)["note"] == "`train.save_strategy` is `no`, so nothing of this run is kept; step 4 had ended"
-
-
-@pytest.mark.parametrize(("strategy", "step", "stops"), [("no", 3, True), ("no", 8, False), ("steps", 8, True)])
-def test_a_stop_after_the_last_step_writes_the_model_where_nothing_else_keeps_it(strategy: str, step: int, stops: bool) -> None:
-    from transformers import TrainerControl
-
-    from sft_play.training.process import Activity
-    from sft_play.training.ranks import Ranks
-    from sft_play.training.requests import StopRequest
-    from sft_play.training.stopping import StopOnRequest
-
-    request = StopRequest(run=RunFolder(Path("nowhere")), rank=0, activity=Activity())
-    request.heard, callback, control = signal.SIGTERM, StopOnRequest(request, Ranks()), TrainerControl(should_evaluate=True)
-    callback.on_step_end(SimpleNamespace(save_strategy=strategy), SimpleNamespace(global_step=step, max_steps=8), control)
-    assert (callback.stopped, control.should_training_stop, control.should_evaluate) == (stops, True, False)
-    assert request.nothing_to_save == (strategy == "no" and step < 8) and control.should_save == (strategy != "no")
-
-
-def test_other_ranks_hear_of_it_between_steps(tmp_path: Path) -> None:
-    process, _ = start(tmp_path, SHARED)
-    process.send_signal(signal.SIGUSR1)
-    output, error = process.communicate(timeout=60)
-    assert output == f"heard {int(signal.SIGUSR1)} None\n", error
 
 
 def test_nohup_is_obeyed() -> None:
@@ -226,17 +181,6 @@ def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
     refuse_fewer_steps(config, plan, tmp_path / "step-000003")
     with pytest.raises(UserError, match="3 steps in all are asked for, and `step-000008` has made 8"):
         refuse_fewer_steps(config, plan, tmp_path / "step-000008")
-
-
-def test_the_first_command_leaves_a_run_that_was_made_longer_as_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    save_config(loaded(tmp_path, "max_steps: 10"), run.config)
-    simple_plan(steps=10, steps_per_epoch=3).save(run.plan)
-    kept = as_long(loaded(tmp_path, "max_steps: 6"), run)
-    assert kept.config.train.max_steps == 10 and changes(read_config(run.config), kept) == []
-    assert "keeps its 10 steps" in capsys.readouterr().err
-    assert as_long(loaded(tmp_path, "max_steps: 12"), run).config.train.max_steps == 12
 
 
 def test_the_documentation_lists_the_keys_that_a_resume_may_change() -> None:

@@ -82,14 +82,6 @@ def test_a_syntax_error_names_the_line_and_shows_it(tmp_path: Path) -> None:
     assert caught.value.place == f"{path}:2" and caught.value.hint
 
 
-@pytest.mark.parametrize(("content", "message"), [(b" \n", "is empty"), (b"{{ \xff }}", r"not UTF-8 text \(byte 4\)")])
-def test_a_file_that_is_no_template_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.jinja"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        chat_format(DataConfig(chat_template=str(path)))
-
-
 def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,13 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import TOO_LONG, Encoder, Outcome
+from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import Example, Message
-from sft_play.data.templates import chat_format, template_names
-from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
+from sft_play.data.templates import chat_format
+from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import save_tokenizer
 
 END = "<|im_end|>"
-SPECIAL = [
-    "<|im_start|>", END, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
-    "[INST]", "[/INST]", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>",
-]  # fmt: skip
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 
 
@@ -35,12 +30,6 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer_of(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def any_template(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    saved = save_tokenizer(tmp_path_factory.mktemp("any"), "llama3", special=SPECIAL, bos="<s>", eos="</s>")
-    return functools.cache(lambda name: load_tokenizer(saved, chat_format(DataConfig(chat_template=name))))
 
 
 def tokenizer_of(folder: Path, name: str) -> Any:
@@ -66,14 +55,6 @@ def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
         text = tokenizer.decode([label for label in row.labels if label != IGNORED])
         found += [part.removeprefix("<think>\n\n</think>\n\n") for part in text.split(END)[:-1]]
     return found
-
-
-def test_error_and_drop_tell_the_length(chatml: Any) -> None:
-    messages = [SYSTEM, *exchange(1, words=200)]
-    refused = outcome_of(chatml, "error", 64, messages=messages)
-    assert refused.place == "rows.jsonl:1" and refused.dropped == TOO_LONG and not refused.rows and refused.overlong > 64
-    dropped = outcome_of(chatml, "drop", 64, messages=messages)
-    assert dropped == refused
 
 
 def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: Any) -> None:
@@ -156,28 +137,6 @@ def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str)
         assert learnt(qwen3, found.rows[1:]) == ["So four. indeed"]
     both = outcome_of(qwen3, policy, limit, messages=[*too_long, *with_call(1, 1)], tools=[TOOL])
     assert len(both.rows) == (0 if policy == "drop" else 2)
-
-
-@pytest.mark.parametrize("name", template_names())
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_row_of_any_template_ends_in_an_unfinished_answer(name: str, data: st.DataObject, any_template: Any) -> None:
-    tokenizer = any_template(name)
-    sizes = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=4))
-    turns: list[Message] = []
-    for number, (question, answer) in enumerate(sizes):
-        turns += [
-            {"role": "user", "content": f"{number} why" * question},
-            {"role": "assistant", "content": f"so {number} " * answer},
-        ]
-    policy = data.draw(st.sampled_from(["drop", "truncate", "split"]))
-    found = outcome_of(tokenizer, policy, data.draw(st.integers(48, 160)), messages=turns)
-    stops = end_of_turn_ids(tokenizer)
-    assert found.error is None and found.answers_cut == 0
-    assert bool(found.rows) == (found.dropped is None)
-    for row in found.rows:
-        assert row.labels[-1] in stops and row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
-        assert tokenizer.decode(row.labels[len(row.prompt_ids) :]).count(row.reference.strip()) == 1
 
 
 def test_tokens_keep_what_is_learnt(chatml: Any) -> None:

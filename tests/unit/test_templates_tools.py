@@ -125,14 +125,6 @@ def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Pa
     assert caught.value.hint
 
 
-def test_words_beside_a_call_that_are_not_written_are_told(saved: Path, tmp_path: Path) -> None:
-    tokenizer = own(saved, tmp_path, "{{ m['tool_calls'] | tojson if m['tool_calls'] else m['content'] }}")
-    assert rows(tokenizer, CHAT, [TOOL])
-    beside = [*ASKED, {**CHAT[2], "content": "Let me see."}, *CHAT[3:]]
-    with pytest.raises(DataError, match="does not write the words of turn 3 next to its calls"):
-        rows(tokenizer, beside, [TOOL])
-
-
 def test_a_question_with_calls_is_not_asked_without_them(saved: Path, tmp_path: Path) -> None:
     assert prompt_ids(chosen(saved, "qwen3"), CHAT[:-1], [TOOL])
     with pytest.raises(DataError, match="does not write the calls of turn 3"):

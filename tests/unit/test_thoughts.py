@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data.chat import IGNORED, thought_of
+from sft_play.data.chat import IGNORED
 from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import Example, Message
 from sft_play.data.manifest import summary
@@ -95,21 +95,6 @@ def test_answers_that_the_template_begins_with_an_empty_thought_are_counted_and_
     learnt = "".join(tokenizer.decode([token for token in row.labels if token != IGNORED]) for row in found.rows)
     assert found.empty_thoughts == learnt.count("<think>\n\n</think>\n\n") > 0 == found.thoughts
     assert outcome(saved, "chatml", plain)[1].empty_thoughts == 0 == outcome(saved, "qwen3", APART)[1].empty_thoughts
-
-
-@pytest.mark.parametrize(
-    ("message", "thought"),
-    [
-        ({"content": "a", "reasoning_content": " hm\n"}, "hm"),
-        ({"content": "<think>\nhm\n</think>\n\na"}, "hm"),
-        ({"content": "hm</think>a"}, "hm"),
-        ({"content": "<think>\n\n</think>\n\na"}, ""),
-        ({"content": "a"}, ""),
-        ({"content": "a <think> open"}, ""),
-    ],
-)
-def test_what_a_turn_thinks(message: Message, thought: str) -> None:
-    assert thought_of({"role": "assistant", **message}) == thought
 
 
 @pytest.mark.slow

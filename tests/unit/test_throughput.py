@@ -10,21 +10,15 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import Calibration, StepFit
 from sft_play.plan.hardware import BOARD_WATTS, Hardware, energy_kwh, parse_hardware
-from sft_play.plan.mixture import Data
-from sft_play.plan.plan import LaunchRequest, Plan, Setup
+from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.scaling import parse_price, parse_scale, scale_table, show_scale, with_cost
 from sft_play.plan.show import show_speed
-from sft_play.plan.throughput import describe_work, flops_per_token, step_flops
+from sft_play.plan.throughput import flops_per_token
 from sft_play.runs.prepared import Prepared
-from tests.plans import CPU, planned, prepared_rows
+from tests.plans import CPU, planned
 
 SMALL, LLAMA2, LLAMA3 = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
-SETUP = Setup(
-    device="cpu", strategy="single", world_size=1, precision="fp32", weights_dtype="float32", optim="adamw_torch_fused",
-    gradient_checkpointing=False, layout="flattened", attention="sdpa", label_share=1.0, row_tokens=256,
-)  # fmt: skip
 
 
 def config_of(name: str = SMALL, mode: Any = "lora", seq: int = 256, **train: Any) -> Config:
@@ -60,47 +54,6 @@ def test_operations_of_a_token_of_llama_3(mode: str, recompute: bool, tokens: in
 
 
 # Paces and calibration.
-
-
-def fit_of(config: Config, **changes: Any) -> StepFit:
-    values: dict[str, Any] = {
-        "work": describe_work(config, shape_of(config.model), replace(SETUP, attention="varlen")),
-        "model": config.model.name, "seconds_per_micro_step": 0.5,
-        "flops_per_second": 2e11, "threads": float(CPU.cpu_threads), "layers": 30, "flops_per_token": 5e8, "points": 8, "spread": 0.01,
-        "measured": "2026-11-21",
-    }  # fmt: skip
-    return StepFit(**(values | changes))
-
-
-def measured(*fits: StepFit, **changes: Any) -> Calibration:
-    values: dict[str, Any] = {"matmul_flops": {"1024": 4e11}, "bandwidth": 1e10, "steps": fits}
-    return Calibration(device="a CPU", kind="cpu", threads=CPU.cpu_threads, measured="2026-11-21", **(values | changes))
-
-
-def test_a_calibrated_step_is_its_line() -> None:
-    config, data = config_of(global_batch_size=8), prepared_rows(each=100, longest=150)
-    plan = plan_of(CPU, config, data, measured(fit_of(config)), command_strategy="single")
-    shape = shape_of(config.model)
-    setup = replace(SETUP, attention="varlen")
-    flops = step_flops(config, shape, setup, 8, 2, Data(row_tokens=100, longest=150, label_share=0.2))
-    update = 40 * shape.adapter_parameters(config.tuning.lora.r, "auto") / 1e10
-    assert plan.seconds_per_step == pytest.approx(2 * 0.5 + flops / 2e11 + update)
-    assert plan.tokens_per_second == pytest.approx(800 / plan.seconds_per_step)
-    assert plan.total_seconds == pytest.approx(plan.seconds_per_step * (plan.steps or 0))
-    assert plan.epoch_seconds == pytest.approx(plan.seconds_per_step * 40)
-    assert plan.speed_basis == "calibrated by `make bench` on 2026-11-21" and plan.communication_seconds == 0
-    assert plan.mfu and 0 < plan.mfu < 1
-    text = "\n".join(show_speed(plan))
-    assert "(calibrated by `make bench` on 2026-11-21)" in text and "an epoch" in text and "MFU" in text
-
-
-def test_other_work_says_that_it_is_a_guess() -> None:
-    config = config_of(global_batch_size=8)
-    full = config_of(mode="full", global_batch_size=8)
-    plan = plan_of(CPU, full, prepared_rows(each=100, longest=150), measured(fit_of(config)), command_strategy="single")
-    assert plan.speed_basis == f"by `make bench` with {SMALL} on 2026-11-21, other work than this"
-    none = plan_of(CPU, config, prepared_rows(each=100, longest=150), command_strategy="single")
-    assert none.speed_basis == "a prior, not measured here" and none.mfu is None
 
 
 # Energy and money.

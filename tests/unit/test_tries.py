@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError
 from sft_play.launch.run_folder import record_event
 from sft_play.runs.folder import RunFolder
 from sft_play.schedulers.entry import LIMIT, Tries, begin_try, main
@@ -67,42 +67,6 @@ def test_a_stop_that_was_asked_for_is_no_failure(run: RunFolder, code: int) -> N
     assert lost() == LOST
     assert [one().end(code) for _ in range(5)] == [code] * 5
     assert [lost() for _ in range(2)] == [LOST, 3]
-
-
-@pytest.mark.parametrize("code", [0, 4])
-def test_an_end_that_is_not_tried_again_ends_the_count(run: RunFolder, code: int) -> None:
-    assert [lost() for _ in range(2)] == [LOST, LOST]
-    assert one().end(code) == code
-    assert not run.tries.exists()
-
-
-def test_memory_that_ran_out_for_good_is_not_tried_again(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    tries = one(limit=10)
-    run.path.mkdir()
-    record_event(run, "started")
-    record_event(run, "failed", code=LOST, cause="out_of_memory")
-    assert tries.end(LOST) == 3
-    assert "memory ran out for good, and there is no checkpoint" in capsys.readouterr().err
-    assert one(limit=10).end(LOST) == LOST, "an earlier job's end is no reason"
-    tries = one(limit=10)
-    record_event(run, "resumed")
-    record_event(run, "failed", code=LOST, cause="out_of_memory")
-    run.checkpoint(10).mkdir(parents=True)
-    assert tries.end(LOST) == LOST, "with a newer checkpoint it got on"
-    one(limit=10)
-    record_event(run, "failed", node_rank=1, code=LOST, cause="out_of_memory")  # another node's launcher, after ours was killed
-    with pytest.raises(HardwareError, match="no newer checkpoint than that of step 10"):
-        one(limit=10)
-
-
-def test_only_node_0_counts_and_only_where_there_is_a_limit(run: RunFolder) -> None:
-    assert begin_try([*WORDS, "NODE_RANK=1"], {LIMIT: "2"}) is None
-    assert begin_try(WORDS, {}) is None
-    assert begin_try(WORDS, {LIMIT: "0"}) is None
-    assert begin_try(WORDS[:2], {LIMIT: "2"}) is None
-    assert begin_try([*WORDS, "NODE_RANK=0"], {LIMIT: "2"}) is not None
-    with pytest.raises(UserError, match="expected an integer"):
-        begin_try(WORDS, {LIMIT: "many"})
 
 
 def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> None:
