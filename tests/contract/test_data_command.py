@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import pytest
 
 from sft_play.__main__ import main
 from sft_play.config.load import load_config
-from sft_play.data.processes import WAITING, Engine, Work
-from sft_play.model.tokenizer import load_tokenizer
 from sft_play.runs.prepared import lookup
 from tests.conftest import ROOT, Done, environment
 from tests.training_runs import nested_yaml
@@ -93,26 +90,12 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
     assert f"  {train}: 34 read as prompt_completion, 30 kept, 4 left out (duplicate); " in done.err
     assert "2 of its rows are in the training data too" in done.err
     folder = Path(found["train"]["split"]["path"])
-    assert check_columns(folder) == [30, 5]
     prepared = lookup(load_config(tmp_path / "x.yaml", environ={}).config)
     assert prepared and prepared.train and [fact.weight for fact in prepared.train.sources] == [3, 2]
     words = data(*lines, words=())
     assert words.out.splitlines() == [f"train: {folder}", f"validation: {found['validation']['split']['path']}"]
     kept = data(*lines, "data.duplicates: keep").json
     assert kept["train"]["sources"][0]["kept"] == 34
-
-
-def check_columns(folder: Path) -> list[int]:
-    """Compares the side files with the rows; returns the rows of each source."""
-    import datasets
-
-    rows = datasets.load_from_disk(str(folder))
-    lengths, sources = array("i"), array("i")
-    lengths.frombytes((folder / "lengths.i32").read_bytes())
-    sources.frombytes((folder / "sources.i32").read_bytes())
-    assert list(lengths) == [len(ids) for ids in rows["input_ids"]]
-    assert list(sources) == rows["source"][:]
-    return [sources.count(index) for index in sorted(set(sources))]
 
 
 def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path) -> None:
@@ -155,25 +138,6 @@ def test_rows_longer_than_the_model_knows_are_refused_and_validation_is_scored(d
     told = data(*lines).err
     assert "% of them trained, median" in told.partition("validation data: ")[0], told
     assert "% of them scored, median" in told.partition("validation data: ")[2], told
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_rows_are_read_as_they_are_needed(processes: int, tiny: Path, tmp_path: Path) -> None:
-    """Memory stays bounded: of a thousand chunks only a few are read before the first one is taken."""
-    config = load_config(configured(tmp_path, tiny, ["data.train_path: x", f"data.num_proc: {processes}"]), environ={}).config
-    read = 0
-
-    def works() -> Iterator[Work]:
-        nonlocal read
-        for read in range(1, 1001):
-            rows = [(f"x:{read}", {"prompt": "q", "completion": f"a{read}"})]
-            yield Work(source=0, form="prompt_completion", rows=rows)
-
-    with Engine(config, load_tokenizer(tiny)) as engine:
-        chunks = engine.run(works(), fraction=0.0)
-        for taken in range(1, 20):
-            assert next(chunks).examples == 1
-            assert read <= taken + WAITING * processes
 
 
 class Running:

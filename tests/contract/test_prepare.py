@@ -21,7 +21,6 @@ from sft_play.config.load import load_config, save_config
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, lookup
 from tests.conftest import Program, environment
-from tests.tiny_models import build_tiny_llama
 from tests.training_runs import nested_yaml
 
 pytestmark = pytest.mark.slow
@@ -126,14 +125,6 @@ def test_the_program_writes_what_the_run_needs(tmp_path: Path, tiny: Path) -> No
     assert shown[3].startswith(f"validation data: {held} rows, ")
     assert shown[4].startswith(f"  {data}: {held} read as prompt_completion, {held} kept; ")
     assert len(shown) == 5
-    rows = rows_of(prepared.train.path)
-    assert rows.column_names == ["input_ids", "labels", "row", "source", "prompt_ids", "reference"]
-    assert prepared.train.tokens == sum(map(len, rows["input_ids"]))
-    assert prepared.train.label_tokens == sum(label != -100 for labels in rows["labels"] for label in labels[1:])
-    assert prepared.train.longest == max(map(len, rows["input_ids"]))
-    manifest = json.loads((Path(prepared.train.path) / "manifest.json").read_text())
-    assert manifest["rows_read"] == prepared.train.rows
-    assert manifest["formats"] == {"prompt_completion": prepared.train.rows}
 
 
 def test_held_out_rows_stay_held_out_when_rows_are_added(prepared_by: Prepare, tmp_path: Path) -> None:
@@ -256,10 +247,6 @@ def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: P
     few = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
     assert "warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them" in few.told
     assert "; 1 were too long (" in outcome.told
-    longer = write_rows(tmp_path / "rows.jsonl", [pairs(1)[0], LONG, {**LONG, "prompt": "Another"}])
-    cut = prepared_by(f"data.train_path: {longer}", "data.overlong: truncate")
-    assert "training data: 1 row, " in cut.told and "DATA_OVERLONG" not in cut.told, "they were to be cut already"
-    assert "warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN\n" in cut.told
 
 
 def test_when_no_row_is_left_the_run_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
@@ -275,17 +262,6 @@ def test_a_fraction_that_leaves_nothing_is_refused(prepared_by: Prepare, tmp_pat
     assert outcome.code == 4
     assert "`data.validation: 0.0001` leaves no row for validation: there are 2, of which a hash" in outcome.told
     assert "chooses about 0.0002" in outcome.told
-
-
-def test_problems_are_reported_together_up_to_five(prepared_by: Prepare, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    lines = [json.dumps(pairs(1)[0]), "{broken", '{"prompt": "q"}', '["a list"]', '{"prompt": 1, "completion": "a"}']
-    data.write_text("\n".join([*lines, '{"prompt": "q", "completion": " "}', '{"prompt": "q", "completion": null}']) + "\n")
-    outcome = prepared_by(f"data.train_path: {data}")
-    assert outcome.code == 4
-    assert outcome.told.count("error: ") == 5
-    for line in (2, 3, 4, 5, 6):
-        assert f"error: {data}:{line}" in outcome.told
 
 
 @pytest.mark.parametrize(
@@ -308,23 +284,6 @@ def test_bad_rows_end_a_training_command_with_code_4_and_leave_nothing(
     assert str(data) in done.err
     assert "Traceback" not in done.err
     assert not list((tmp_path / "runs").glob("*"))
-
-
-def test_a_tokenizer_without_padding_and_template_is_used(prepared_by: Prepare, tmp_path: Path) -> None:
-    model = build_tiny_llama(tmp_path / "bare", pad=False, template=False)
-    data = write_rows(tmp_path / "rows.jsonl", pairs(2))
-    train = prepared_by(f"model.name: {model}", f"data.train_path: {data}").prepared.train
-    assert train and rows_of(train.path)[0]["labels"][-1] == 2, "a row ends with the end of its last turn, and that is trained"
-
-
-def test_a_cache_that_cannot_be_written_is_named(prepared_by: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.write_text("not a folder")
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(in_the_way))
-    outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(2))}")
-    assert outcome.code == 3
-    assert "cannot be written" in outcome.told
-    assert "SFT_PLAY_CACHE" in outcome.told
 
 
 def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(prepared_by: Prepare, tmp_path: Path) -> None:

@@ -10,11 +10,7 @@ import os
 import pickle
 import re
 import shutil
-import stat
-import subprocess
-import sys
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +18,23 @@ import pytest
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
-from sft_play.config.keys import extra_keys, schema_keys, variable_name
+from sft_play.config.keys import extra_keys, schema_keys
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config, read_config, save_config
 from sft_play.config.reader import options
 from sft_play.config.schema import DataSource, ModelConfig
-from sft_play.data import documents
 from sft_play.data.sources import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, mask, without_tokens
 from sft_play.files import read_json
 from sft_play.model.load import read_model
-from sft_play.model.resolve import check_folder, check_trained, refuse_foreign_code, refuse_untrusted_code
+from sft_play.model.resolve import check_folder, check_trained, refuse_foreign_code
 from sft_play.runs import origin
-from sft_play.runs.checkpoints import kind_of, model_files, weights_folder
+from sft_play.runs.checkpoints import model_files, weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, verify
-from tests.conftest import Program, environment
+from tests.conftest import Program
 from tests.documents import ROOT
 from tests.pickles import Evil
-from tests.sample_documents import write_pdf
 from tests.tiny_models import build_tiny_llama
 
 SECRET = "hf_" + "Planted0Secret" * 3
@@ -83,53 +77,6 @@ def found(config: dict[str, Any], key: str) -> Any:
     for part in section.split("."):
         config = config[part]
     return config[name] if name in config else config["extra"][name]
-
-
-@pytest.fixture
-def make(tmp_path: Path, cache: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Types a make command in the repository, this Python standing in for the virtual environment's."""
-    python = tmp_path / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    venv = tmp_path / "venv"
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["make", "-f", str(ROOT / "Makefile"), "-o", f"{venv}/.runtime", f"VENV={venv}", *words],
-            cwd=tmp_path, env=environment(cache, tmp_path / "runs"), capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-
-    return run
-
-
-def test_make_hands_values_over_letter_for_letter(make: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    keys = ["model.name", "model.revision", "data.train_path", "data.system", "data.style.user_prefix"]
-    (tmp_path / "c.yaml").write_text("model: {name: x/y}\n")
-    for start in range(0, len(NASTY), len(keys)):
-        values = dict(zip(keys, NASTY[start : start + len(keys)], strict=False))
-        typed = {"model.name": "x/y"} | values
-        done = make("config", "CONFIG=c.yaml", "JSON=1", *(f"{variable_name(key)}={value}" for key, value in typed.items()))
-        assert done.returncode == 0, done.stderr
-        shown = json.loads(done.stdout)
-        assert {key: shown[key]["value"] for key in values} == values
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "venv"]
-
-
-@pytest.mark.parametrize("name", ["$(touch pwned) `touch pwned`; 'a' %s {}", 'new\nline "quoted"'])
-def test_names_of_files_are_only_names(name: str, program: Program, in_process: Program, tmp_path: Path, tiny: Path) -> None:
-    home = tmp_path / name
-    home.mkdir()
-    data, config = home / f"{name}.jsonl", home / f"{name}.yaml"
-    data.write_text('{"prompt": "a", "completion": "b"}\n')
-    config.write_text(f"model: {{name: x/y}}\ndata: {{train_path: {json.dumps(str(data))}}}\n")
-    before = set(tmp_path.rglob("*"))
-    shown = program("config", f"CONFIG={config}", "JSON=1", cwd=home)
-    assert shown.code == 0, shown.err
-    assert shown.json["data.train_path"]["value"] == str(data)
-    assert in_process("stamp", f"RUN={name}").code == 5
-    assert program("plan", f"CONFIG={config}", f"MODEL_NAME={tiny}", "MODEL_MAX_SEQ_LEN=64", cwd=home).code == 0
-    assert {path for path in tmp_path.rglob("*") if "runs" not in path.parts} == before
 
 
 # ---- Tokens
@@ -198,16 +145,6 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(word: str, in_
         path.write_text(f"model: {{name: x/y}}\n{text}\n")
         done = in_process("config", f"CONFIG={path}")
         assert done.code == 2 and "hunter2" not in done.out + done.err
-
-
-@pytest.mark.parametrize(
-    "text", ["${oc.env:MY_TOKEN}", "a ${oc.env:MY_TOKEN,x}", "${oc.env:${oc.env:INNER}}", "${oc.decode:${oc.env:MY_TOKEN}}"]
-)
-def test_a_secret_of_the_environment_is_not_taken_into_a_configuration(text: str, in_process: Program, tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text(f"model: {{name: x/y}}\ndata: {{train_path: x, system: '{text}'}}\n")
-    done = in_process("config", f"CONFIG={path}", env={"MY_TOKEN": "hunter2hunter2", "INNER": "MY_TOKEN"})
-    assert done.code == 2 and "hunter2" not in done.out + done.err and "could be a secret" in done.err
 
 
 @pytest.mark.parametrize(
@@ -305,21 +242,6 @@ def test_code_in_a_model_folder_does_not_run_unasked(with_code: Path, program: P
     assert done.code == 4 and "comes with its own Python code" in done.err, f"{done.out}\n{done.err}"
     assert "Traceback" not in done.err and "accelerate launch" not in done.out
     assert not (with_code / "ran").exists(), "not even when somebody answers `y` to whatever is asked"
-
-
-def test_a_model_or_tokenizer_with_code_of_its_own_is_refused_with_what_to_set(with_code: Path, tmp_path: Path) -> None:
-    from sft_play.model.tokenizer import load_tokenizer
-
-    for refuse in (lambda: refuse_untrusted_code(with_code, "a/model"), lambda: load_tokenizer(with_code)):
-        with pytest.raises(DataError) as refused:
-            refuse()
-        said = refused.value.render()
-        assert "comes with its own Python code" in said
-        assert "`model.trust_remote_code: true`" in said and "`model.revision`" in said
-    assert not (with_code / "ran").exists()
-    mapped = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": mapped}))
-    refuse_untrusted_code(tmp_path, "transformers knows it, and runs none of that code")
 
 
 @pytest.mark.slow
@@ -495,26 +417,6 @@ def test_a_pipe_or_a_device_in_a_folder_ends_no_command_in_waiting(tiny: Path, t
     assert damage(folder, facts) == "`config.json` is not a plain file"
 
 
-@pytest.mark.parametrize("name", [
-    "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json", "model.safetensors",
-])  # fmt: skip
-def test_nesting_without_end_is_one_clear_error(name: str, tiny: Path, in_process: Program, tmp_path: Path) -> None:
-    folder, deep = shutil.copytree(tiny, tmp_path / "model"), b"[" * 200_000
-    (folder / name).write_bytes(len(deep).to_bytes(8, "little") + deep if name.endswith("safetensors") else deep)
-    done = in_process("data", "CONFIG=quickstart", f"MODEL_NAME={folder}")
-    assert done.code == 4 and (name in done.err or f"{folder}: no tokenizer" in done.err) and "Traceback" not in done.err, (
-        done.err
-    )
-
-
-def test_a_tokenizer_that_its_library_cannot_read_is_one_clear_error(tiny: Path, in_process: Program, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    facts = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(facts | {"model": {"type": "BPE", "vocab": None, "merges": None}}))
-    done = in_process("data", "CONFIG=quickstart", f"MODEL_NAME={folder}")
-    assert done.code == 4 and "no tokenizer can be loaded" in done.err and "Traceback" not in done.err
-
-
 def test_a_models_own_attention_setting_does_not_overrule_the_plan(tiny: Path, tmp_path: Path) -> None:
     import torch
 
@@ -540,29 +442,6 @@ def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, t
     assert path.stat().st_size < 2**18
     with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
         rows(path)
-
-
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # the alarm may go off in hypothesis' callback of gc
-def test_a_pdf_of_a_few_bytes_takes_neither_all_memory_nor_all_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pypdf
-    from pypdf.generic import NameObject, StreamObject
-
-    bomb = StreamObject()
-    bomb.set_data(zlib.compress(b"x" * (100 << 20)))
-    bomb[NameObject("/Filter")] = NameObject("/FlateDecode")
-    writer = pypdf.PdfWriter()
-    writer.add_blank_page(100, 100)[NameObject("/Contents")] = writer._add_object(bomb)
-    writer.write(tmp_path / "bomb.pdf")
-    with pytest.raises(DataError, match="Limit reached"):
-        rows(tmp_path / "bomb.pdf")
-    monkeypatch.setattr(documents, "LEAST_SECONDS", 0.2)
-    monkeypatch.setattr(documents, "SECONDS_PER_MIB", 0.0)
-    write_pdf(tmp_path / "slow.pdf", [["word " * 9] * 5_000])
-    with pytest.raises(UserError, match="is not read after") as caught:
-        rows(tmp_path / "slow.pdf")
-    assert caught.value.exit_code == 4
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
@@ -625,32 +504,9 @@ def test_a_manifest_names_only_files_of_its_checkpoint(name: str, tmp_path: Path
     assert verify(tmp_path) == f"its manifest names `{name}`, which is not in the folder"
 
 
-def test_a_link_among_checkpoints_does_not_lead_out(tmp_path: Path) -> None:
-    run, other = RunFolder(tmp_path / "run"), tmp_path / "other" / "step-000009"
-    run.checkpoints.mkdir(parents=True)
-    other.mkdir(parents=True)
-    run.last.symlink_to(other)
-    with pytest.raises(CheckpointError, match=r"is a link to .* which is no checkpoint of the run `run`"):
-        weights_folder(run, "last")
-
-
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", ".hidden", "-rf", "a b", "a\nb", "$(touch x)"])
 def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
     before = set(tmp_path.rglob("*"))
     done = in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}")
     assert done.code == 2 and "RUN_NAME" in done.err
     assert set(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(("names", "kind"), [
-    (("adapter_config.json", "adapter_model.safetensors"), "adapter"),
-    (("adapter_config.json", "adapter_model-2.safetensors", "adapter_model.bin"), None),
-    (("config.json", "model.safetensors"), "full"),
-    (("config.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors"), "full"),
-    (("config.json", "other.safetensors", "pytorch_model.bin"), None),
-    (("config.json", "optimizer-rank0.safetensors", "pytorch_model.bin"), None),
-])  # fmt: skip
-def test_weights_count_only_under_the_names_that_are_read(names: tuple[str, ...], kind: str | None, tmp_path: Path) -> None:
-    for name in names:
-        (tmp_path / name).write_bytes(b"x")
-    assert kind_of(tmp_path) == kind
