@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.acceptance import main, page
-from benchmarks.acceptance_model import SHAPE, make
-from benchmarks.acceptance_steps import GIB, GOALS, TINY_SHAPE, TRAININGS, Lab, allocated
-from tests.conftest import ROOT, Done, Program, called, environment
+from benchmarks.acceptance_model import make
+from benchmarks.acceptance_steps import TINY_SHAPE
+from tests.conftest import ROOT, Done, called, environment
 from tests.emulated.machines import on_machine
 from tests.nvml_double import emulated
 
@@ -71,20 +70,6 @@ def test_steps_run_on_a_cpu(accept, tiny: Path, tmp_path: Path) -> None:
     steps = results["steps"].values()
     assert not [step["reason"] for step in steps if step["state"] == "failed"], done.err
     assert not [row for step in steps for row in step["rows"] if row["bound"] == "trains"], done.err
-
-
-@pytest.fixture(scope="module")
-def large(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    folder = tmp_path_factory.mktemp("acceptance")
-    make(folder, tiny, SHAPE, weights=False)
-    return Lab(folder=folder, card="NVIDIA H200", memory_bytes=140 * GIB)
-
-
-def test_a_quantised_8b_model_is_planned_within_its_goal_on_an_rtx_4090(large: Lab, in_process: Program) -> None:
-    small = replace(large, memory_bytes=24 * GIB)
-    words = small.words(TRAININGS["8B QLoRA"]) | {"HARDWARE": "RTX4090", "JSON": "1"}
-    done = in_process("plan", *(f"{key}={value}" for key, value in words.items()))
-    assert allocated(done.json) / GIB <= GOALS["RTX4090"]["8B QLoRA"][1]
 
 
 def test_the_published_page_is_what_the_command_writes() -> None:

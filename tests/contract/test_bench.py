@@ -56,10 +56,6 @@ def test_it_measures_keeps_and_is_used(program: Program, tiny_config: Path, tmp_
     ("words", "code", "parts"),
     [
         (["TRAIN_MAX_STEPS=3"], 2, ["`TRAIN_MAX_STEPS=3`", "`make bench` sets this itself"]),
-        (["NUM_GPUS=0"], 2, ["`NUM_GPUS` is `0`"]),
-        (["TRAIN_LERNING_RATE=1"], 2, ["did you mean"]),
-        (["CONFIG=missing.yaml"], 2, ["missing.yaml"]),
-        (["TUNING_MODE=everything"], 2, ["tuning.mode"]),
         (["MODEL_NAME=./not/there"], 4, ["there is no such model folder"]),
         (["RUN_NAME=mine"], 2, ["takes no `RUN_NAME`"]),
     ],

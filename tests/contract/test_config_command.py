@@ -22,11 +22,17 @@ PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def make(*words: str, cache: Path, runs: Path) -> subprocess.CompletedProcess[str]:
-    """Types a make command in the repository, with this Python standing in for the virtual environment's."""
+    """Types a make command in the repository; an environment older than `pyproject.toml` would be installed first, and print that."""
     if not (ROOT / ".venv" / ".runtime").exists():
         pytest.skip("`make install` was not run in this checkout")
     return subprocess.run(
-        ["make", *words], cwd=ROOT, env=environment(cache, runs), capture_output=True, text=True, timeout=60, check=False
+        ["make", "-o", ".venv/.runtime", *words],
+        cwd=ROOT,
+        env=environment(cache, runs),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

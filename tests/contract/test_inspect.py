@@ -81,18 +81,6 @@ def test_the_page_holds_both_splits_and_needs_nothing_else(in_process: Program, 
     assert "<b>sure</b>" in page.text and not [tag for tag, _ in page.tags if tag == "b"], "text of rows is never markup"
 
 
-def test_weights_show_in_the_mixture(in_process: Program, arguments: list[str], tmp_path: Path) -> None:
-    config = Path(arguments[1].removeprefix("CONFIG="))
-    text = config.read_text().replace("name: chat}", "name: chat, weight: 1}").replace("name: pairs}", "name: pairs, weight: 3}")
-    config.write_text(text.replace("  validation: 0.2\n", ""))
-    assert re.search(r"mixture: pairs: \d+ rows an epoch .* 7[45]\.\d% of the tokens", in_process(*arguments).out)
-    page = tmp_path / "mixed.html"
-    assert in_process(*arguments, "HTML=1", f"OUT={page}").code == 0
-    chat, pairs = re.findall(r'class="share" style="width:([0-9.]+)%', page.read_text())
-    assert float(chat) + float(pairs) == pytest.approx(100, abs=0.2)
-    assert float(pairs) > 50 > float(chat), "weights, not sizes"
-
-
 @pytest.mark.parametrize(
     ("typed", "words"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -169,30 +168,3 @@ def test_what_scripts_see_of_a_failure() -> None:
 def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(words: list[str], said: str) -> None:
     done = made(*words)
     assert done.returncode and said in done.stderr and "make:" not in done.stderr, done.stderr
-
-
-def test_an_environment_of_another_clone_is_left_alone(tmp_path: Path) -> None:
-    """Two clones and one environment outside of both, and one that is a copy inside."""
-    clones = [tmp_path / "one", tmp_path / "two"]
-    for clone in clones:
-        (clone / "scripts").mkdir(parents=True)
-        for name in ("Makefile", "scripts/install.sh", "constraints.txt", "pyproject.toml"):
-            (clone / name).write_bytes((ROOT / name).read_bytes())
-            (clone / name).chmod(0o755)
-    for venv in (tmp_path / "venv", clones[1] / "copy"):
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
-        (facts,) = (venv / "lib").glob("python3*/site-packages")
-        facts = facts / "sft_play-0.1.0.dist-info"
-        facts.mkdir()
-        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: sft-play\nVersion: 0.1.0\n")
-        (facts / "direct_url.json").write_text(json.dumps({"url": clones[0].as_uri(), "dir_info": {"editable": True}}))
-
-    def said(clone: Path, venv: Path) -> str:
-        return subprocess.run(
-            ["make", "help", f"VENV={venv}"], cwd=clone, capture_output=True, text=True, timeout=60, check=False
-        ).stderr
-
-    refusal = f"error: `VENV` is `{tmp_path / 'venv'}`, the environment of the clone in `{clones[0]}`"
-    assert refusal in said(clones[1], tmp_path / "venv")
-    for clone, venv in ((clones[0], tmp_path / "venv"), (clones[1], clones[1] / "copy")):
-        assert "No module named pip" in said(clone, venv)  # it went on to install

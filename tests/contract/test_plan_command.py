@@ -116,27 +116,6 @@ def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path:
     assert in_process("plan", "RUN=nothing").code == 5
 
 
-def test_a_run_of_unlike_machines_again(program: Program, tiny_config: Path, tmp_path: Path) -> None:
-    """Each node has the devices that it had, not those of the machine where the command is typed."""
-    with tiny_config.open("a", encoding="utf-8") as stream:
-        stream.write("train:\n  global_batch_size: 64\n")
-    first = program("plan", f"CONFIG={tiny_config}", "HARDWARE=H200+RTX4090+RTX4060@10Gbit", "NUM_NODES=3", "JSON=1")
-    assert first.code == 0, first.err
-    run = tmp_path / "runs" / "before"
-    run.mkdir(parents=True)
-    (run / "plan.json").write_text(first.out, encoding="utf-8")
-    save_config(load_config(tiny_config), run / "config.json")
-    env = nvml_path(tmp_path / "nvml", H200)
-    again = program("plan", "RUN=before", "LAUNCH_NETWORK=10Gbit", "JSON=1", env=env)
-    assert again.code == 0, again.err
-    names = [rank["device_name"] for rank in first.json["ranks"]]
-    assert [rank["device_name"] for rank in again.json["ranks"]] == names and len(set(names)) == 3
-    before, now = ([rank["capacity_bytes"] for rank in plan["ranks"]] for plan in (first.json, again.json))
-    assert now == pytest.approx(before, abs=2)
-    other = program("plan", "RUN=before", "HARDWARE=2xRTX4060", "JSON=1", env=env).json
-    assert {rank["device_name"] for rank in other["ranks"]} == {"RTX4060"}
-
-
 @pytest.mark.parametrize(
     ("words", "code", "parts"),
     [
@@ -185,26 +164,6 @@ def test_all_faults_of_a_deepspeed_json_before_anything_starts(
 
 
 # Presets: the hardware that each names, and the rows per step that people quote for it.
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "has no `config.json`"),
-        ("{", "cannot be read"),
-        ('{"model_type": "llama"}', "lacks 'hidden_size'"),
-        ("[]", "cannot be read"),
-    ],
-)
-def test_broken_model_folders(tmp_path: Path, content: str | None, said: str) -> None:
-    from sft_play.config.schema import ModelConfig
-    from sft_play.errors import DataError
-
-    if content is not None:
-        (tmp_path / "config.json").write_text(content, encoding="utf-8")
-    with pytest.raises(DataError) as error:
-        shape_of(ModelConfig(name=str(tmp_path)))
-    assert said in error.value.message
 
 
 def test_a_hub_cache_is_found_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from sft_play.config.load import read_config
 from sft_play.data.chat import template_sha256
-from sft_play.data.templates import check_syntax
 from sft_play.errors import UserError
 from sft_play.evaluation.answering import prompt_ids
 from sft_play.model import tokenizer as tokenizer_module
@@ -59,10 +58,7 @@ def test_template_system_style_and_loss_are_parts_of_the_key(prepare: Any) -> No
 
 @pytest.mark.parametrize(("template", "said"), [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "was not done after"),
-    ("{{ 10 ** (10 ** 9) }}", "was not done after"),
     ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nests without end"),
-    ("{{" + "(" * 20_000 + "1" + ")" * 20_000 + "}}", "nests without end"),
 ])  # fmt: skip
 def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
@@ -73,6 +69,3 @@ def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, m
         with pytest.raises(UserError, match=said) as caught:
             act()
         assert caught.value.exit_code == 4
-    if "((((" in template:
-        with pytest.raises(UserError, match="nests without end"):
-            check_syntax(template, "deep.jinja")

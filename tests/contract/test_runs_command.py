@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from sft_play.files import append_json_line, write_json
-from sft_play.launch.run_folder import record_event
 from sft_play.launch.runs import holders
 from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, Program
@@ -144,23 +142,6 @@ def test_stop_says_that_a_batch_script_goes_on(program: Program, tmp_path: Path,
     assert ("make resume RUN=now continues it" in done.out) != by_script
 
 
-def test_stop_tells_what_this_launcher_did_and_nothing_older(program: Program, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", "now", "started", "failed")
-    preparing = hold(run, "silent")
-    done = program("stop", "RUN=now")
-    assert preparing.wait(10) == 143
-    assert done.code == 0 and "its workers had not started; nothing was trained in this launch" in done.out, done.out + done.err
-    failing = hold(run, "failed")
-    done = program("stop", "RUN=now")
-    assert failing.wait(10) == 143
-    assert done.code == 3 and "error: full" in done.err and "failed while it was asked to stop" in done.err, done.err
-    mute = hold(run, "silent")
-    record_event(run, "resumed")
-    done = program("stop", "RUN=now")
-    assert mute.wait(10) == 143
-    assert done.code == 3 and "does not say how" in done.err, done.err
-
-
 def test_stop_continues_a_launcher_that_is_suspended(program: Program, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     process = hold(run)
@@ -184,24 +165,6 @@ def test_a_run_that_cannot_be_written_is_one_error(program: Program, tmp_path: P
         done = program("resume", "RUN=now")
     assert done.code == 3 and "the run cannot be written: Read-only file system" in done.err, done.err
     assert "Traceback" not in done.err
-
-
-def test_stop_leaves_a_stranger_alone(program: Program, tmp_path: Path) -> None:
-    """The lock is held, but the number in it has gone to another process."""
-    run = make_run(tmp_path / "runs", "now", "started")
-    stranger = subprocess.Popen(["sleep", "60"])
-    lock = run.path / ".launcher-node0.lock"
-    lock.write_text(f"{stranger.pid}\n")
-    try:
-        with lock.open("r+b") as stream:
-            assert program("stop", "RUN=now").code == 2, "nobody holds the lock"
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            done = program("stop", "RUN=now")
-        assert done.code == 3 and "another machine" in done.err
-        assert stranger.poll() is None
-    finally:
-        stranger.kill()
-        stranger.wait()
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,6 @@ def test_what_is_no_address_is_refused(typed: str) -> None:
         address_of(typed)
 
 
-def test_a_page_that_is_not_listed_is_refused_in_words() -> None:
-    guard = Guard(application, token=TOKEN, address="0.0.0.0", pages=frozenset({"/health"}))
-    assert answer(guard, ("Authorization", f"Bearer {TOKEN}"), path="/health") == 200
-    assert answer(guard, ("Authorization", f"Bearer {TOKEN}"), path="/reset") == 404
-
-
 def test_an_address_that_others_reach_needs_a_token() -> None:
     assert serve_token("127.0.0.1", {}) is None
     assert serve_token("127.0.0.1", {TOKEN_VARIABLE: TOKEN}) == TOKEN, "one that is set is always asked for"

@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import RULES, Stamp, compare, refuse
-from sft_play.stamps import parts_of, run_again
+from sft_play.stamps import parts_of
 from tests.conftest import Done, call_program
 from tests.conftest import environment as variables
 from tests.plans import simple_plan
@@ -63,16 +63,6 @@ def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
     assert "made in parts" not in shown.out
     as_json = ask(runs, "RUN=one", "JSON=1").json
     assert as_json["stamp"]["backend"] == "bnb" and as_json["rules"]["backend"]["resume"] == "refuse"
-
-
-def test_a_packed_run_is_repeated_packed(tmp_path: Path) -> None:
-    ranks = ({"rank": 0, "micro_batch": 2, "accumulation": 3, "device": "cpu", "device_name": "cpu"},)
-    run = make_run(tmp_path, "packed", stamp(), {"command": "auto"}, world_size=2, strategy="ddp", pack_tokens=128)
-    plan = json.loads((run / "plan.json").read_text())
-    (run / "plan.json").write_text(json.dumps(plan | {"ranks": ranks}))
-    again = run_again(RunFolder(run))
-    assert again is not None
-    assert again.endswith("NUM_GPUS=2 LAUNCH_STRATEGY=ddp TRAIN_BATCH_SIZE=2 TRAIN_PACKING=on TRAIN_GRADIENT_CHECKPOINTING=false")
 
 
 def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from sft_play.config.command_line import parse_call
 from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, IN_SECTION, INSTEAD, SETTINGS
 from sft_play.errors import UserError
-from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.sources import MADE_FOR
 from tests.conftest import ROOT, Program
 
@@ -198,19 +196,6 @@ def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_pr
     assert for_gpus == MADE_FOR.keys(), "each preset names its hardware, or that of the one that it extends"
     for name, hardware in MADE_FOR.items():
         assert in_process("plan", f"CONFIG={name}", f"HARDWARE={hardware}", "SOURCE=formula").code == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "machines", "cards"),
-    [
-        ("4090,3090", 1, {"RTX4090": 1, "RTX3090": 1}), ("2x4090, 1x3090", 1, {"RTX4090": 2, "RTX3090": 1}),
-        ("2x4090+3090", 1, {"RTX4090": 2, "RTX3090": 1}), ("2x8xH100", 2, {"H100": 8}), ("2 x 4xA100 80GB@10Gbit", 2, {"A100": 4}),
-        ("RTX 4090", 1, {"RTX4090": 1}), ("2 x A100 80GB", 1, {"A100": 2}),
-    ],
-)  # fmt: skip
-def test_hardware_as_people_write_it(text: str, machines: int, cards: dict[str, int]) -> None:
-    found = parse_hardware(text)
-    assert found.nodes == machines and Counter(device.name for device in found.devices) == cards
 
 
 def test_hardware_that_is_not_known_gets_the_nearest_names_and_no_catalogue(in_process: Program) -> None:
