@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Program, environment, metrics
+from tests.conftest import ROOT, environment, metrics
 
 EXAMPLES = {
     "02_your_jsonl": ("single", 8), "03_two_processes": ("ddp", 8), "04_zero": ("zero2", 8), "05_fsdp2": ("fsdp2", 8),
@@ -30,17 +30,6 @@ def command_of(example: str) -> list[str]:
 
 LONG = ("03_two_processes", "05_fsdp2", "07_continued_pretraining", "08_from_scratch")
 """The same commands are in test_training_equivalence.py and test_pretraining.py."""
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_planned_as_its_readme_says(example: str, tiny: Path, in_process: Program) -> None:
-    _, command, *words = command_of(example)
-    typed = [word for word in words if not word.startswith("RUN_NAME=")]
-    own = [f"MODEL_NAME={tiny}"] if example != "08_from_scratch" else []
-    strategy = {"train-fsdp": ["LAUNCH_STRATEGY=fsdp2"]}.get(command, [])
-    done = in_process("plan", *typed, *own, *strategy, "HARDWARE=cpu", "JSON=1")
-    assert done.code == 0, done.err
-    assert (done.json["strategy"], done.json["global_batch_size"]) == EXAMPLES[example]
 
 
 @pytest.mark.parametrize("example", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in EXAMPLES])

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.report import read_curves
-from tests.clock import Clock
 from tests.conftest import metrics
 from tests.launcher import Launcher, can_mount
 from tests.tiny_models import build_tiny_llama
@@ -29,7 +23,6 @@ from tests.waiting import until
 
 SECONDS = 240
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss")
-DAY = 86_400
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
 
 
@@ -175,31 +168,6 @@ def test_prepared_data_that_are_gone_or_changed_are_made_again(
     assert (cache / "data").is_dir()
 
 
-def test_dates_in_the_future_choose_nothing(torn: tuple[Launcher, RunFolder, list[list[object]]]) -> None:
-    """Files of an older checkpoint that look newer, events from tomorrow: as after a clock was set back."""
-    launcher, run, whole = torn
-    shutil.copytree(run.checkpoint(2), run.checkpoint(1))  # an older checkpoint, by its name
-    later = time.time() + 30 * DAY
-    for path in [
-        *run.checkpoint(1).rglob("*"),
-        run.checkpoint(1),
-        *run.tensorboard.rglob("*"),
-        *run.logs.iterdir(),
-        run.stamp,
-        run.plan,
-    ]:
-        os.utime(path, (later, later))
-    for index, path in enumerate(sorted(run.tensorboard.glob("events*"))):
-        path.rename(path.with_name(f"events.out.tfevents.{int(later) + index}.host.1.0"))
-    events = [json.loads(line) for line in run.events.read_text().splitlines()]
-    run.events.write_text("".join(json.dumps({**event, "time": event["time"] + 30 * DAY}) + "\n" for event in events))
-    done = launcher("resume", "RUN=half")
-    assert done.returncode == 0, done.stderr
-    assert "from step-000002" in done.stderr
-    assert exact(run) == whole
-    assert [step for step, _ in read_curves(run.tensorboard)["train/loss"]] == [1, 2, 3, 4]
-
-
 @pytest.mark.long
 @needs_mounts
 def test_a_run_resumes_under_another_host_name(torn: tuple[Launcher, RunFolder, list[list[object]]]) -> None:
@@ -223,28 +191,6 @@ def test_a_run_resumes_under_another_host_name(torn: tuple[Launcher, RunFolder, 
 # ---- During a run
 
 
-@pytest.mark.long
-def test_a_cache_that_is_deleted_while_a_run_uses_it(launcher: Launcher) -> None:
-    process = started(launcher, "train", "TRAIN_SAVE_STEPS=1000", name="cacheless", somewhere=lambda run: run.metrics.is_file())
-    run = RunFolder(launcher.runs / "cacheless")
-    shutil.rmtree(launcher.environment["SFT_PLAY_CACHE"])
-    steps = len(metrics(run.path))
-    stopped_after(process, run, steps + 5)  # over the end of an epoch of two steps
-    newest, _ = newest_valid(run)
-    assert newest is not None
-    done = launcher("resume", "RUN=cacheless", f"TRAIN_MAX_STEPS={step_of(newest) + 1}")
-    assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in metrics(run.path)] == list(range(1, step_of(newest) + 2))
-
-
-def stopped_after(process: subprocess.Popen[str], run: RunFolder, steps: int) -> None:
-    """Stops a training by SIGTERM when it has logged so many steps."""
-    until(lambda: len(metrics(run.path)) >= steps, process=process, seconds=SECONDS)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 143, error
-
-
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Lays a read-only mount of a folder over itself, as a file system does that the kernel has found errors in."""
@@ -257,39 +203,6 @@ def read_only(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
-
-
-@pytest.mark.long
-@needs_mounts
-def test_a_run_folder_that_becomes_read_only(launcher: Launcher) -> None:
-    """As with a full disk the run goes on, warns, and saves again when it can; a stop meanwhile says that nothing could be saved."""
-    words = ("TRAIN_SAVE_STEPS=2", "TRAIN_SAVE_TOTAL_LIMIT=2")
-    process = started(launcher, "train", *words, name="frozen", somewhere=lambda run: run.checkpoint(4).is_dir())
-    run = RunFolder(launcher.runs / "frozen")
-
-    with read_only(run.path):
-        until(lambda: run.rank_log(0).read_text().count("read-only now") > 1, process=process, seconds=SECONDS)
-        before, skipped = newest_valid(run)
-        assert before is not None and not skipped
-        time.sleep(2)
-        assert newest_valid(run) == (before, [])
-    until(
-        lambda: (newest := newest_valid(run)[0]) is not None and step_of(newest) > step_of(before),
-        process=process,
-        seconds=SECONDS,
-    )
-    with read_only(run.path):
-        process.send_signal(signal.SIGTERM)
-        output, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 3, error
-    assert "read-only" in one_error(error).lower() and str(run.path) in error
-    assert "make resume RUN=frozen" in error
-    assert "Traceback" not in output
-    newest, skipped = newest_valid(run)
-    assert newest is not None and not skipped
-    done = launcher("resume", "RUN=frozen", f"TRAIN_MAX_STEPS={step_of(newest) + 2}")
-    assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in metrics(run.path)] == list(range(1, step_of(newest) + 3))
 
 
 @needs_mounts
@@ -307,82 +220,7 @@ def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> N
     assert "SFT_PLAY_CACHE" in one_error(done.stderr)
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not Clock.can_be_made(), reason="needs a C compiler")
-def test_a_clock_that_is_set_back_during_a_run_and_before_its_resume(launcher: Launcher, tmp_path: Path) -> None:
-    clock = Clock(tmp_path)
-    launcher.environment |= clock.variables
-    shown = subprocess.run(
-        [sys.executable, "-c", "import time; print(time.time())"],
-        env=launcher.environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert abs(float(shown.stdout) - time.time()) < 60
-    process = started(
-        launcher,
-        "train-distributed",
-        "NUM_GPUS=2",
-        "TRAIN_SAVE_STEPS=2",
-        name="back",
-        somewhere=lambda run: run.checkpoint(2).is_dir(),
-    )
-    run = RunFolder(launcher.runs / "back")
-    clock.turn(-DAY)
-    steps = len(metrics(run.path))
-    stopped_after(process, run, steps + 6)
-    clock.turn(-3 * DAY)
-    newest, _ = newest_valid(run)
-    assert newest is not None
-    done = launcher("resume", "RUN=back", f"TRAIN_MAX_STEPS={step_of(newest) + 3}")
-    assert done.returncode == 0, done.stderr
-    assert f"from {newest.name}" in done.stderr
-    times = [event["time"] for event in launcher.events("back")]
-    assert times[0] - times[-1] > 2 * DAY, "the clock of the run was set back"
-    wanted = list(range(1, step_of(newest) + 4))
-    assert [row["step"] for row in metrics(run.path)] == wanted
-    assert [step for step, _ in read_curves(run.tensorboard)["train/loss"]] == wanted
-
-
 # ---- The port
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("listens", [True, False])
-def test_a_port_that_is_taken_between_choosing_and_using_it(listens: bool, launcher: Launcher) -> None:
-    """Another process takes the port as soon as it stands in the run's accelerate.yaml: the launch takes another.
-
-    A port that answers is seen by accelerate itself; one that is only bound is in the way of torchrun.
-    """
-    taken: list[int] = []
-    other, stop = socket.socket(), threading.Event()
-
-    def take() -> None:
-        path = launcher.runs / "port" / "accelerate.yaml"
-        while not stop.is_set() and not taken:
-            found = re.search(r"main_process_port: (\d+)", path.read_text()) if path.is_file() else None
-            if found:
-                other.bind(("", int(found[1])))
-                if listens:
-                    other.listen()
-                taken.append(int(found[1]))
-            time.sleep(0.005)
-
-    thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    try:
-        done = launcher("train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=port")
-    finally:
-        stop.set()
-        thread.join()
-        other.close()
-    assert taken
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(metrics(launcher.runs / "port")) == 2
-    if not listens:
-        assert f"port {taken[0]} was taken meanwhile; trying another" in done.stderr
 
 
 @pytest.mark.long

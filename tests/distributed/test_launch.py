@@ -237,19 +237,6 @@ def test_refusals_leave_nothing(launcher: Launcher, arguments: tuple[str, ...], 
     assert not launcher.runs.exists()
 
 
-def test_a_bad_deepspeed_file_is_refused_before_anything(launcher: Launcher) -> None:
-    bad = launcher.folder / "bad.json"
-    bad.write_text('{\n  "zero_optimization": {"stage": 2},\n  // old\n  "elasticity": {"enabled": true}\n}')
-    outcome = launcher("train-deepspeed", f"CONFIG={launcher.config}", f"DEEPSPEED_CONFIG={bad}", "NUM_GPUS=2")
-    assert outcome.returncode == 2
-    assert "bad.json:4: `elasticity`" in outcome.stderr
-    bad.write_text("{stage: 2")
-    outcome = launcher("train-deepspeed", f"CONFIG={launcher.config}", f"DEEPSPEED_CONFIG={bad}", "NUM_GPUS=2")
-    assert outcome.returncode == 2
-    assert "bad.json:1:2: not JSON" in outcome.stderr
-    assert not launcher.runs.exists()
-
-
 def test_resume_of_an_unknown_run(launcher: Launcher) -> None:
     outcome = launcher("resume", "RUN=never")
     assert outcome.returncode == 5
@@ -274,25 +261,6 @@ def test_a_full_disk_is_refused_before_the_workers_start(launcher: Launcher) -> 
 
 
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndebug: false\nmachine_rank: 0\nmixed_precision: 'no'\nrdzv_backend: static\nuse_cpu: true\n"
-
-
-def default_file(launcher: Launcher, text: str) -> Path:
-    """Writes accelerate's default file where this launcher's commands look for it."""
-    path = launcher.folder / "hf" / "accelerate" / "default_config.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(ACCELERATE + text)
-    launcher.environment["HF_HOME"] = str(launcher.folder / "hf")
-    return path
-
-
-@pytest.mark.long
-def test_training_follows_accelerates_default_file_where_it_asks_for_a_strategy(launcher: Launcher) -> None:
-    default_file(launcher, "distributed_type: FSDP\nnum_machines: 1\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
-    outcome = launcher("train-distributed", f"CONFIG={launcher.config}", "RUN_NAME=sharded", "TRAIN_MAX_STEPS=1")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "asks for `FSDP`, so it is read; ACCELERATE_CONFIG=none leaves it out" in outcome.stderr
-    plan = json.loads((launcher.runs / "sharded" / "plan.json").read_text())
-    assert (plan["strategy"], plan["world_size"]) == ("fsdp2", 2)
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Program, environment, metrics, ragged_rows, run_program
+from tests.conftest import ROOT, Program, metrics, ragged_rows
 from tests.sample_documents import PAGE, write_docx, write_pdf
 
 SMALL = ["MODEL_LAYERS=2", "MODEL_HIDDEN_SIZE=64", "MODEL_ATTENTION_HEADS=4", "MODEL_VOCAB_SIZE=400", "MODEL_MAX_SEQ_LEN=64"]
@@ -104,20 +104,6 @@ def test_a_run_from_scratch_is_scored_with_its_own_tokenizer(program: Program, t
     )
     scored = program("eval", "RUN=scored", "CHECKPOINT=last", f"DATA={other}", *few)
     assert scored.code == 0 and scored.json["rougeL"]["n"] == 3 and scored.json["settings"]["data"] == str(other), scored.err
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_every_rank_and_a_resumed_run_begin_with_the_same_weights(cache: Path, tmp_path: Path) -> None:
-    words = ["CONFIG=configs/from_scratch.yaml", *SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
-    env = environment(cache, tmp_path / "runs")
-    for command, name in ((["train"], "one"), (["train-distributed", "NUM_GPUS=2"], "two")):
-        done = run_program([*command, *words, f"RUN_NAME={name}"], env)
-        assert done.code == 0, done.err
-    one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
-    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-5)
-    resumed = run_program(["resume", "RUN=one", "TRAIN_MAX_STEPS=4"], env)
-    assert resumed.code == 0 and len(metrics(tmp_path / "runs" / "one")) == 4, resumed.err
 
 
 @pytest.mark.slow

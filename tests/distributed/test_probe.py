@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.plan.measured import Probed
 from tests.conftest import ROOT, Program
 
 
@@ -33,9 +32,3 @@ def test_a_probe_runs_the_longest_rows_and_is_remembered(program: Program, tiny:
 def test_hardware_that_is_not_here_cannot_be_probed(program: Program) -> None:
     done = program("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=24GB", "SOURCE=probe")
     assert done.code == 2 and "measures on this machine" in done.err and "SOURCE=trace" in done.err
-
-
-def measured(**values: int | bool) -> Probed:
-    return Probed(**({
-        "rank": 0, "micro_batch": 1, "allocated_bytes": 0, "reserved_bytes": 0, "device_bytes": 0, "seconds_per_step": 1.0,
-    } | values))  # type: ignore[arg-type]  # fmt: skip

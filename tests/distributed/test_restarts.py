@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -69,23 +67,6 @@ def test_a_frozen_rank(variables: dict[str, str], config: str, undisturbed: list
 
 
 @pytest.mark.long
-def test_it_gives_up_without_progress(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, "TRAIN_SAVE_STEPS=1000", "TRAIN_MAX_STEPS=100000", name="again") as launch:
-        launch.wait_for_step(2)
-        first = launch.workers()
-        first[0].kill()
-        launch.wait_for(lambda: 0 in (now := launch.workers()) and now[0].pid != first[0].pid)
-        (launch.run / "metrics.jsonl").unlink()
-        launch.wait_for_step(2)
-        launch.workers()[1].kill()
-        code, error = launch.end()
-        assert code == 75, error
-        assert "continuing from step 0: there is no checkpoint yet" in error
-        assert "1 of 1 restart without a newer checkpoint are used up (`launch.max_restarts`)" in error
-        assert [event["event"] for event in launch.events()] == ["started", "restarted", "failed"]
-
-
-@pytest.mark.long
 def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[str, str], config: str) -> None:
     with start(variables, *TWO, config, name="damaged") as launch:
         launch.wait_for_step(12)
@@ -135,31 +116,6 @@ def test_a_stop_between_two_attempts_is_recorded(variables: dict[str, str], conf
         assert code == 143 and "Traceback" not in error, error
         last = launch.events()[-1]
         assert (last["event"], last["signal"]) == ("stopped", "SIGTERM") and last["saved"].startswith("step-0000")
-
-
-@pytest.mark.long
-def test_a_disk_that_fills_before_a_restart_is_told(cache: Path, config: str, tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        variables = environment(cache, tmp_path / "runs", {"OMP_NUM_THREADS": "1"})
-        with start(variables, *TWO, config, "TRAIN_MAX_STEPS=100000", name="full") as launch:
-            launch.wait_for_step(7)
-            launch.workers()[1].kill()
-            launch.wait_for(lambda: launch.events()[-1]["event"] == "restarted")
-            with (tmp_path / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-                while True:
-                    filler.write(bytes(2**20))
-            code, error = launch.end(within=60)
-        assert code == 3 and "Traceback" not in error, error
-        assert f"error: {launch.run}" in error and "no space is left on the disk" in error and "make resume RUN=full" in error, (
-            error
-        )
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.long

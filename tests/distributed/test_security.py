@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
 import shlex
-import shutil
-import signal
 import subprocess
 import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sft_play.launch.environment import free_port
 from tests.conftest import metrics
-from tests.pickles import Evil
 from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
 
@@ -162,83 +151,3 @@ def test_no_other_command_writes_or_shows_a_token(trained: tuple[Place, str]) ->
     assert watch.seen == set()
     assert [value for value in SECRETS.values() if value in shown] == []
     assert planted_in(place.folder) == []
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_pickles_planted_in_a_run_are_never_read(trained: tuple[Place, str]) -> None:
-    place, _ = trained
-    mark = place.folder / "ran"
-    evil = pickle.dumps(Evil(mark))
-    source, copy = place.folder / "runs" / "demo", place.folder / "runs" / "planted"
-    shutil.copytree(source, copy, symlinks=True)
-    names = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth", "rng_state_0.pth",
-             "pytorch_model.bin", "adapter_model.bin", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt",
-             "random_states_0.pkl", "pytorch_model_fsdp.bin")  # fmt: skip
-    for folder in (copy, copy / "model", *(path for path in (copy / "checkpoints").glob("step-*") if not path.is_symlink())):
-        for name in names:
-            (folder / name).write_bytes(evil)
-    for words in (["infer", "RUN=planted", "PROMPT=What?"], ["eval", "RUN=planted", "JSON=1"], ["merge", "RUN=planted", f"OUT={place.folder}/m2"],
-                  ["resume", "RUN=planted", "TRAIN_MAX_STEPS=8"], ["infer", "RUN=planted", "CHECKPOINT=step-000002", "PROMPT=What?"]):  # fmt: skip
-        done = place.run(*words)
-        assert "Traceback" not in done.stderr, done.stderr
-        assert not mark.exists(), words
-    # With the safetensors gone, the pickles are still no weights.
-    (copy / "model" / "adapter_model.safetensors").unlink()
-    shutil.rmtree(copy / "checkpoints")
-    done = place.run("infer", "RUN=planted", "PROMPT=What?")
-    assert done.returncode == 5 and "Traceback" not in done.stderr, done.stderr
-    assert not mark.exists()
-
-
-@pytest.fixture(scope="module")
-def served(trained: tuple[Place, str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server on another loopback address that asks for a token."""
-    place, _ = trained
-    server = subprocess.Popen(
-        place.command("serve", "RUN=demo", "HOST=127.0.0.2", f"PORT={free_port()}", "JSON=1"), env=environ(place), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    guard = threading.Timer(240, lambda: os.killpg(server.pid, signal.SIGKILL))
-    guard.start()
-    try:
-        assert server.stdout is not None and server.stderr is not None
-        line = server.stdout.readline()
-        assert line, server.stderr.read()
-        yield line, server
-    finally:
-        guard.cancel()
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-
-
-def status(url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None = None) -> tuple[int, str]:
-    data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json", **headers})
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
-            return int(response.status), response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_server_with_a_token_lets_only_that_in(served: tuple[str, subprocess.Popen[str]], place: Place) -> None:
-    facts = json.loads(served[0])
-    assert facts["url"].startswith("http://127.0.0.2:") and facts["token"] is True
-    base, right = facts["url"].removesuffix("/v1"), {"Authorization": f"Bearer {SECRETS['SFT_PLAY_SERVE_TOKEN']}"}
-    question = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-    for path, body in (("/v1/models", None), ("/health", None), ("/docs", None), ("/v1/chat/completions", question), ("/reset", {}),
-                       ("/load_model", {"model": str(place.folder / "model")}), ("/no-such-page", None)):  # fmt: skip
-        for headers in ({}, {"Authorization": "Bearer wrong-wrong-wrong-wrong"}, {"Authorization": right["Authorization"] + "x"}):
-            code, text = status(base + path, headers, body)
-            assert code == 401 and "API key" in text, path
-    code, text = status(f"{base}/v1/models", right)
-    assert code == 200 and [model["id"] for model in json.loads(text)["data"]] == ["demo"]
-    assert status(f"{base}/v1/chat/completions", right, question)[0] == 200
-    for other in (str(place.folder / "model"), "some/hub-model", "demo:../x.gguf", "../model"):
-        assert status(f"{base}/load_model", right, {"model": other})[0] in (400, 404), other
-        assert status(f"{base}/v1/chat/completions", right, question | {"model": other})[0] in (400, 404), other
-    with pytest.raises(urllib.error.URLError):
-        status(base.replace("127.0.0.2", "127.0.0.1") + "/health", right)

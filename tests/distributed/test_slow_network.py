@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,14 @@ from safetensors.torch import load_file
 
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
-from tests.numerics.test_compression import ALONE
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, command, copy_run, ended_with, logs, make_plan, make_run, must_train, rows, train
+from tests.training_runs import Trial, column, copy_run, ended_with, logs, make_plan, make_run, must_train, rows, train
 
 HALVES = ((2, 2), (2, 2))
 OFF = 'launch.balance: "off"'
 LOCAL = (OFF, "launch.local_steps: 4", "train.save_steps: 3", "train.eval_steps: 3", "tuning.lora.dropout: 0.1")
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens", "rank_grad_norm")
-SIZE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 """A model of 0.8 million weights: gradients of 3.2 MB a step, beside which nothing else that is sent counts."""
-WAYS = {"none": "launch.compression: none", "fp16": "launch.compression: fp16", "local": "launch.local_steps: 16"}
 Trained = Callable[[Trial], RunFolder]
 
 
@@ -145,32 +141,3 @@ def test_a_loss_that_is_no_number_on_any_rank_stops_all(base: Path, tmp_path: Pa
     assert train(run).returncode != 0
     record = ended_with(run)
     assert "training has stopped" in record["error"], logs(run)
-
-
-def bytes_of(folder: Path, base: Path, *settings: str, steps: int) -> int:
-    """Returns what a whole run of two ranks sent, in a network namespace of its own."""
-    trial = Trial(strategy="ddp", ranks=HALVES, settings=(OFF, 'train.save_strategy: "no"', *settings), steps=steps)
-    run = make_run(folder / f"bytes-{steps}-{len(list(folder.iterdir()))}", base, trial)
-    arguments, variables = command(run)
-    counted = [*ALONE[:4], 'ip link set lo up; "$@"; code=$?; cat /proc/net/dev >"$COUNTS"; exit $code', "sh", *arguments]
-    counts = folder / "counts"
-    done = subprocess.run(
-        counted, env={**variables, "COUNTS": str(counts)}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:] + logs(run)
-    lines = counts.read_text().splitlines()[2:]
-    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
-
-
-@pytest.mark.long
-def test_whole_runs_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_path: Path) -> None:
-    """What a start sends, the whole model once, is what ordinary runs of 8 and of 32 steps have in common."""
-    if subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no network namespace can be made here (it needs root)")
-    base = build_tiny_llama(tmp_path / "model", **SIZE)
-    quiet = "train.eval_steps: 1000"
-    steps = {name: bytes_of(tmp_path, base, quiet, setting, steps=32) for name, setting in WAYS.items()}
-    start = (4 * bytes_of(tmp_path, base, quiet, steps=8) - steps["none"]) // 3
-    found = {name: sent - start for name, sent in steps.items()}
-    assert 0.45 < found["fp16"] / found["none"] < 0.56, found
-    assert found["none"] / found["local"] > 12, found

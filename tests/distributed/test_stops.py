@@ -316,14 +316,6 @@ def test_a_save_is_finished_and_none_follows(single: Place) -> None:
 
 
 @pytest.mark.long
-def test_the_model_is_published_though_a_stop_is_asked_for(single: Place) -> None:
-    launch = single.start("publish")
-    code = stop(launch, publishing, signal.SIGTERM)
-    assert code == 0, launch.output.read_text()
-    assert_same(single.again("publish"))
-
-
-@pytest.mark.long
 def test_a_step_that_does_not_end_is_left(double: Place) -> None:
     launch = double.start("frozen", "TRAIN_SAVE_STEPS=1")
     launch.until(lambda one: "step-000002" in checkpoints(one.run))
@@ -333,21 +325,6 @@ def test_a_step_that_does_not_end_is_left(double: Place) -> None:
     last = events(launch.run)[-1]
     assert last["event"] == "stopped" and last["saved"] in checkpoints(launch.run)
     assert_same(double.again("frozen"))
-
-
-@pytest.mark.long
-def test_a_second_ctrl_c_stops_at_once(double: Place) -> None:
-    launch = double.start("twice", "TRAIN_SAVE_STEPS=1")
-    launch.until(lambda one: "step-000001" in checkpoints(one.run))
-    for rank in (0, 1):
-        launch.worker(rank).suspend()
-    launch.process.send_signal(signal.SIGINT)
-    time.sleep(2)
-    assert launch.process.poll() is None
-    sent = time.monotonic()
-    assert stop(launch, lambda _: True, signal.SIGINT) == 130, launch.output.read_text()
-    assert time.monotonic() - sent < 10
-    assert_same(double.again("twice"))
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -214,23 +213,3 @@ def test_a_resumed_run_goes_on_with_the_shares_that_were_found(
     told = [row["from_step"] for row in shares_told(again) if row["from_step"] > step]
     later = [row for row in rows(again) if step < row["step"] < min(told, default=STEPS + 1)]
     assert later and all(row["rank_rows"] == found["rows"] for row in later if is_whole(row))
-
-
-@LONG
-@pytest.mark.quiet
-def test_a_rank_at_half_speed_costs_less_with_unequal_shares(heavier: Path, tmp_path: Path) -> None:
-    """Two ranks on two cores, alike to the plan, one with half a core: tokens per second with and without `launch.balance`."""
-    speeds = {}
-    for balance in ("off", "auto"):
-        settings = (f"launch.balance: {balance}", "train.save_strategy: no", "train.save_steps: 1000")
-        trial = heavy(280, *settings, named=False, ranks=((1, 8), (1, 8)))  # a row a pass, so that time goes by rows
-        run = slowed(make_run(tmp_path / balance, heavier, trial), share=0.5)
-        whole = [row for row in rows(run) if is_whole(row)]
-        told = shares_told(run)
-        if balance == "auto":
-            assert told and told[-1]["from_step"] < 260, logs(run)
-            assert 0.6 < share_of_rank_0(whole[-20:]) < 0.75, told
-        else:
-            assert not told and all(row["rank_rows"] == [8, 8] for row in whole)
-        speeds[balance] = statistics.median(row["tokens_per_second"] for row in whole[-20:])
-    assert speeds["auto"] >= 1.3 * speeds["off"], speeds

@@ -17,7 +17,7 @@ from tests.conftest import call_program, environment
 from tests.emulated.machines import Start, on_machine, ready, steps
 from tests.nvml_double import emulated
 
-STEPS, ACCUMULATION = 2, 2
+STEPS = 2
 CONFIG = """
 model: {{name: {model}, max_seq_len: 64}}
 data: {{train_path: rows.jsonl}}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +20,12 @@ from torch.nn import Linear, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.training.ranks import Ranks
-from sft_play.training.readings import Lap, Stopwatch
 from sft_play.training.slow_network import LocalSteps, PowerSgd, exchange_of
 from tests.contexts import context_of
 from tests.plans import simple_plan
 
 WIDTH = 256
 STEPS = 6
-LATE = 0.7
 
 
 def sent_bytes() -> int:
@@ -46,22 +43,18 @@ def target(x: Tensor) -> Tensor:
     return (x[:, :8] * torch.linspace(-1, 1, 8)).sum(1, keepdim=True)
 
 
-def nothing() -> None:
-    """What a trainer that measures nothing does when gradients are there."""
-
-
-def wrapped(kind: str, *, guard: str = "report", computed: Callable[[], None] = nothing) -> tuple[Any, PowerSgd | None]:
+def wrapped(kind: str) -> tuple[Any, PowerSgd | None]:
     """Returns a model under DDP with its hook, and PowerSGD's states."""
     ddp = DistributedDataParallel(model_of(), bucket_cap_mb=0.1)
     context = context_of(
         Path(), Ranks(distributed.get_rank(), distributed.get_world_size()),
         plan=simple_plan(strategy="ddp", world_size=distributed.get_world_size(), warmup_steps=None),
-        launch={"compression": kind, "powersgd_rank": 4}, train={"seed": 1, "spike_guard": guard},
+        launch={"compression": kind, "powersgd_rank": 4}, train={"seed": 1},
     )  # fmt: skip
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(fp16=False), model=ddp.module, model_wrapped=ddp, state=SimpleNamespace(global_step=0)
     )
-    found = exchange_of(context, trainer, computed)
+    found = exchange_of(context, trainer, lambda: None)
     assert found is None or isinstance(found, PowerSgd)
     return ddp, found
 
@@ -91,96 +84,15 @@ def train(kind: str, rank: int, *, steps: int) -> dict[str, Any]:
     return {"losses": losses, "sent": sent[-1], "weights": weights, "error": _norms(powersgd)}
 
 
-def backward(ddp: Any, seed: int) -> Tensor:
-    """Returns the loss of one micro-step, whose backward pass is made."""
-    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed))
-    loss = (ddp(x) - target(x)).pow(2).mean()
-    loss.backward()
-    return loss.detach()
-
-
-def waiting(rank: int) -> dict[str, Any]:
-    """Seconds that the stopwatch finds where another rank is late by `LATE` seconds in each of two steps."""
-    watch = Stopwatch(torch.device("cpu"))
-    lap = Lap(watch)
-    ddp, powersgd = wrapped("powersgd", computed=watch.computed)
-    assert powersgd is not None
-    powersgd.step = 1000
-    for warm in range(2):  # DDP sorts its buckets anew after the first step
-        backward(ddp, warm)
-    for turn in range(2):
-        distributed.barrier()
-        if rank == 1:
-            time.sleep(LATE)
-        x = torch.randn(32, WIDTH)
-        watch.begin({"rows": [turn], "input_ids": torch.zeros(1, 30)})
-        loss = (ddp(x) - target(x)).pow(2).mean()
-        watch.passed(loss)
-        loss.backward()
-        watch.enter("optimizer")
-    found = lap.take()
-    return {
-        "seconds": found["forward"] + found["backward"],
-        "counts": [found[name] for name in ("rows", "tokens", "micro_steps")],
-    }
-
-
-def states(powersgd: PowerSgd) -> dict[str, dict[str, Tensor]]:
-    return {"error": powersgd.error, "basis": powersgd.basis}
-
-
-def left_out(rank: int) -> dict[str, Any]:
-    """Whether an update that is left out leaves PowerSGD as it was, whether one that is made does not, and what stays in memory."""
-    ddp, powersgd = wrapped("powersgd", guard="skip")
-    assert powersgd is not None
-    powersgd.step = 1000
-    backward(ddp, rank)
-    powersgd.settle(made=True)
-    before = {kind: {name: one.clone() for name, one in held.items()} for kind, held in states(powersgd).items()}
-    backward(ddp, 10 + rank)
-    changed = not _same(before, states(powersgd))
-    powersgd.settle(made=False)
-    undone = _same(before, states(powersgd))
-    backward(ddp, 20 + rank)
-    powersgd.settle(made=True)
-    return {
-        "changed": changed,
-        "undone": undone,
-        "made": not _same(before, states(powersgd)),
-        "kept": powersgd.before is not None,
-    }
-
-
-def _same(one: Any, other: Any) -> bool:
-    return all(torch.equal(one[kind][name], other[kind][name]) for kind in one for name in one[kind])
-
-
-def buffers(rank: int, world: int) -> dict[str, Any]:
-    """A first local step in which rank 0 has no rows, with buffers that DDP would send."""
-    model = model_of()
-    model.register_buffer("angles", torch.zeros(4))
-    ddp = DistributedDataParallel(model, broadcast_buffers=True)
-    local = local_steps(ddp, model, world=world)
-    if rank:
-        backward(ddp, rank)
-    local.tokens, local.window = rank, 1
-    local.synchronise()
-    return {"window": local.window}
-
-
 def _norms(powersgd: PowerSgd | None) -> dict[str, float]:
     return {name: float(error.norm()) for name, error in powersgd.error.items()} if powersgd else {}
 
 
-def local_steps(wrapped: Any, model: Any, *, world: int) -> LocalSteps:
-    launch = {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
-    trainer: Any = SimpleNamespace(model=model, model_wrapped=wrapped)
-    return LocalSteps(context_of(Path(), Ranks(distributed.get_rank(), world), launch=launch), trainer)
-
-
 def outer(rank: int, world: int) -> dict[str, Any]:
     """Three outer steps from weights and token counts that differ, beside torch's own Nesterov on the weighted mean."""
-    local = local_steps(SimpleNamespace(), model_of(), world=world)
+    launch = {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    trainer: Any = SimpleNamespace(model=model_of(), model_wrapped=SimpleNamespace())
+    local = LocalSteps(context_of(Path(), Ranks(rank, world), launch=launch), trainer)
     reference = [one.detach().clone().requires_grad_() for one in local.parameters]
     nesterov = torch.optim.SGD(reference, lr=0.7, momentum=0.9, nesterov=True)
     gaps, back = [], True
@@ -221,9 +133,6 @@ def main(arguments: list[str]) -> None:
     }
     cases["powersgd"] = lambda: train("powersgd", rank, steps=60)
     cases["plain60"] = lambda: train("none", rank, steps=60)
-    cases["waiting"] = lambda: waiting(rank)
-    cases["left out"] = lambda: left_out(rank)
-    cases["buffers"] = lambda: buffers(rank, world)
     cases["outer"] = lambda: outer(rank, world)
     numbers = sum(parameter.numel() for parameter in model_of().parameters())
     found = {"numbers": numbers, **{name: case() for name, case in cases.items()}}

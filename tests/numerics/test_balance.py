@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.data.batches import Collator, GlobalBatchSampler, Shares
 from sft_play.plan.batch import spans
 from sft_play.plan.plan import Plan
@@ -71,9 +69,6 @@ def test_gradients_are_those_of_one_process(shares: Shares, pack: int, rows: lis
     wanted = gradient(model, [[rows]])
     found = gradient(model, micro_batches(shares, rows, pack))
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
-
-
-# ---- Shares that change
 
 
 # ---- What a rank measures
@@ -140,12 +135,6 @@ def plan(names: Sequence[str], micro: int = 4, steps: int = 4, **changes: Any) -
     return simple_plan(**(values | changes))
 
 
-def config(balance: Any = "auto", **train: Any) -> Config:
-    return Config(
-        model=ModelConfig(name="m"), data=DataConfig(), launch=LaunchConfig(balance=balance), train=TrainConfig(**train)
-    )
-
-
 def window(paces: Sequence[float], shares: Shares, *, steps: int = 10, tokens: float = 100.0) -> list[list[float]]:
     """Returns what ranks of these seconds per row measure in `steps` steps of 32 rows."""
     return [
@@ -184,28 +173,6 @@ def test_a_rank_that_throttles_gets_fewer_rows_and_then_more_again() -> None:
     assert slow != shares and max(spans(32, shares)) - min(spans(32, shares)) <= 2
 
 
-def test_unlike_devices_are_judged_at_once_and_within_their_turns() -> None:
-    judge = Judge(plan(["12 GB", "8 GB", "8 GB"], micro=4, steps=3), 6)
-    equal: Shares = ((4, 3), (4, 3), (4, 3))
-    found = judge.look(window([0.03, 0.1, 0.1], equal), equal)
-    assert found is not None and spans(32, found)[0] in (19, 20, 21)
-    far = Judge(plan(["12 GB", "8 GB"], micro=2, steps=8), 10)
-    shares = far.look(window([0.01, 0.1], ((2, 8), (2, 8))), ((2, 8), (2, 8)))
-    assert shares is not None and shares[0] == (2, 10) and sum(spans(32, shares)) == 32, "it may make ten micro-steps"
-
-
-def test_zero_grows_micro_batches_within_memory_and_never_micro_steps() -> None:
-    two = plan(["a", "b"], strategy="zero2")
-    ranks = tuple(replace(rank, most_rows=most) for rank, most in zip(two.ranks, (8, 4), strict=True))
-    judge = Judge(replace(two, ranks=ranks), 4)
-    found = judge.look(window([0.05, 0.1], EQUAL), EQUAL)
-    assert found is not None and len({steps for _, steps in found}) == 1 and found[0][1] <= 4
-    assert found[0][0] <= 8 and found[1][0] <= 4 and spans(32, found)[0] >= 20
-    assert judge.allows(found) and not judge.allows(((9, 4), (4, 4))) and not judge.allows(((4, 4), (4, 3)))
-    shrunk = Judge(replace(two, ranks=ranks, recoveries=({"at": 1},)), 4)
-    assert not shrunk.allows(found), "where memory ran out, no micro-batch grows"
-
-
 def test_a_change_is_told_in_words() -> None:
     assert (
         describe([0.1, 0.19], (21, 11), (16, 16), "rows")
@@ -217,21 +184,3 @@ def test_a_change_is_told_in_words() -> None:
         "the ranks are about equally fast: rows per step 16 + 16"
     )
     assert describe([1.0] * 9, (4,) * 9, (3, *(4,) * 8), "rows").endswith("rows per step 4 to 4 a rank instead of 3 to 4 a rank")
-
-
-# ---- A rank that has work keeps some
-
-
-@pytest.mark.parametrize("strategy", ["zero2"])
-def test_a_rank_that_works_never_loses_its_last_row_and_comes_back(strategy: Any) -> None:
-    two = plan(["fast", "slow"], micro=8, steps=2, strategy=strategy)
-    two = replace(two, ranks=tuple(replace(rank, most_rows=32, cost=(0.1, 0.01)) for rank in two.ranks))
-    judge, shares = Judge(two, 8), cast(Shares, ((8, 2), (8, 2)))
-    for _ in range(6):
-        shares = judge.look(window([0.05, 60.0], shares), shares) or shares
-        assert min(spans(32, shares)) >= 1, shares
-        assert all(micro and micro <= 32 and steps <= 8 for micro, steps in shares)
-    assert spans(32, shares)[0] >= 28
-    for _ in range(12):
-        shares = judge.look(window([0.05, 0.05], shares), shares) or shares
-    assert min(spans(32, shares)) >= 10, "it is measured, and gets its part again"

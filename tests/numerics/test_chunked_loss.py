@@ -10,8 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
 from sft_play.data.batches import Collator
@@ -146,34 +144,3 @@ def test_a_micro_step_without_rows_has_no_loss_and_no_gradient(layout: str, way:
     chunk_head(model, CHUNK)
     total, gradients = outcome(model, Collator(layout, 3)([]))
     assert float(total) == 0.0 and gradients and not any(gradient.any() for gradient in gradients.values())
-
-
-class Largest(TorchDispatchMode):  # type: ignore[misc]
-    """Records the most elements of a tensor with the vocabulary among its dimensions, and counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits, self.operations = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.operations += 1
-        sizes = [leaf.numel() for leaf in tree_iter(found) if isinstance(leaf, Tensor) and VOCABULARY in leaf.shape]
-        self.logits = max([self.logits, *sizes])
-        return found
-
-
-@pytest.mark.parametrize("layout", ["flattened", "padded"])
-@pytest.mark.parametrize("way", ["full", "lora"])
-def test_no_tensor_is_larger_than_the_logits_of_one_chunk(way: str, layout: str, folders: dict[str, Path]) -> None:
-    rows = [{"input_ids": [5 + i] * 200, "labels": [5 + i] * 200, "row": i} for i in range(4)]
-    batch, chunk = Collator(layout, 3)(rows), 100
-    model = tuned(folders["untied"], way)
-    with Largest() as whole:
-        outcome(model, batch)
-    chunk_head(model, chunk)
-    with Largest() as chunked:
-        outcome(model, batch)
-    assert whole.logits == 4 * 199 * VOCABULARY
-    # The gradient of the head's weight is smaller here: 1024 x 64.
-    assert chunked.logits <= chunk * VOCABULARY

@@ -16,7 +16,6 @@ import torch
 from sft_play.plan.network import powersgd_elements
 from sft_play.training.slow_network import FP16_MOST, narrow_of
 from tests.conftest import ROOT
-from tests.numerics.exchange_ranks import LATE
 from tests.programs import need
 
 SECONDS = 120
@@ -64,20 +63,6 @@ def test_powersgd_converges_with_what_was_not_sent_kept_for_later(found: dict[st
     first, last = mine["losses"][0], mine["losses"][-1]
     assert last < 0.2 * first and last < 1.5 * plain["losses"][-1] + 0.02, mine["losses"][-5:]
     assert set(mine["error"]) == {"0.weight", "2.weight"} and all(norm > 0 for norm in mine["error"].values())
-
-
-def test_a_rank_that_waits_in_powersgds_exchange_does_not_take_that_for_work(found: dict[str, Any]) -> None:
-    early = found["0"]["waiting"]
-    assert early["counts"] == [2.0, 60.0, 2.0] and 0 < early["seconds"] < LATE, early
-
-
-def test_an_update_that_is_left_out_leaves_no_trace_in_powersgd(found: dict[str, Any]) -> None:
-    for rank in ("0", "1"):
-        assert found[rank]["left out"] == {"changed": True, "undone": True, "made": True, "kept": False}
-
-
-def test_a_rank_without_rows_in_the_first_local_step_keeps_nobody_waiting(found: dict[str, Any]) -> None:
-    assert found["0"]["buffers"] == found["1"]["buffers"] == {"window": 0}
 
 
 def test_outer_steps_are_torchs_nesterov_on_the_token_weighted_mean(found: dict[str, Any]) -> None:

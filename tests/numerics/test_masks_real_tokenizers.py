@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.data.chat import Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.example import Message
-from sft_play.data.templates import chat_format
 from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import by_hand
 
@@ -135,24 +134,3 @@ def test_qwen3_learns_calls_of_tools_and_never_their_results(place: Path) -> Non
         "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
         "\u2039<think>\nDone.\n</think>\n\nFour.<|im_end|>\u203a"
     ])  # fmt: skip
-
-
-def test_the_named_qwen3_template_writes_tools_calls_and_results_as_the_published_one(place: Path) -> None:
-    published = tokenizer("qwen3", place)
-    named = load_tokenizer(folder_of("qwen3", place), chat_format(DataConfig(chat_template="qwen3")))
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": ["\u00e9", True]}}}
-    chat: list[Message] = [
-        *CHAT[:4],
-        {"role": "assistant", "content": "So.", "tool_calls": [call, call]},
-        {"role": "tool", "content": "4"},
-        {"role": "tool", "content": "5"},
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Again."},
-        {"role": "tool", "content": "6"},
-        {"role": "assistant", "content": "Six."},
-    ]
-    for tools in ([TOOL, TOOL], None):
-        for turns in (chat, chat[1:]):
-            for end in range(2, len(turns) + 1):
-                texts = [t.apply_chat_template(turns[:end], tools=tools, tokenize=False) for t in (published, named)]
-                assert texts[0] == texts[1]
-            assert rows_of(named, turns, tools) == rows_of(published, turns, tools)

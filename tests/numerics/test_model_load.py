@@ -91,16 +91,6 @@ def test_the_seed_alone_decides_the_fresh_adapters(folders: dict[str, Path]) -> 
     assert any(not torch.equal(p, first[n]) for n, p in other.named_parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "quantization", "words"), [("zero3", "int8", "`CB`"), ("fsdp2", "int8", "has no attribute 'CB'")]
-)
-def test_quantised_weights_that_a_strategy_cannot_hold_are_refused(
-    folders: dict[str, Path], strategy: str, quantization: str, words: str
-) -> None:
-    with pytest.raises(UserError, match=words):
-        load(folders["llama"], mode="qlora", plan={"strategy": strategy}, quantization=quantization)
-
-
 @pytest.fixture(scope="module")
 def quantised_base(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig

@@ -12,14 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft_play.errors import CheckpointError, HardwareError
-from sft_play.evaluation.answering import AnswerSettings, answer_all, prompt_ids
+from sft_play.errors import CheckpointError
 from sft_play.model import merge as merging
 from sft_play.model.merge import merge
 from sft_play.model.use import load_for_use
-from sft_play.runs.checkpoints import weights_folder
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import seal
 from tests.families import build_family
 from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral, build_tokenizer
 from tests.trained_runs import make_run
@@ -120,75 +117,12 @@ def test_an_adapter_model_is_the_one_that_was_trained(runs: dict[str, RunFolder]
     assert torch.equal(logits(load_for_use(runs["lora"], None, "cpu")[0]), logits(expected))
 
 
-def test_answers_do_not_depend_on_their_companions(runs: dict[str, RunFolder]) -> None:
-    model, tokenizer = load_for_use(runs["lora"], None, "cpu")
-    questions = ["hi", "what is a file?", "a much longer question about the with statement and its context managers"]
-    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": q}]) for q in questions]
-    together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=12, batch_size=3), prompts)
-    alone = [answer_all(model, tokenizer, AnswerSettings(max_new_tokens=12), [p])[0] for p in prompts]
-    assert together == alone
-    assert all(answer.tokens <= 12 for answer in together)
-
-
-def test_an_answer_ends_at_the_end_of_turn(runs: dict[str, RunFolder]) -> None:
-    model, tokenizer = load_for_use(runs["lora"], None, "cpu")
-    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "hi"}])
-    free = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=6), [prompt])[0]
-    with torch.no_grad():
-        first = int(model(input_ids=torch.tensor([prompt])).logits[0, -1].argmax())
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
-    cut = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=6), [prompt])[0]
-    assert free.tokens == 6
-    assert not free.stopped
-    assert cut.tokens == 0
-    assert cut.stopped
-
-
 def test_an_adapter_whose_weights_are_missing_is_refused(lora: RunFolder) -> None:
     path = lora.model / "adapter_model.safetensors"
     weights = load_file(path)
     save_file({k: v for k, v in weights.items() if "layers.1" not in k}, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="does not fit the base model"):
         load_for_use(lora, None, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("backend", "unsloth"), ("lora", {"r": 1}), ("tokenizer_fingerprint", "x"), ("base_fingerprint", "y")]
-)
-def test_weights_with_another_stamp_are_refused_by_the_fields_name(
-    lora: RunFolder, tmp_path: Path, field: str, value: Any
-) -> None:
-    stamp = json.loads((lora.model / "stamp.json").read_text())
-    (lora.model / "stamp.json").write_text(json.dumps({**stamp, field: value}))
-    for use in (lambda: load_for_use(lora, None, "cpu"), lambda: merge(lora, lora.model, tmp_path / "out", print)):
-        with pytest.raises(CheckpointError, match=f"`{field}` was"):
-            use()
-
-
-def test_checkpoints_are_found_by_name_and_link(lora: RunFolder) -> None:
-    step = lora.checkpoint(40)
-    shutil.copytree(lora.model, step)
-    seal(step, ranks=())
-    lora.last.symlink_to(step.name)
-    assert weights_folder(lora, None) == lora.model
-    assert weights_folder(lora, "last") == weights_folder(lora, "step-000040") == step.resolve()
-    for wrong in ("best", "step-000041", "../model", "model"):
-        with pytest.raises(CheckpointError, match="no checkpoint") as caught:
-            weights_folder(lora, wrong)
-        assert "step-000040" in (caught.value.hint or "")
-    shutil.rmtree(lora.model)
-    assert weights_folder(lora, None) == step.resolve()
-
-
-@pytest.mark.parametrize("name", ["lora", "full"])
-def test_a_full_disk_leaves_nothing(
-    runs: dict[str, RunFolder], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(merging.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(HardwareError, match="the disk has"):
-        merge(runs[name], runs[name].model, tmp_path / "out", print)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_merge_that_would_change_the_answers_is_not_published(

@@ -89,9 +89,3 @@ def test_a_rank_that_does_not_know_the_runs_key_is_found(stranger: int | None, t
         told = tmp_path / f"{rank}.txt"
         assert told.exists() == (stranger is not None)
         assert stranger is None or told.read_text().startswith(f"rank {stranger} does not know")
-
-
-def test_one_process_needs_no_group() -> None:
-    ranks = Ranks()
-    assert ranks.gather("alone") == ["alone"] and ranks.broadcast("alone") == "alone" and ranks.table([1.5]) == [[1.5]]
-    assert ranks.total(torch.ones(1)).item() == 1 and ranks.any(True) and ranks.first_problem("full") == "full"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainerState
 
 from sft_play.errors import UserError
 from sft_play.training.guards import SpikeGuard
@@ -19,11 +17,6 @@ from tests.unit.test_plan_make import plan_of
 
 def guard(path: Path, mode: str = "skip", factor: float = 5.0) -> SpikeGuard:
     return SpikeGuard(context_of(path, train={"spike_guard": mode, "spike_factor": factor}))
-
-
-def begin(one: SpikeGuard, step: int = 0, held: dict[str, Any] | None = None) -> None:
-    state = SimpleNamespace(global_step=step, stateful_callbacks={"SpikeGuard": held} if held else {})
-    one.on_train_begin(None, state, None)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -60,34 +53,6 @@ def test_a_new_level_is_one_after_a_while(tmp_path: Path) -> None:
     assert len(one.norms) == 50
 
 
-def test_a_resumed_guard_decides_alike(tmp_path: Path) -> None:
-    whole, first = guard(tmp_path / "a"), guard(tmp_path / "b")
-    norms = [1.0 + step % 3 for step in range(20)] + [40.0, 1.0, 9.0, 30.0]
-    for step, norm in enumerate(norms[:15]):
-        assert whole.jumps(norm, step=step, rows=[]) == first.jumps(norm, step=step, rows=[])
-    held = json.loads(json.dumps(first.state()))
-    first.jumps(1e6, step=15, rows=[])  # what the lost process had still written
-    second = guard(tmp_path / "b")
-    begin(second, 14, held)
-    assert lines(tmp_path / "b") == []
-    rest = list(enumerate(norms))[15:]
-    assert [whole.jumps(n, step=s, rows=[]) for s, n in rest] == [second.jumps(n, step=s, rows=[]) for s, n in rest]
-    assert (whole.norms, whole.found) == (second.norms, second.found)
-
-
 def test_skipping_is_refused_where_the_update_comes_first() -> None:
     with pytest.raises(UserError, match="under zero2 DeepSpeed makes the update before its gradient norm is known"):
         plan_of(command_strategy="zero", spike_guard="skip")
-
-
-def test_a_full_disk_or_a_torn_file_of_spikes_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    full = guard(tmp_path)
-    full.path = Path("/dev/full")
-    assert not any(full.jumps(1.0, step=step, rows=[step]) for step in range(1, 20))
-    assert full.jumps(50.0, step=20, rows=[20])
-    assert "could not be written: no space is left on the disk; training continues" in capsys.readouterr().err
-    torn = tmp_path / "logs" / "spikes.jsonl"
-    torn.parent.mkdir()
-    torn.write_bytes(b'{"step": 3, "rows": [1]}\n{"step": 9, "rows": [2]}\n7\n{"step": 4, "ro')
-    guard(tmp_path).on_train_begin(None, TrainerState(global_step=5), None)
-    assert torn.read_text() == '{"step": 3, "rows": [1]}\n'

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 from sft_play.errors import CheckpointError
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import check_states, describe, optimizer_file, random_file, write_part
+from sft_play.runs.manifest import check_states, optimizer_file
 from sft_play.training.guards import scale_of
-from sft_play.training.ranks import Ranks
 from sft_play.training.states.facts import (
-    fresh_seed,
     groups_of,
-    random_states,
-    restore_random_states,
     scaler_of,
     scheduler_of,
     set_groups,
@@ -30,8 +23,6 @@ from sft_play.training.states.facts import (
     set_scheduler,
 )
 from sft_play.training.states.files import INDEX, Piece, Shelf, partition, write_tensors
-from sft_play.training.states.per_rank import kept_apart
-from tests.contexts import context_of
 
 
 def piece(start: int, end: int, *, numel: int = 100, file: str = "f", name: str = "w") -> Piece:
@@ -60,37 +51,6 @@ def test_files_of_one_world_fill_the_ranges_of_another(worlds: tuple[int, int], 
         shelf.fill(found[-1], "w", "exp_avg", start, end)
     assert torch.equal(torch.cat(found).view(7, 11), values)
     assert shelf.states("w") == ["exp_avg"] and shelf.values("w") == {"RMS": 0.5} and shelf.states("other") == []
-
-
-@pytest.mark.parametrize(("before", "after"), [((1, 0), (1,)), ((1, 1), (1, 1))])
-def test_a_schedule_goes_on_where_groups_without_parameters_were_dropped(before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    def made(filled: tuple[int, ...]) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))] if has else []} for has in filled]
-        optimizer = torch.optim.AdamW(groups, lr=0.5)
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-
-    optimizer, scheduler = made(before)
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    kept, groups = json.loads(json.dumps(scheduler_of(scheduler, optimizer))), groups_of(optimizer)
-    again, other = made(after)
-    set_groups(again, groups)
-    set_scheduler(other, again, kept)
-    for _ in range(2):
-        rates = [
-            [group["lr"] for group, has in zip(one.param_groups, filled, strict=True) if has]
-            for one, filled in ((optimizer, before), (again, after))
-        ]
-        assert rates[0] == rates[1]
-        assert other.last_epoch == scheduler.last_epoch
-        for stepped in (scheduler, other):
-            stepped.optimizer.step()
-            stepped.step()
-
-
-def draws() -> list[Any]:
-    return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(2).tolist()]
 
 
 def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[float]:
@@ -153,57 +113,6 @@ def test_deepspeeds_loss_scaler_goes_on_where_it_was() -> None:
     assert scales(made()) != expected
 
 
-def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
-    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
-    draws()  # leaves half of a pair of normal numbers in Python's and numpy's generators
-    write_tensors(tmp_path / random_file(0), *random_states())
-    expected = draws()
-    draws()
-    restore_random_states(tmp_path / random_file(0), 0, seed=42, step=10)
-    assert draws() == expected
-    restore_random_states(None, 1, seed=42, step=10)
-    joined = draws()
-    restore_random_states(None, 1, seed=42, step=10)
-    assert draws() == joined != expected
-    assert len({fresh_seed(seed, rank, step) for seed in (1, 2) for rank in (0, 1) for step in (5, 6)}) == 8
-
-
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        ("none", ""),
-        ("one bit", "`rng-rank3.safetensors` has another checksum than the manifest says; it counts as absent"),
-        ("no manifest", "is in no manifest: it was never completed"),
-        ("gone", ""),
-    ],
-)
-def test_what_a_machine_keeps_of_its_own_is_checked(
-    harm: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Ranks that do not see rank 0's folder: a damaged file of theirs is no file."""
-    run, name = RunFolder(tmp_path), random_file(3)
-    context, folder = context_of(tmp_path, Ranks(3, 4)), run.random_states(20)
-    folder.mkdir(parents=True)
-    states, manifest = folder / name, folder / ".manifest-rank3.json"
-    write_tensors(states, *random_states())
-    write_part(folder, 3, describe(folder, [states]))
-    content = states.read_bytes()
-    if harm == "one bit":
-        states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif harm == "cut":
-        states.write_bytes(content[:-1])
-    elif harm == "no manifest":
-        manifest.unlink()
-    elif harm == "manifest cut":
-        manifest.write_text(manifest.read_text()[:-9])
-    elif harm == "gone":
-        states.unlink()
-    found = [kept_apart(context, run.checkpoint(20), name) for _ in range(2)]
-    assert found == [states if harm == "none" else None] * 2
-    told = capfd.readouterr().err
-    assert said in told and told.count("counts as absent") == (1 if said else 0)
-
-
 STATES = {
     "format": 1, "strategy": "zero2", "world_size": 2, "optimizer": "Adafactor", "reshardable": False, "files": 2, "groups": [],
     "scheduler": None, "scaler": None, "engine": None, "counters": {},
@@ -227,17 +136,6 @@ def test_what_cannot_be_cut_anew_is_refused_by_name(
     with pytest.raises(CheckpointError, match="`Adafactor` cannot be resharded") as caught:
         check_states(tmp_path, strategy=strategy, world_size=world)
     assert "NUM_GPUS=2" in caught.value.render()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "an older version wrote it"), ('{"format": 2}', "the format 2"), ("{}", "cannot be read")]
-)
-def test_states_of_another_version_are_refused(content: str | None, message: str, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "states.json").write_text(content)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        check_states(tmp_path, strategy="ddp", world_size=2)
-    assert "hint:" in caught.value.render()
 
 
 @pytest.mark.parametrize("steps", [8, 12])

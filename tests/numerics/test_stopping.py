@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from sft_play.errors import DataError
 from sft_play.runs.folder import RunFolder
-from sft_play.training.stopping import Patience, catch_up, is_better, value_of
+from sft_play.training.stopping import Patience, is_better
 from tests.contexts import context_of
 
 LOSSES = [3.0, 2.5, 2.45, 2.6, 2.55, 2.0]
@@ -73,62 +72,3 @@ def test_it_stops_at_the_same_step_when_resumed(
     assert watch.reason in capsys.readouterr().out
     event = json.loads(run.events.read_text())
     assert (event["event"], event["step"], event["reason"]) == ("stopped_early", stops, watch.reason)
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_run_that_had_stopped_early_does_not_train_on_when_resumed(tmp_path: Path, recorded: bool) -> None:
-    """Killed after its last save and before its model was published."""
-    run, args = RunFolder(tmp_path), arguments(tmp_path)
-    watch, state = patience_of(run, 2, 0.0), TrainerState(max_steps=9)
-    watch.on_train_begin(args, state, TrainerControl())
-    assert evaluate(watch, args, state, LOSSES, run) == 5
-    said = watch.reason
-    if not recorded:
-        run.events.unlink()
-    state, control = TrainerState(max_steps=9, global_step=5), TrainerControl()
-    watch = patience_of(run, 2, 0.0)
-    watch.on_train_begin(args, state, control)
-    assert control.should_training_stop and not control.should_save
-    assert (watch.reason, state.best_global_step, state.best_metric) == (said, 3, 2.45)
-    assert len(run.events.read_text().splitlines()) == 1
-    earlier, control = TrainerState(max_steps=9, global_step=4), TrainerControl()
-    patience_of(run, 2, 0.0).on_train_begin(args, earlier, control)
-    assert not control.should_training_stop
-
-
-@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
-@pytest.mark.parametrize("seen", [0, 3, 4, 6])
-def test_a_schedule_that_goes_by_evaluations_sees_those_that_its_checkpoint_missed(kind: str, seen: int) -> None:
-    import torch
-    from transformers import get_scheduler
-
-    from sft_play.training.states.facts import groups_of, scheduler_of, set_groups, set_scheduler
-
-    def made() -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-        return optimizer, get_scheduler(kind, optimizer, scheduler_specific_kwargs={"patience": 0})
-
-    losses = [3.0, 2.5, 2.6, 2.7, 2.4, 2.45]
-    rows = [{"kind": "eval", "step": 0, "eval_loss": 9.0}]  # before the first step
-    rows += [{"kind": "eval", "step": 2 * number, "eval_loss": loss} for number, loss in enumerate(losses, start=1)]
-    reference, undisturbed = made()
-    for loss in losses:
-        undisturbed.step(loss)
-    optimizer, kept = made()
-    for loss in losses[:seen]:
-        kept.step(loss)
-    resumed, schedule = made()
-    set_groups(resumed, json.loads(json.dumps(groups_of(optimizer))))
-    set_scheduler(schedule, resumed, json.loads(json.dumps(scheduler_of(kept, optimizer))))
-    catch_up(schedule, "loss", rows)
-    assert resumed.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    assert schedule.state_dict() == undisturbed.state_dict()
-    catch_up(schedule, "loss", rows)
-    assert schedule.state_dict() == undisturbed.state_dict(), "nothing is shown twice"
-
-
-def test_a_metric_that_was_not_measured_is_named_with_those_that_were() -> None:
-    assert value_of({"eval_rougeL": 0.5}, "rougeL") == value_of({"eval_rougeL": 0.5}, "eval_rougeL") == 0.5
-    with pytest.raises(DataError, match="not measured") as refused:
-        value_of({"eval_loss": 1.0}, "loss/docs")
-    assert "`eval_loss`" in refused.value.render()

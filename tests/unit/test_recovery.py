@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +12,6 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, EvalConfig, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.launch import recovery
-from sft_play.launch.liveness import MemoryKills, counters_of
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, judge
 from sft_play.plan.architecture import shape_of
@@ -27,6 +20,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.faults import ran_out_of_memory
 from tests.documents import on_page
 from tests.plans import planned
+from tests.unit.test_launch_supervise import run_with, summary
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\nLast error:\nFailed to CUDA calloc 6291456 bytes"
@@ -79,79 +73,24 @@ def test_the_real_errors_of_torch() -> None:
 # ---- What the launcher makes of it
 
 
-def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
-    run = RunFolder(tmp_path / "run")
-    run.logs.mkdir(parents=True)
-    for rank, record in records.items():
-        run.rank_exit(rank).write_text(json.dumps(record))
-    return run
-
-
-def summary(rank: int, code: int) -> str:
-    return f"[0]:\n  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 7)\n"
-
-
 SHORT = {"code": 75, "time": 2.0, "error": "error: memory ran out in step 3", "cause": OUT_OF_MEMORY, "doing": {"step": 3}}
 GONE = {"code": 75, "time": 2.5, "error": "RuntimeError: Connection closed by peer", "cause": "peer"}
 
 
 def test_the_rank_that_ran_out_is_named_and_not_its_peers(tmp_path: Path) -> None:
-    outcome = judge(run_with(tmp_path, {0: GONE, 1: SHORT}), range(2), agent_code=1, agent_log=summary(0, -9))
+    outcome = judge(run_with(tmp_path, {0: GONE, 1: SHORT}), range(2), agent_code=1, agent_log=summary({0: -9}))
     assert (outcome.code, outcome.rank, outcome.cause, outcome.doing) == (75, 1, OUT_OF_MEMORY, {"step": 3})
     assert "rank 1 (" in outcome.message and ") ran out of memory" in outcome.message
 
 
 def test_sigkill_is_want_of_memory_only_with_evidence(tmp_path: Path) -> None:
     run = run_with(tmp_path, {0: GONE})
-    by_hand = judge(run, range(2), agent_code=1, agent_log=summary(1, -9))
+    by_hand = judge(run, range(2), agent_code=1, agent_log=summary({1: -9}))
     assert (by_hand.code, by_hand.rank, by_hand.cause) == (75, 1, "killed")
     assert "nothing shows that memory was short" in by_hand.message
-    kernel = judge(run, range(2), agent_code=1, agent_log=summary(1, -9), memory_kill="`x` counts 1 kill for memory")
+    kernel = judge(run, range(2), agent_code=1, agent_log=summary({1: -9}), memory_kill="`x` counts 1 kill for memory")
     assert (kernel.code, kernel.rank, kernel.cause) == (75, 1, OUT_OF_MEMORY)
     assert "because memory ran out (`x` counts 1 kill for memory)" in kernel.message
-
-
-# ---- The kernel's counters
-
-
-@pytest.fixture
-def cgroup() -> Iterator[Path]:
-    counters = counters_of(os.getpid())
-    if not counters:
-        pytest.skip("this process is in no memory cgroup")
-    folder = counters[0].parent / f"sft-play-unit-{os.getpid()}"
-    try:
-        folder.mkdir()
-        limit = folder / "memory.max" if (folder / "memory.max").is_file() else folder / "memory.limit_in_bytes"
-        limit.write_text(str(100 * 2**20))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        pytest.skip(f"no cgroup can be made: {error}")
-    yield folder
-    folder.rmdir()
-
-
-@pytest.mark.parametrize("moved_first", [True, False])
-def test_a_real_kill_for_memory_is_seen_and_one_by_hand_is_not(cgroup: Path, moved_first: bool) -> None:
-    kills = MemoryKills.begin()
-    waiting = "import sys; sys.stdin.read(1); x = bytearray(500 * 2**20)"
-    for by_hand in (True, False):
-        child = subprocess.Popen([sys.executable, "-c", waiting], stdin=subprocess.PIPE)
-        assert child.stdin is not None
-        if not moved_first:
-            kills.follow(child.pid)  # a worker that is moved to another cgroup later
-        (cgroup / "cgroup.procs").write_text(str(child.pid))
-        kills.follow(child.pid)
-        if by_hand:
-            child.kill()
-        else:
-            child.stdin.write(b"x")
-            child.stdin.flush()
-        assert child.wait(timeout=30) == -signal.SIGKILL
-        child.stdin.close()
-        assert (kills.evidence() is None) is by_hand
-    kills.close()
 
 
 # ---- What is tried next
