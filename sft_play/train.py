@@ -183,7 +183,7 @@ def build(
 
 def _shared_out(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
     """Makes the ranks of a group share lines, layers or stages of the model; returns what knows the parts of the weights. Collective."""
-    from sft_play.training.ranks import group_of
+    from sft_play.training.ranks import group_of, replicas_of
 
     limit = config.launch.timeout_seconds
     if plan.sequence_parallel > 1:
@@ -195,6 +195,8 @@ def _shared_out(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer 
 
         slicer = Slicer(ranks.rank % ranks.group_size, ranks.group_size, group_of(ranks, limit))
         slicer.cut(model)
+        if plan.strategy == "fsdp2":
+            slicer.shard(model, replicas_of(ranks, limit), plan.precision)
         return slicer
     if plan.stages:
         from sft_play.training.pipeline import pipeline_of

@@ -273,8 +273,8 @@ def layers(config: Config) -> Iterator[Conflict]:
         return
     if launch.sequence_parallel > 1:
         yield Conflict(key, f", but `launch.sequence_parallel` is {launch.sequence_parallel}", "leave one of the two out")
-    if launch.strategy not in REPLICAS:
-        hint = "`launch.strategy: ddp` with it, or leave it out: these strategies share out the weights themselves"
+    if launch.strategy not in (*REPLICAS, "fsdp2"):
+        hint = "`launch.strategy: ddp` or `fsdp2` with it, or leave it out: ZeRO shares out the weights itself"
         yield Conflict(key, f", but `launch.strategy` is `{launch.strategy}`", hint)
     for other, value in network_keys(config):
         yield Conflict(key, f", but `{other}` is {value}", "leave one of the two out")

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from sft_play.errors import UserError
+from sft_play.model.stages import list_of_layers
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Of transformers' plans for a family (`base_model_tp_plan`), those that are understood here."""
@@ -65,6 +66,8 @@ class Slicer:
     def __init__(self, rank: int, ranks: int, group: ProcessGroup | None = None) -> None:
         """`group`: of all `ranks`; without it nothing is sent, as a trace needs it."""
         self.rank, self.ranks, self.group = rank, ranks, group
+        self.replicas: ProcessGroup | None = None
+        """The ranks that share out the same slices."""
         self.shared: list[nn.Parameter] = []
         """Parameters that every rank holds, and of whose gradients each computes a part."""
 
@@ -82,6 +85,36 @@ class Slicer:
                     self._cut_layer(module, parent, rows=style == "colwise")
                 if style == "rowwise":  # Apertus' activation has weights
                     self.shared += getattr(parent, "act_fn", nn.Identity()).parameters()
+
+    def shard(self, model: Any, replicas: ProcessGroup, precision: str) -> None:
+        """Shares out what was cut among `replicas`, the ranks with the same slices (FSDP2), as accelerate does with a whole model.
+
+        Slices of columns are shared out by columns, so that a rank's part of a parameter is always rows or columns of it.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import Shard
+
+        def by_columns(parameter: nn.Parameter) -> Shard | None:
+            part = slice_of(parameter)
+            return Shard(1) if part is not None and part.dim else None
+
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        for parameter in model.parameters() if narrow else ():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        names = {id(one): name for name, one in model.named_parameters()}
+        slices = {name: part for name, one in model.named_parameters() if (part := slice_of(one)) is not None}
+        shared = [names[id(one)] for one in self.shared]
+        policy = MixedPrecisionPolicy(narrow, torch.float32, narrow) if narrow else MixedPrecisionPolicy()
+        mesh = DeviceMesh.from_group(replicas, "cuda" if torch.cuda.is_available() else "cpu")
+        holder, name = list_of_layers(model)
+        for module in (*getattr(holder, name), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=by_columns)
+        found = dict(model.named_parameters())
+        for name, part in slices.items():
+            setattr(found[name], SLICE, part)
+        self.shared, self.replicas = [found[name] for name in shared], replicas
 
     def _cut_layer(self, layer: Any, parent: nn.Module, *, rows: bool) -> None:
         linear = getattr(layer, "base_layer", layer)
@@ -134,27 +167,29 @@ class Slicer:
 
     def share_gradients(self) -> None:
         """Completes the gradients of `shared`, once after the backward passes of a step. Collective over the group."""
-        found = [parameter.grad for parameter in self.shared if parameter.grad is not None]
+        found = [local_part(parameter.grad) for parameter in self.shared if parameter.grad is not None]
         if found:
             flat = self.add_up(torch.cat([gradient.flatten() for gradient in found]))
             for gradient, summed in zip(found, flat.split([gradient.numel() for gradient in found]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
     def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
-        """Returns the norm of all gradients, and scales them to `most` where it is larger. Collective over the group."""
-        gradients = [(one.grad, slice_of(one) is not None) for one in parameters if one.grad is not None]
+        """Returns the norm of all gradients, and scales them to `most` where it is larger. Collective over all ranks."""
+        gradients = [(local_part(one.grad), slice_of(one) is not None) for one in parameters if one.grad is not None]
         sums = torch.zeros(2, device=gradients[0][0].device)
         for gradient, sliced in gradients:
             sums[int(sliced)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        if self.replicas is not None:
+            distributed.all_reduce(sums, group=self.replicas)
         norm: Tensor = (sums[0] + self.add_up(sums[1].clone())).sqrt()
         scale = (most / (norm + 1e-6)).clamp(max=1.0)
         for gradient, _ in gradients:
             gradient.mul_(scale.to(gradient.dtype))
         return norm
 
-    def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a state dict with complete parameters. Collective over the group."""
-        return {name: self._whole(one.detach(), slice_of(one)) for name, one in mine.items()}
+    def whole_state(self, mine: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns a state dict with complete parameters. Collective over all ranks."""
+        return {name: self._whole(_gathered(one.detach()), slice_of(one)) for name, one in mine.items()}
 
     def _whole(self, tensor: Tensor, part: Slice | None) -> Tensor:
         if part is None:
@@ -162,6 +197,17 @@ class Slicer:
         parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
         distributed.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.cat(parts, part.dim)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the plain tensor with what this rank holds of `tensor`: a DTensor's shard, else the tensor."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _gathered(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
 
 
 class _Copy(torch.autograd.Function):

@@ -134,7 +134,11 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
 
 def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Weights, gradients, optimizer and buffers, after sharding."""
-    trained, shards, full = trainable_parameters(config, shape), setup.world_size, config.tuning.mode == "full"
+    trained, shards, full = (
+        trainable_parameters(config, shape),
+        setup.world_size // setup.tensor_parallel,
+        config.tuning.mode == "full",
+    )
     width = trained_bytes(config, setup)
     if full:
         frozen, quant_state = float(shape.vision_parameters * setup.weight_bytes), 0.0
@@ -208,7 +212,10 @@ def gathered_share(setup: Setup) -> float:
 
 def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Return the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
-    whole = states_bytes(config, shape, replace(setup, world_size=1, offload_optimizer=False, offload_parameters=False))
+    alone = setup.tensor_parallel
+    whole = states_bytes(
+        config, shape.sliced(alone), replace(setup, world_size=alone, offload_optimizer=False, offload_parameters=False)
+    )
     return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
 
 
@@ -353,7 +360,7 @@ def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> fl
     """
     if setup.device != "cuda" or setup.optim != "adamw_torch" or (setup.zero and setup.offload_optimizer):
         return 0.0
-    shards = setup.world_size if setup.strategy not in ("single", "ddp") else 1
+    shards = setup.world_size // setup.tensor_parallel if setup.strategy not in ("single", "ddp") else 1
     return trainable_parameters(config, shape) * 4 / shards
 
 

@@ -81,10 +81,17 @@ def _check(request: Request, chosen: str) -> None:
         raise HardwareError(missing, hint=UNSLOTH_HINT if config.tuning.backend == "unsloth" else None)
     if conflict := conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, chosen):
         raise UserError(conflict)
-    if config.launch.tensor_parallel > 1 and chosen not in ("single", "ddp"):
+    if config.launch.tensor_parallel > 1 and chosen.startswith("zero"):
         raise UserError(
             f"`launch.tensor_parallel` is {config.launch.tensor_parallel}, but {chosen} shares out the weights itself",
-            hint="use make train-distributed, or LAUNCH_TENSOR_PARALLEL=1",
+            hint="use make train-distributed or make train-fsdp, or LAUNCH_TENSOR_PARALLEL=1",
+        )
+    columns, ranks = (request.shape.heads * request.shape.head_dim, request.shape.ffn_size), len(request.ranks.devices)
+    if config.launch.tensor_parallel > 1 and chosen == "fsdp2" and any(width % ranks for width in columns):
+        raise UserError(
+            f"`launch.tensor_parallel` with fsdp2 shares out columns among all {ranks} ranks, and {columns[0]} of attention or {columns[1]} of "
+            "the feed-forward layers cannot be divided so",
+            hint="a number of ranks that divides both, or LAUNCH_STRATEGY=ddp",
         )
     if config.train.spike_guard == "skip" and chosen.startswith("zero"):
         raise UserError(

@@ -273,7 +273,7 @@ def predicted_bytes(trainer: Trainer) -> int:
 
 def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
     adapters = context.config.tuning.mode != "full"
-    if trainer.is_fsdp_enabled:
+    if trainer.is_fsdp_enabled and trainer.parts is None:
         # accelerate's own `get_state_dict` would gather a frozen base too, at every save; adapters alone are written.
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
         return _once(get_model_state_dict(trainer.model, options=options), trainer.model)

@@ -21,7 +21,7 @@ from sft_play.runs.notify import notify
 from sft_play.training.ranks import TrainContext
 from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler
-from sft_play.training.states.layout import bytes_held, inner_optimizer, local_part
+from sft_play.training.states.layout import bytes_held, held_part, inner_optimizer
 
 LEFT_OUT_LIMIT = 20
 """Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16 times."""
@@ -173,7 +173,7 @@ class Holdings(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         parameters = list(references["model"].parameters())
         self.counts["parameters"] = {
-            kind: sum(local_part(one).numel() for one in parameters if one.requires_grad == trained)
+            kind: sum(held_part(one).numel() for one in parameters if one.requires_grad == trained)
             for kind, trained in (("trainable", True), ("frozen", False))
         }
         engine = getattr(references["optimizer"], "optimizer", None)
@@ -202,7 +202,7 @@ class Holdings(TrainerCallback):
         if "optimizer" not in self.counts:
             states = inner_optimizer(references["optimizer"]).state.values()
             moments = [one for state in states for one in state.values() if torch.is_tensor(one) and one.dim() > 0]
-            self.counts["optimizer"] = sum(local_part(one).numel() for one in moments)
+            self.counts["optimizer"] = sum(held_part(one).numel() for one in moments)
             self.counts["bytes"] = bytes_held(references["model"], references["optimizer"])
 
     def save(self, context: TrainContext) -> None:
@@ -217,4 +217,4 @@ def gradients_held(model: Any, optimizer: Any) -> int:
     averaged = getattr(optimizer, "averaged_gradients", None)
     if averaged:  # ZeRO keeps this rank's share of the reduced gradients here
         return sum(int(g.numel()) for group in averaged.values() if group for g in group if g is not None)
-    return sum(local_part(p.grad).numel() for p in model.parameters() if p.grad is not None)
+    return sum(held_part(p.grad).numel() for p in model.parameters() if p.grad is not None)

@@ -108,6 +108,8 @@ class SftTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled:  # another strategy than planned is refused right after
             reduce_in_fp32(self.accelerator.state.fsdp_plugin)
+            if self.parts is not None:
+                self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # the slices are shared out already
         if self.parts is not None:
             replicas = replicas_of(self.context.ranks, self.context.config.launch.timeout_seconds)
             self.accelerator.ddp_handler = AmongReplicas(self.accelerator.ddp_handler, replicas)

@@ -104,6 +104,7 @@ def test_what_cannot_be_staged_is_refused_before_the_launch(
         pytest.param(["NUM_GPUS=4", *PP], id="pipeline"),
         pytest.param(["NUM_GPUS=4", *PP, "LAUNCH_STAGES=2"], id="2 x 2 stages"),
         pytest.param(["NUM_GPUS=4", "LAUNCH_TENSOR_PARALLEL=2"], id="2 x 2 slices"),
+        pytest.param(["NUM_GPUS=4", "LAUNCH_TENSOR_PARALLEL=2", "LAUNCH_STRATEGY=fsdp2"], id="2 x 2 shards"),
     ],
 )
 @pytest.mark.long

@@ -16,8 +16,9 @@ WAYS = {
     "flattened": ["NUM_GPUS=2", *TP2, "TRAIN_BATCH_SIZE=3"],
     "checkpointing": ["NUM_GPUS=2", *TP2, "TRAIN_BATCH_SIZE=4", "TRAIN_GRADIENT_CHECKPOINTING=true"],
     "ddp2": ["NUM_GPUS=4", *TP2, "TRAIN_BATCH_SIZE=2"],
+    "fsdp2": ["NUM_GPUS=4", *TP2, "LAUNCH_STRATEGY=fsdp2", "TRAIN_BATCH_SIZE=2"],
 }
-SHORT = (("lora", "packed"), ("full", "flattened"))
+SHORT = (("lora", "packed"), ("full", "fsdp2"))
 PAIRS = [(mode, way) for mode in ("lora", "full") for way in WAYS]
 SAVED = ["TRAIN_SAVE_STRATEGY=steps", "TRAIN_SAVE_STEPS=2", "TRAIN_LR_SCHEDULER_TYPE=constant_with_warmup"]
 
@@ -54,7 +55,7 @@ def test_slices_of_layers_give_the_same_updates_and_weights(
     run = train(config, session_runs / f"layers-{mode}-{way}", cache, "train-distributed", [f"TUNING_MODE={mode}", *WAYS[way]])
     same(run, baseline)
     plan = json.loads((run / "plan.json").read_text())
-    assert plan["tensor_parallel"] == 2 and plan["world_size"] == (4 if way == "ddp2" else 2)
+    assert plan["tensor_parallel"] == 2 and plan["world_size"] == (4 if way in ("ddp2", "fsdp2") else 2)
     for mine, whole in zip(metrics(run), metrics(baseline), strict=True):
         assert sum(mine["rank_tokens"]) == 2 * sum(whole["rank_tokens"])
     assert answers(run) == answers(baseline)
@@ -68,9 +69,12 @@ def test_saved_in_slices_and_resumed_whole_and_the_reverse(mode: str, config: Pa
     words = [f"TUNING_MODE={mode}", "TRAIN_BATCH_SIZE=2", *SAVED]
     whole = train(config, session_runs / f"layers-whole-{mode}", cache, "train", words)
     sliced = ["NUM_GPUS=2", *TP2]
+    shards = ["NUM_GPUS=4", *TP2, "LAUNCH_STRATEGY=fsdp2"]
     for name, command, before, after in (
         ("layers-then-whole", "train-distributed", sliced, ["NUM_GPUS=1", "LAUNCH_TENSOR_PARALLEL=1"]),
         ("whole-then-layers", "train", [], sliced),
+        ("shards-then-layers", "train-distributed", shards, [*sliced, "LAUNCH_STRATEGY=auto"]),
+        ("whole-then-shards", "train", [], shards),
     ):
         run = train(config, session_runs / f"{name}-{mode}", cache, command, [*words, *before, "TRAIN_MAX_STEPS=2"])
         done = run_program(["resume", f"RUN={run.name}", *after, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))
@@ -102,7 +106,7 @@ def test_noise_is_the_same_on_all_ranks_after_a_resume(config: Path, cache: Path
         ("train-distributed", ["NUM_GPUS=2", *TP2, "LAUNCH_SEQUENCE_PARALLEL=2"], "`launch.sequence_parallel` is 2"),
         ("train-distributed", ["NUM_GPUS=2", *TP2, "LAUNCH_LOCAL_STEPS=4"], "`launch.local_steps` is 4"),
         ("train-deepspeed", ["NUM_GPUS=2", *TP2], "zero2 shares out the weights itself"),
-        ("train-fsdp", ["NUM_GPUS=2", *TP2], "fsdp2 shares out the weights itself"),
+        ("train-fsdp", ["NUM_GPUS=6", *TP2], "cannot be divided so"),
     ],
 )
 def test_what_cannot_be_sliced_is_refused_before_the_launch(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from sft_play.errors import CheckpointError
-from sft_play.model.tensor_parallel import slice_of
+from sft_play.model.tensor_parallel import local_part, slice_of
 from sft_play.training.states.files import flat_shares, partition
 
 
@@ -121,18 +121,23 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
 
     if not isinstance(parameter, DTensor):
         return _plain(name, parameter)
-    if any(isinstance(one, Shard) and one.dim != 0 for one in parameter.placements):
+    part = slice_of(parameter)
+    dim = part.dim if part is not None else 0
+    if any(isinstance(one, Shard) and one.dim != dim for one in parameter.placements):
         raise CheckpointError(f"`{name}` is not sharded by rows ({parameter.placements}), so its states cannot be saved")
     mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
     local = parameter.data.to_local()
     _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    start = min(offset[0] * math.prod(shape[1:]), parameter.numel()) if shape else 0
+    first, width = part.start if part is not None else 0, 1 if dim else math.prod(shape[1:])
+    start = first * width + (min(offset[dim] * width, parameter.numel()) if shape else 0)
+    end = start + (local.shape[1] if dim else local.numel())
+    share = Share(name=name, shape=part.shape if part else tuple(shape), start=start, end=end, offset=0, columns=dim == 1)
     rows = local.shape
     return Bundle(
         label=name,
         key=parameter,
         local=local.view(-1),
-        shares=(Share(name=name, shape=tuple(shape), start=start, end=start + local.numel(), offset=0),),
+        shares=(share,),
         master=False,
         wrap=lambda flat: DTensor.from_local(flat.view(rows), mesh, placements, run_check=False, shape=shape, stride=stride),
         unwrap=lambda state: state.to_local().reshape(-1) if isinstance(state, DTensor) and _per_element(state, shape) else None,
@@ -214,12 +219,12 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 def bytes_held(model: Any, optimizer: Any) -> dict[str, int]:
     """Returns the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters)."""
     engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
-    weights = [local_part(parameter) for parameter in model.parameters()]
+    weights = [held_part(parameter) for parameter in model.parameters()]
     mine = {storage_of(tensor) for tensor in weights}
     kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
     kept += [parameter for group in inner.param_groups for parameter in group["params"]]
     kept += getattr(engine, "fp32_partitioned_groups_flat", [])  # ZeRO-3's masters
-    others = [tensor for tensor in map(local_part, kept) if storage_of(tensor) not in mine]
+    others = [tensor for tensor in map(held_part, kept) if storage_of(tensor) not in mine]
     return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(others)}
 
 
@@ -229,16 +234,15 @@ def inner_optimizer(optimizer: Any) -> Any:
     return getattr(engine, "optimizer", engine)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def held_part(tensor: Tensor) -> Tensor:
     """Returns the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the tensor."""
-    partition = getattr(tensor, "ds_tensor", None)
-    local: Tensor = getattr(tensor, "_local_tensor", tensor) if partition is None else partition
-    return local
+    partition: Tensor | None = getattr(tensor, "ds_tensor", None)
+    return local_part(tensor) if partition is None else partition
 
 
 def storage_of(tensor: Tensor) -> int:
     """Returns the address of what this rank holds of `tensor`; a DTensor itself has none."""
-    return int(local_part(tensor).untyped_storage().data_ptr())
+    return int(held_part(tensor).untyped_storage().data_ptr())
 
 
 def _storage_bytes(tensors: list[Tensor]) -> int:
