@@ -2,8 +2,9 @@
 
     python -m tests.numerics.layer_ranks RANK WORLD MEETING_FILE OUT_FILE MODE FAMILY...
 
-`OUT_FILE` gets a JSON object: of each family the relative deviations of loss, gradients and their norm from one process, and which share of
-the weights the rank holds. `MODE` is `full` or `lora`.
+`OUT_FILE` gets a JSON object: of each family the relative deviations of loss, gradients and their norm from one process, which share of
+the weights the rank holds, whether another token in a row changes the logits of other rows in its line, and whether the gradients of what
+all ranks hold are the same bits on each. `MODE` is `full` or `lora`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from sft_play.config.schema import LoraSettings
+from sft_play.data.batches import Collator
 from sft_play.model import lora
 from sft_play.model.tensor_parallel import Slicer, families_plan, slice_of
 from sft_play.trace.build import BASE
+from sft_play.training.loss import NOT_FOR_THE_MODEL
 from tests.families import tiny_model
+from tests.numerics.slice_ranks import ROWS
 
 IDS = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -42,6 +46,24 @@ def prepared(kind: str, mode: str) -> Any:
     return model
 
 
+def logits_of(model: Any, first: int) -> Tensor:
+    """Returns the logits [T, V] of rows in one line, of which the first begins with token `first`."""
+    rows = [[first, *ROWS[0][1:]], *ROWS[1:]]
+    batch = Collator("flattened", 0, "sdpa", "cpu")([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)])
+    inputs = {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
+    with torch.no_grad():
+        found: Tensor = model(**inputs, use_cache=False).logits[0]
+    return found
+
+
+def alike(tensors: list[Tensor], world: int) -> bool:
+    """Whether these are the same bits on all ranks."""
+    flat = torch.cat([one.flatten() for one in tensors])
+    parts = [torch.empty_like(flat) for _ in range(world)]
+    distributed.all_gather(parts, flat)
+    return all(torch.equal(one, flat) for one in parts)
+
+
 def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[str, float]:
     """Returns what the module's docstring says of a family."""
     whole, mine = prepared(kind, mode), prepared(kind, mode)
@@ -61,10 +83,14 @@ def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[
         part, largest = slice_of(parameter), float(gradients[name].abs().max())
         expected = part.of(gradients[name]) if part else gradients[name]
         worst = max(worst, float((parameter.grad - expected).abs().max()) / max(largest, 1e-9))
+    common = [one.grad for one in mine.parameters() if one.grad is not None and slice_of(one) is None]
+    same = alike(common, world)
+    own, one, other = len(ROWS[0]), logits_of(mine, 5), logits_of(mine, 6)
     clipped = slicer.clip(mine.parameters(), 1.0)
     held, all_of_it = (sum(parameter.numel() for parameter in model.parameters()) for model in (mine, whole))
     return {
         "loss": abs(float(found - wanted)), "gradients": worst, "norm": abs(float(clipped - norm)) / float(norm), "held": held / all_of_it,
+        "apart": torch.equal(one[own:], other[own:]) and not torch.equal(one[:own], other[:own]), "alike": same,
     }  # fmt: skip
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from sft_play.data.batches import Collator
 from sft_play.model.stages import Stage, cut, freeze_others
 from sft_play.plan.shape import NOT_STAGED_MODEL_TYPES
+from sft_play.training.loss import NOT_FOR_THE_MODEL
 from sft_play.training.pipeline import CACHES
 from tests.families import FAMILIES, tiny_model
+from tests.numerics.slice_ranks import ROWS
 
 EXACT = 1e-4
 """Of the largest gradient of a parameter: mixtures and scans add up in another order."""
@@ -96,6 +99,26 @@ def test_stages_answer_as_the_model_does(families: list[str]) -> None:
     inexact = {*NOT_STAGED_MODEL_TYPES, "minimax"}  # transformers' minimax answers otherwise with a cache than without
     gaps = {family: answering_deviation(family) for family in families if family not in inexact}
     assert all(gap <= EXACT for gap in gaps.values()), gaps
+
+
+@pytest.mark.slow
+def test_rows_in_one_line_stay_apart_to_the_bit() -> None:
+    model, found = tiny_model("llama").train(), []
+    stages = []
+    for first, last in ((0, 1), (1, 2)):
+        part = copy.deepcopy(model)
+        cut(part, first, last)
+        stages.append(Stage(part, first, last))
+    for token in (5, 6):
+        rows = [[token, *ROWS[0][1:]], *ROWS[1:]]
+        batch = Collator("flattened", 0, "sdpa", "cpu")(
+            [{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)]
+        )
+        inputs = {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
+        sent, _ = stages[0].passed(inputs, None)
+        found.append(stages[1].model(**stages[1].taking(inputs, sent), use_cache=False).logits[0])
+    own = len(ROWS[0])
+    assert torch.equal(found[0][own:], found[1][own:]) and not torch.equal(found[0][:own], found[1][:own])
 
 
 @pytest.mark.slow

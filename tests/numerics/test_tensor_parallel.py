@@ -28,6 +28,7 @@ def test_slices_of_layers_are_exact(mode: str, families: list[str], tmp_path: Pa
     result = found("layer_ranks", tmp_path, 2, [mode, *families])
     wrong = {kind: one for kind, one in result.items() if max(one["loss"], one["gradients"], one["norm"]) > EXACT}
     assert result.keys() == set(families) and wrong == {}
+    assert all(one["apart"] and one["alike"] for one in result.values()), result
     assert all(one["held"] < 0.95 for one in result.values()), "no rank holds all weights"
 
 
