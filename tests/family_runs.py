@@ -30,6 +30,7 @@ from sft_play.launch.attempt import write_launch_files
 from sft_play.launch.job import job_of, read_options, refuse_early
 from sft_play.plan import measured
 from sft_play.plan.plan import Plan
+from sft_play.plan.shape import pattern_of
 from sft_play.prepare import prepare_run
 from sft_play.runs.folder import RunFolder
 from sft_play.trace.__main__ import answers
@@ -64,6 +65,13 @@ class Road:
         """Returns the names of the modules that have adapters, in the model's order."""
         assert self.trained
         return list(dict.fromkeys(name.split(".lora_")[0].removeprefix("base_model.model.") for name in weights(self.trained)))
+
+    def untouched(self) -> list[str]:
+        """Returns the names, with `*` for numbers, of weights that training left as they were in every layer (no token may reach an expert)."""
+        assert self.trained
+        after, before = weights(self.trained), weights(self.base)
+        changed = {pattern_of(name) for name, tensor in before.items() if name in after and not torch.equal(tensor, after[name])}
+        return sorted({pattern_of(name) for name in before} - changed)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
