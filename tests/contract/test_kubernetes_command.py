@@ -42,11 +42,10 @@ def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS="), 2, "error: KUBERNETES_STORAGE_CLASS=: `kubernetes.create_claims` is"),
         (("RUN_NAME=Bad_Name",), 2, "hint: RUN_NAME=bad-name"),
         (("HARDWARE=L50S",), 3, "`L50S` is not hardware that is known"),
         (("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"), 3, "not even one row of 2048 tokens fits"),
-        (("SUBMIT=1",), 2, "SUBMIT"), (("OUT=FILE/x",), 2, "error: OUT: "),
+        (("OUT=FILE/x",), 2, "error: OUT: "),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_error_and_nothing_is_written(

@@ -67,17 +67,8 @@ REFUSED: dict[str, tuple[Machine, str, str]] = {
         MACHINES["mig_without_rights"], "",
         "GPU 0 (NVIDIA A100-SXM4-80GB) is split by MIG, and none of its slices can be used here: Insufficient Permissions",
     ),
-    "rights by name": (
-        MACHINES["mig_without_rights"], A100_SPLIT.slices[0].uuid if A100_SPLIT.slices else "",
-        "GPU 0 (NVIDIA A100-SXM4-80GB) is split by MIG, and none of its slices can be used here: Insufficient Permissions",
-    ),
-    "no slice": (
-        Machine(cards=(replace(A100_SPLIT, slices=()),)), "",
-        "GPU 0 (NVIDIA A100-SXM4-80GB) is split by MIG, and none of its slices can be used here: it has none",
-    ),
     "slice that is gone": (MACHINES["mig"], "MIG-2222", "CUDA_VISIBLE_DEVICES=`MIG-2222` names MIG-2222, but no GPU here has it"),
     "index": (ONE, "0,7", "CUDA_VISIBLE_DEVICES=`0,7` names 7, but this machine has 1 GPU"),
-    "UUID that is gone": (PAIR, "GPU-abcd", "CUDA_VISIBLE_DEVICES=`GPU-abcd` names GPU-abcd, but this machine has 2 GPUs"),
     "prohibited": (
         Machine(cards=(replace(RTX4090, mode=2),)), "",
         "GPU 0 (NVIDIA GeForce RTX 4090) cannot be used: its compute mode is Prohibited",

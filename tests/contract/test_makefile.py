@@ -158,11 +158,9 @@ def test_what_scripts_see_of_a_failure() -> None:
             ["train-distribted", "CONFIG=x"],
             "there is no target `train-distribted`\n\nhint: did you mean `make train-distributed`?",
         ),
-        (["tset"], "hint: did you mean `make test`?"),
         (["it's;x$HOME\"`y"], "there is no target `it's;x$HOME\"`y`\n\nhint: `make help` lists all commands"),
         (["train-distributed", "WORLD_SIZE=16", "RANK=8"], "`NUM_NODES=2 NUM_GPUS=8 NODE_RANK=1`"),
         (["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"], "here that is `NUM_GPUS=4`"),
-        (["train", "OUTPUT_DIR=/my runs"], "`export RUNS_DIR=/my runs` moves all runs"),
     ],
 )
 def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(words: list[str], said: str) -> None:

@@ -172,8 +172,6 @@ def test_a_run_that_cannot_be_written_is_one_error(program: Program, tmp_path: P
     [
         (("logs", "RUN=now", "RANK=7"), "there are those of ranks 0, 1"),
         (("logs",), "`make logs` needs `RUN=name-or-folder`"),
-        (("logs", "RUN=nothing"), "there is no run `nothing`"),
-        (("logs", "RUN=now", "FOLLOW=maybe"), "expected `1` or `0`"),
         (("stop",), "`make stop` needs `RUN=name-or-folder`"),
         (("logs", "RUN=now", "rank=1"), "`RANK=1`"),
     ],

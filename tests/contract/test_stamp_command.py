@@ -100,9 +100,8 @@ def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
     ("words", "folder", "step"),
     [
         (["RUN=one"], "one", 0), (["RUN=one", "CHECKPOINT=last"], "one/checkpoints/step-000040", 40),
-        (["RUN=one@step-000040"], "one/checkpoints/step-000040", 40), (["RUN=one@model"], "one/model", 80),
-        (["RUN={runs}/one"], "one", 0), (["RUN={runs}/one/model"], "one/model", 80),
-        (["RUN={runs}/one/checkpoints/last"], "one/checkpoints/last", 40),
+        (["RUN=one@model"], "one/model", 80),
+        (["RUN={runs}/one"], "one", 0), (["RUN={runs}/one/checkpoints/last"], "one/checkpoints/last", 40),
     ],
     ids=str,
 )  # fmt: skip
@@ -128,11 +127,9 @@ def test_the_difference_of_two(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "`RUN` is missing"), (["A=one"], 2, "`A` do not say what is compared"),
-        (["RUN=one", "A=one", "B=other"], 2, "do not say what is compared"),
+        ([], 2, "`RUN` is missing"), (["RUN=one", "A=one", "B=other"], 2, "do not say what is compared"),
         (["RUN=gone"], 5, "there is no run `gone`"), (["RUN=one@step-000041"], 5, "it has last, step-000040, model"),
-        (["RUN=one", "CHECKPOINT=../../other"], 5, "has no `../../other`"), (["A=one", "B=gone"], 5, "there is no run `gone`"),
-        (["A=one", "B=other", "CHECKPOINT=last"], 2, "`CHECKPOINT` goes with `RUN`"), (["RUN=one", "TRAIN_SEED=1"], 2, "no configuration keys"),
+        (["A=one", "B=other", "CHECKPOINT=last"], 2, "`CHECKPOINT` goes with `RUN`"),
     ],
     ids=str,
 )  # fmt: skip

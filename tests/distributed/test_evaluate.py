@@ -74,9 +74,7 @@ def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
         (("RUN=none",), 5, "there is no run `none`"),
         ((), 2, "`RUN` is missing"),
         (("RUN=one", "CHECKPOINT=step-000099"), 5, "no checkpoint `step-000099`"),
-        (("RUN=one", "CHECKPOINT=../model"), 5, "no checkpoint"),
         (("RUN=one", "MODEL_MAX_SEQ_LEN=64"), 2, "`model.max_seq_len` would change how the run's own rows were made"),
-        (("RUN=one", "EVAL_SAMPLES=-1"), 2, "`eval.samples`"),
     ],
 )
 def test_wrong_calls(place: Place, words: tuple[str, ...], code: int, message: str) -> None:

@@ -100,7 +100,6 @@ def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_pat
         (("RUN=demo", "INPUT=x.txt"), 2, "`INPUT` needs `OUTPUT`"),
         (("RUN=demo", "PROMPT=a", "INPUT=x.txt", "OUTPUT=y"), 2, "one or the other"),
         (("RUN=demo", "PROMPT="), 2, "`PROMPT` is empty"),
-        (("RUN=demo", "INPUT=missing.txt", "OUTPUT=y"), 4, "cannot be read"),
         (("RUN=demo", "PROMPT=a", "CHECKPOINT=step-000099"), 5, "no checkpoint `step-000099`"),
         (("RUN=demo", "PROMPT=a", "TRAIN_LEARNING_RATE=1"), 2, "cannot change `train.learning_rate`"),
     ],
@@ -200,9 +199,7 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         (("MODEL={0}/whole", "RUN=demo"), 2, "`RUN` and `MODEL` are both given"),
         (("MODEL={0}/whole", "CHECKPOINT=best"), 2, "`CHECKPOINT` is one of a run"),
         (("MODEL={0}/runs/demo/model",), 2, "hint: make {1} RUN={0}/runs/demo"),
-        (("MODEL={0}/runs",), 4, "the model has no `config.json`"),
         (("MODEL={0}/nowhere",), 4, "there is no such model folder"),
-        (("MODEL={0}/whole", "TRAIN_LEARNING_RATE=1"), 2, "cannot change `train.learning_rate` of a trained"),
     ],
 )
 def test_models_that_cannot_be_tried_are_told(

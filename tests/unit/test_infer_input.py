@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from sft_play.data.formats import read_questions
@@ -24,15 +22,6 @@ def test_a_text_file_holds_one_prompt_a_line(tmp_path: Path) -> None:
         [{"role": "user", "content": text}] if text else [] for text in ("first", "", '{"prompt": "taken as text"}', "third")
     ]
     assert [row.place for row in rows] == [f"{path}:{line}" for line in (1, 2, 3, 4)]
-
-
-def test_json_lines_hold_prompts_and_conversations(tmp_path: Path) -> None:
-    path = tmp_path / "questions.jsonl"
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?", "name": "dropped"}]
-    path.write_text("\n".join(map(json.dumps, [{"prompt": "two\nlines", "id": 1}, {"messages": messages}])))
-    first, second = read_questions(path)
-    assert first.messages == [{"role": "user", "content": "two\nlines"}]
-    assert [message["content"] for message in second.messages] == ["Be brief.", "Why?"]
 
 
 @pytest.mark.parametrize(
@@ -59,27 +48,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
-CSV_ROWS = 'frage;antwort\n"Zeile eins\nZeile zwei?";gut\n;\n"1,5?";\n'
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.jsonl"])
-def test_data_files_are_read_as_data_with_the_runs_columns(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_text(CSV_ROWS, encoding="utf-8")
-    rows = [
-        {"frage": "Zeile eins\nZeile zwei?", "antwort": "gut"},
-        {"frage": "", "antwort": ""},
-        {"frage": "1,5?", "antwort": None},
-    ]
-    if name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif name.endswith(".json"):
-        path.write_text(json.dumps(rows))
-    elif name.endswith(".jsonl"):
-        path.write_text("\n".join([json.dumps(rows[0]), "", json.dumps(rows[2]), ""]))
-    found = read_questions(path, [{"question": "frage", "answer": "antwort"}])
-    assert [[turn["content"] for turn in row.messages] for row in found] == [["Zeile eins\nZeile zwei?"], [], ["1,5?"]]
-    assert [row.reference for row in found] == ["gut", None, None]
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}

@@ -32,14 +32,9 @@ def problems(checked: Config) -> list[str]:
     [
         (["rougeL", "blue"], ["`eval.metrics[1]` is `blue`", "did you mean `bleu`?"]),
         (["rouge-l"], ["did you mean `rougeL`?"]),
-        (["ROUGE_1"], ["did you mean `rouge1`?"]),
-        (["ChrF"], ["did you mean `chrf`?"]),
-        (["exact match"], ["did you mean `exact_match`?"]),
         (["happiness"], ["is no metric", "one of rouge1, rouge2,", "or evaluate:NAME"]),
         (["loss"], ["is no score of answers"]),
-        (["evaluate:"], ["names no metric"]),
         (["f1", "evaluate:my/f1"], ["2 entries that are called `f1`"]),
-        (["bleu", "bleu"], ["2 entries that are called `bleu`"]),
     ],
 )
 def test_misspelt_and_repeated_metrics_are_refused(metrics: list[str], words: list[str]) -> None:
@@ -50,11 +45,9 @@ def test_misspelt_and_repeated_metrics_are_refused(metrics: list[str], words: li
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("rogueL", "did you mean `rougeL`? a list is written `[rougeL]`"),
         ("rougeL", "a list is written `[rougeL]`"),
         ("rogueL,blue", "did you mean `rougeL` and `bleu`? a list is written `[rougeL, bleu]`"),
         ("bleu, evaluate:my/f1", "a list is written `[bleu, evaluate:my/f1]`"),
-        ("happiness", None),
         ("", None),
     ],
 )
@@ -69,9 +62,6 @@ def test_text_in_the_place_of_a_list_gets_the_right_name_first_and_then_the_brac
 @pytest.mark.parametrize(
     ("train", "metrics", "words"),
     [
-        ({"metric_for_best_model": "eval_loss"}, None, []),
-        ({"metric_for_best_model": "perplexity"}, None, []),
-        ({"metric_for_best_model": "loss/chat"}, None, []),
         ({"metric_for_best_model": "eval_perplexity/docs"}, None, []),
         ({"metric_for_best_model": "loss/chats"}, None, ["did you mean `eval_loss/chat`?"]),
         ({"metric_for_best_model": "rougel", "predict_with_generate": True}, None, ["did you mean `eval_rougeL`?"]),
@@ -96,9 +86,7 @@ def test_text_in_the_place_of_a_list_gets_the_right_name_first_and_then_the_brac
         ({"metric_for_best_model": "perplexity", "eval_strategy": "no"}, None, ["nothing is evaluated", "eval_strategy"]),
         ({"early_stopping_patience": 2, "eval_strategy": "no"}, None, ["`train.early_stopping_patience` is 2, but nothing"]),
         ({"early_stopping_threshold": 0.1}, None, ["`train.early_stopping_patience` is not given"]),
-        ({"early_stopping_patience": 2, "early_stopping_threshold": 0.1}, None, []),
         ({"load_best_model_at_end": True, "save_strategy": "no"}, None, ["`train.save_strategy` is `no`"]),
-        ({"predict_with_generate": True}, [], ["`eval.metrics` is empty"]),
     ],
 )
 def test_the_best_models_metric_is_checked(train: dict[str, Any], metrics: list[str] | None, words: list[str]) -> None:

@@ -94,20 +94,6 @@ def test_choices_are_for_replicas(command: Any) -> None:
         assert "make train-distributed" in (error.value.hint or "")
 
 
-@pytest.mark.parametrize("train", [{}, {"bf16": "auto", "fp16": True}])
-def test_cards_without_bf16_are_told_what_their_loss_scaler_does_not_go_with(train: dict[str, Any]) -> None:
-    assert planned("2xT4@1Gbit", config_of(SMALL, train=train)).precision == "fp16"
-    for launch, key in (({"compression": "powersgd"}, "launch.compression"), ({"local_steps": 8}, "launch.local_steps")):
-        for hardware in ("2xT4@1Gbit", "RTX4090+T4@1Gbit"):
-            with pytest.raises(UserError, match=rf"`{key}` is .*but these cards compute in fp16") as error:
-                planned(hardware, config_of(SMALL, train=train, **launch))
-            assert "LAUNCH_COMPRESSION=fp16" in (error.value.hint or "") and "TRAIN_BF16=false" in (error.value.hint or "")
-    for launch in ({"compression": "powersgd"}, {"local_steps": 8}, {"compression": "fp16"}):
-        assert planned("2xRTX4090@1Gbit", config_of(SMALL, **launch)).precision == "bf16"
-        assert planned("2xT4@1Gbit", config_of(SMALL, train={"bf16": False}, **launch)).precision == "fp32"
-    assert planned("2xT4@1Gbit", config_of(SMALL, compression="fp16")).precision == "fp16"
-
-
 # The speed of the network.
 
 

@@ -12,8 +12,7 @@ from sft_play.errors import HardwareError
 from sft_play.plan.batch import spans
 from sft_play.plan.calibration import Calibration, StepFit, of_all_nodes
 from sft_play.plan.hardware import GIB, Device, Hardware
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
-from sft_play.plan.show import show_plan
+from sft_play.plan.plan import LaunchRequest, Plan
 from tests import plans
 
 LLAMA2, SMALL = "meta-llama/Llama-2-7b-hf", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -101,17 +100,6 @@ def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
     assert not any(one.startswith("FASTER") for one in planned(CARDS + "@1Gbit", config_of()).reasons)
 
 
-def test_a_card_that_holds_up_the_others_is_named() -> None:
-    fast = Device(name="fast", memory_bytes=24 * GIB, free_bytes=24 * GIB, bf16=True, peak_flops=1e14, bandwidth=1e12)
-    crawling = replace(fast, name="crawling", peak_flops=2e11, bandwidth=1e10)
-    hardware = Hardware(
-        kind="cuda", devices=(fast, fast, crawling), cpu_threads=8, ram_bytes=GIB, ram_known=False, described=True
-    )
-    plan = planned(hardware, config_of(seq=512))
-    assert counts(plan)[2] == 0 and plan.ranks[2].micro_batch == 0
-    assert "rank 2 nothing" in reason(plan, "shares by speed") and show_plan(plan, details=True)
-
-
 # Machines.
 
 
@@ -193,17 +181,3 @@ def test_a_full_gpu_of_another_node_is_named() -> None:
     met = ((gpu("a", 12, 6e13),), (gpu("b", 8, 3e13, free=0.1),))
     with pytest.raises(HardwareError, match=r"GPU 0 of node 1 \(b\) is full: 0\.1 of 8\.0 GiB free"):
         planned(machine(*met[0]), config_of(), num_nodes=2, node_devices=met)
-
-
-# Files of earlier versions.
-
-
-def test_an_older_plan_is_still_read() -> None:
-    plan = planned("2xRTX4090", config_of(seq=512))
-    old = plan.to_json()
-    for name in ("node_ranks", "exchanges"):
-        del old[name]
-    old["ranks"] = [{name: value for name, value in rank.items() if name not in ("most_rows", "cost")} for rank in old["ranks"]]
-    read = Plan.from_json(old)
-    assert read.node_ranks == () == read.exchanges and read.ranks[0].cost == () and read.ranks[0].most_rows == 0
-    assert isinstance(read.ranks[0], RankPlan) and Plan.from_json(read.to_json()) == read

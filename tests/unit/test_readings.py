@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sft_play.training.readings import NODE, OWN, Readings, Sampler, as_logs
-
-
-def test_machines_are_counted_by_their_first_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    first = Readings().read()
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    second = Readings().read()
-    assert first[0] > 0 and all(math.isnan(value) for value in second[len(OWN) :])
-    logs = as_logs([first, second, [0.5] + [math.nan] * (len(OWN) - 1) + [10.0, 2.0, 3.5]])
-    assert logs["rank_memory_gib"] == pytest.approx([first[0], second[0], 0.5], rel=1e-3)
-    assert [logs[f"node_{name}"][1] for name in NODE] == [10.0, 2.0, 3.5]
-    assert "rank_power_watts" not in logs, "nothing is said of what no rank knows"
+from sft_play.training.readings import Sampler
 
 
 def test_a_card_is_sampled_and_what_fails_is_asked_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, load_config, save_config
 from sft_play.errors import UserError
 from sft_play.launch.job import read_options
-from sft_play.launch.resume import as_resume, launch_facts, options_of_run, with_its_batch
+from sft_play.launch.resume import as_resume, launch_facts, options_of_run
 from sft_play.launch.run_folder import record_event
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -88,17 +87,3 @@ def test_another_way_to_train_is_refused(tmp_path: Path, before: str, now: str, 
     run = begun(tmp_path, before, {})
     with pytest.raises(UserError, match=f"was started by `make {before}`, not by `make {now}`"):
         again(tmp_path, run, now, options)
-
-
-def test_the_global_batch_stays_in_every_further_turn(tmp_path: Path) -> None:
-    """Turn 1 goes on with one process in place of two, turn 2 likewise, turn 3 with two again: always the frozen command."""
-    frozen = config(tmp_path, batch_size=2, grad_accum=2)
-    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, frozen)
-    before = replace(Plan.load(run.plan), global_batch_size=8)
-    for world, expected in ((1, (2, "auto", 8)), (1, (2, "auto", 8)), (2, (2, 2, "auto"))):
-        call = again(tmp_path, run, "train-distributed", {"NUM_GPUS": str(world)}, frozen)
-        assert call.overrides == ()
-        found, _ = with_its_batch(frozen, call, before, world)
-        train = found.config.train
-        assert (train.batch_size, train.grad_accum, train.global_batch_size) == expected
-        save_config(found, run.config)

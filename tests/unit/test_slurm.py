@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -258,22 +257,6 @@ def test_the_early_warning_reaches_all_nodes_and_takes_another_turn(bench: Bench
     bench.end(process, 143, requeued=True)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "::1"])
-def test_a_port_that_is_taken_is_passed_over(bench: Bench, address: str) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
-        for port in range(20_500, 20_700, 10):
-            try:
-                holder.bind((address, port))
-                break
-            except OSError as error:
-                if port == 20_690:
-                    pytest.skip(f"no port of {address} can be had here: {error}")
-        holder.listen()
-        bench.run((0, 0), 0, SLURM_JOB_ID=str(1_230_000 + (port - 20_000) // 10))
-    word = next(word for word in bench.words(1) if word.startswith("MASTER_PORT="))
-    assert port < int(word.partition("=")[2]) < port + 200
-
-
 @pytest.mark.parametrize(
     ("setup", "named"),
     [
@@ -305,15 +288,11 @@ def config_file(folder: Path, *lines: str) -> Path:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ("memory: lots", "slurm.memory"), ('constraint: "$(id)"', "slurm.constraint"),
-        ("array: all", "slurm.array"), ("array: 3-1", "whose range `3-1` runs backwards\n\nhint: did you mean `1-3`?"),
-        ("array: 0-3:0", "has a step of 0"),
+        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ('constraint: "$(id)"', "slurm.constraint"),
+        ("array: 3-1", "whose range `3-1` runs backwards\n\nhint: did you mean `1-3`?"),
         ("time: 25:99", "did you mean `26:39:00` (hours:minutes:seconds) or `26:39` (minutes:seconds)?"),
-        ("time: '2'", "the job ends after 120 s"), ("warning_seconds: 90000", "slurm.warning_seconds"),
-        ("options: ['-N 3']", "expected an option of sbatch"), ("options: ['--nodes=3']", "NUM_NODES"),
-        ("options: ['--export=ALL']", "not for the script"), ("options: ['--hold']", "type it when you"),
-        ('options: ["--comment=a\\nb"]', "expected an option of sbatch"), (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
-        ("max_requeues: -1", "slurm.max_requeues"),
+        ("time: '2'", "the job ends after 120 s"), ("options: ['--nodes=3']", "NUM_NODES"),
+        ("options: ['--export=ALL']", "not for the script"), (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
     ],
 )  # fmt: skip
 def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, line: str, words: str) -> None:
@@ -335,11 +314,8 @@ def test_a_time_needs_no_quotes_and_a_resumed_run_may_have_another(tmp_path: Pat
     ("said", "key", "hint"),
     [
         ("Batch job submission failed: Invalid partition name specified", "slurm.partition", "SLURM_PARTITION=NAME"),
-        ("Invalid account or account/partition combination specified", "slurm.account", "SLURM_ACCOUNT=NAME"),
         ("QOSMaxSubmitJobPerUserLimit\nJob violates accounting/QOS policy (user's size and/or time limits)", None, "your limits"),
         ("Requested time limit is invalid (missing or exceeds some limit)", "slurm.time", "SLURM_TIME="),
-        ("Requested node configuration is not available", None, "NUM_NODES, NUM_GPUS"),
-        ("unrecognized option '--frobnicate'", "slurm.options", "slurm.options"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_placed_where_its_key_was_written(
@@ -405,7 +381,6 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["SUBMIT=perhaps"], 2, "expected `1` or `0`"), (["RUN_NAME=a b"], 2, "`RUN_NAME` is `a b`"),
         (["OUT=FOREIGN"], 2, "was not written by `make slurm`"),
         (['SLURM_SETUP=["echo \'open"]'], 2, "`slurm.setup` is not valid shell text"), (["SUBMIT=1"], 3, "there is no `sbatch` here"),
         (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"), (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "different GPUs"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import subprocess
 from dataclasses import replace
@@ -19,7 +18,7 @@ from sft_play.launch.resume import compare_early
 from sft_play.runs.manifest import FORMAT, StatesFacts
 from sft_play.runs.origin import git_state
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, SourceFacts
-from sft_play.runs.stamp import LATER, RULES, Purpose, Stamp, compare, make_stamp, refuse
+from sft_play.runs.stamp import RULES, Purpose, Stamp, compare, make_stamp, refuse
 from tests.documents import ROOT, on_page
 from tests.plans import rank_plan, simple_plan
 
@@ -107,18 +106,6 @@ def test_a_repository_starts_no_program(tmp_path: Path) -> None:
     state = git_state(tmp_path)
     assert state is not None and state["dirty"]
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_stamp_of_an_earlier_version_is_read_and_says_nothing_about_later_fields(tmp_path: Path) -> None:
-    made = stamp()
-    made.save(tmp_path)
-    old = json.loads((tmp_path / "stamp.json").read_text())
-    for name in (*LATER, "git"):
-        del old[name]
-    (tmp_path / "stamp.json").write_text(json.dumps(old))
-    loaded = Stamp.load(tmp_path)
-    assert loaded.code is None and loaded.plan == {}
-    assert [compare(loaded, made, purpose) for purpose in PURPOSES] == [[]] * 4
 
 
 def altered(old: Config, **train: Any) -> Config:
