@@ -178,7 +178,7 @@ def rows_of(
         state = "no environment" if isinstance(answer, NoEnvironment) else "unreachable"
         yield {"state": state, "error": answer.message, "hint": answer.hint}
         return
-    unknown = dict.fromkeys(("pid", "step", "steps", "tokens_per_second", "seconds"))
+    unknown = dict.fromkeys(("pid", "step", "steps", "loss", "tokens_per_second", "memory_gib", "seconds"))
     for run, state in early:
         yield {**unknown, "state": state, "run": run.name, "node": 0, "ranks": [], "processes": 0}
     if not answer["runs"] and not early:
@@ -190,21 +190,25 @@ def rows_of(
         counts = plan.ranks_by_node if plan and len(plan.ranks_by_node) == len(own) else [0] * len(own)
         place = own.index(one["node"])
         first = _firsts(counts)[place]
+        ranks = range(first, first + counts[place])
+        memory = [row.get("rank_memory_gib", [])[rank : rank + 1] for rank in ranks]
         yield {
             "state": "training" if row else "starting", "run": one["run"], "node": one["node"],
-            "ranks": list(range(first, first + counts[place])), "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"),
+            "ranks": list(ranks), "memory_gib": [one for found in memory for one in found], "loss": row.get("loss"),
+            "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"),
             "steps": plan.steps if plan else None, "tokens_per_second": host_speeds(row, counts)[place], "seconds": one["seconds"],
         }  # fmt: skip
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
-    cells = [["host", "state", "run", "ranks", "step", "tokens/s", "processes"]]
+    cells = [["host", "state", "run", "ranks", "step", "loss", "tokens/s", "memory (GiB)", "processes"]]
     for row in rows:
-        speed, step = row.get("tokens_per_second"), row.get("step")
+        speed, step, loss = row.get("tokens_per_second"), row.get("step"), row.get("loss")
+        memory = ", ".join(f"{one:.1f}" for one in row.get("memory_gib") or () if one is not None)
         found = [
             row["host"], row["state"], row.get("run"), ", ".join(map(str, row.get("ranks", ()))),
-            f"{step}/{row['steps']}" if step is not None and row["steps"] else "", f"{speed:,.0f}" if speed is not None else "",
-            str(row.get("processes", "")),
+            f"{step}/{row['steps']}" if step is not None and row["steps"] else "", f"{loss:.4f}" if loss is not None else "",
+            f"{speed:,.0f}" if speed is not None else "", memory, str(row.get("processes", "")),
         ]  # fmt: skip
         cells.append([cell or "-" for cell in found])
     print("\n".join(table(cells)))

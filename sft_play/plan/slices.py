@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from sft_play.errors import HardwareError, UserError
+from sft_play.plan.memory import trained_bytes
 from sft_play.plan.network import link_of, slow_network
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
@@ -89,7 +90,9 @@ def sent_bytes(request: Request, setup: Setup, tokens: float) -> float:
     """
     shape, size = request.shape, request.group_size
     if setup.stages:
-        return 2 * tokens * shape.hidden_size * setup.width
+        both = shape.tied and request.config.tuning.mode == "full"  # of what first and last stage hold, the gradient is summed
+        table = shape.vocab_size * shape.hidden_size * trained_bytes(request.config, setup) if both else 0
+        return 2 * tokens * shape.hidden_size * setup.width + table
     if setup.tensor_parallel > 1:
         return _passes(request, setup) * 2 * tokens * shape.hidden_size * setup.width * 2 * (size - 1) / size
     token = 2 * (shape.heads + math.lcm(shape.kv_heads, size)) * shape.head_dim * setup.width

@@ -105,6 +105,11 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     assert names("WHERE=name!=a and data='sums.jsonl'", "SORT=name") == ["b", "c"]
     [first] = in_process("runs", "JSON=1", "WHERE=name=a", "PRICE_PER_HOUR=3", runs=runs).json
     assert (first["cost"], first["energy_kwh"], first["seconds"], first["eval_rougeL"]) == (3.0, 2.0, 1800.0, 0.9)
+    for step in (2, 4):
+        measured = {"kind": "train", "step": step, "step_seconds": 450.0, "rank_power_watts": [100.0, 300.0]}
+        append_json_line(runs / "b" / "metrics.jsonl", measured)
+    [measured] = in_process("runs", "JSON=1", "WHERE=name=b", runs=runs).json
+    assert measured["energy_kwh"] == 0.2
     text = in_process("runs", "PRICE_PER_HOUR=3", runs=runs).out
     assert "3.00 GiB" in text and "2 kWh" in text and "30.0 min" in text and "lora" in text and "sums.jsonl" in text
     lines = in_process("runs", "CSV=1", "SORT=name", runs=runs).out.splitlines()

@@ -93,7 +93,7 @@ def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path)
     assert speeds["auto"] >= 1.3 * speeds["off"], (speeds, told)
 
 
-def bytes_of(hosts: Lan2, name: str, steps: int, *words: str) -> int:
+def bytes_of(hosts: Lan2, name: str, steps: int, *words: str, strategy: str = "ddp") -> int:
     """Returns what the interfaces of three hosts sent in a whole run of full tuning."""
     before = sum(map(hosts.net.sent_bytes, range(3)))
     fixed = ("NUM_GPUS=1", "TUNING_MODE=full", "LAUNCH_BALANCE=off", "TRAIN_SAVE_STRATEGY=no", "TRAIN_GLOBAL_BATCH_SIZE=6")
@@ -101,7 +101,7 @@ def bytes_of(hosts: Lan2, name: str, steps: int, *words: str) -> int:
         hosts.start(k, "train-distributed", *fixed, f"TRAIN_MAX_STEPS={steps}", *words, name=name, nodes=3)
     all_ended_with_0(hosts.end())
     run = hosts.run(name)
-    assert Plan.load(run.plan).strategy == "ddp" and metrics(run.path)[-1]["step"] == steps
+    assert Plan.load(run.plan).strategy == strategy and metrics(run.path)[-1]["step"] == steps
     return sum(map(hosts.net.sent_bytes, range(3))) - before
 
 
@@ -116,3 +116,37 @@ def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_p
     assert 0 < start < sent["none"] / 8, (start, sent)
     assert 0.45 < found["fp16"] / found["none"] < 0.56, (start, found)
     assert found["none"] / found["local"] > 12, (start, found)
+
+
+def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) -> None:
+    """Bytes of a step are those of the plan, in a time that the plan foresees where the wire decides; FSDP2 takes many times both."""
+    slow = (
+        "LAUNCH_NETWORK=20Mbit",
+        "LAUNCH_SLOW_NETWORK=allow",
+        "TRAIN_BATCH_SIZE=1",
+        "TRAIN_LOGGING_STEPS=1",
+        "TRAIN_PACKING=off",
+    )
+    ways = {"ddp": ("LAUNCH_STRATEGY=pipeline",), "fsdp2": ("LAUNCH_STRATEGY=fsdp2",)}
+    found: dict[str, tuple[float, float]] = {}
+    with lan(tmp_path / "lan", nodes=3) as net:
+        hosts = Lan2(net, tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER))
+        rows = [
+            {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": f"I say {i} " + "so " * 40}]}
+            for i in range(24)
+        ]
+        (hosts.launcher.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for k in range(3):
+            net.rate(k, 20)
+        for strategy, words in ways.items():
+            sent = [bytes_of(hosts, f"{strategy}{steps}", steps, *slow, *words, strategy=strategy) for steps in (1, 3)]
+            seconds = [row["step_seconds"] for row in metrics(hosts.run(f"{strategy}3").path)]
+            found[strategy] = ((sent[1] - sent[0]) / 2, statistics.median(seconds[1:]))
+        plan, steps = Plan.load(hosts.run("ddp3").plan), metrics(hosts.run("ddp3").path)
+    # Over two boundaries hidden states one way and their gradients back; and the gradient of the tied embedding both ways.
+    tokens = statistics.mean(row["tokens_per_second"] * row["step_seconds"] for row in steps)
+    wanted = (4 * tokens + 2 * 1024) * HEAVIER["hidden_size"] * 4
+    assert found["ddp"][0] == pytest.approx(wanted, rel=0.1), (found, wanted)
+    assert found["fsdp2"][0] > 10 * found["ddp"][0] and found["fsdp2"][1] > 5 * found["ddp"][1], found
+    assert plan.communication_seconds is not None
+    assert found["ddp"][1] == pytest.approx(plan.communication_seconds, rel=0.2), (found, plan.communication_seconds)
