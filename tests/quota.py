@@ -16,29 +16,23 @@ PERIOD = 10_000
 """Microseconds between two allowances: short, so that each micro-step is slowed evenly."""
 
 
-def _controller() -> tuple[Path, int]:
-    """Returns the folder in which groups with the CPU controller can be made, and the version of its files; skips where there is none."""
+def _controller(name: str = "cpu") -> tuple[Path, int]:
+    """Returns the folder in which groups with a controller can be made, and the version of its files; skips where there is none."""
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
         _, where, kind, options, *_ = line.split()
-        if kind == "cgroup" and "cpu" in options.split(","):
+        if kind == "cgroup" and name in options.split(","):
             return Path(where), 1
         if kind == "cgroup2":
             with contextlib.suppress(OSError):
-                if "cpu" in (Path(where) / "cgroup.subtree_control").read_text(encoding="utf-8").split():
+                if name in (Path(where) / "cgroup.subtree_control").read_text(encoding="utf-8").split():
                     return Path(where), 2
-    pytest.skip("no cgroup with the CPU controller is mounted")
+    pytest.skip(f"no cgroup with the controller `{name}` is mounted")
 
 
 @contextlib.contextmanager
 def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
     """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without the right to."""
-    root, version = _controller()
-    group = root / f"sft-play-test-{os.getpid()}-{time.monotonic_ns()}"
-    try:
-        group.mkdir()
-    except OSError as problem:
-        pytest.skip(f"no group for a CPU quota can be made: {problem}")
-    try:
+    with _group("cpu") as (group, version):
         allowance = int(share * period)
         if version == 1:
             (group / "cpu.cfs_period_us").write_text(str(period))
@@ -46,6 +40,26 @@ def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
         else:
             (group / "cpu.max").write_text(f"{allowance} {period}")
         yield group
+
+
+@contextlib.contextmanager
+def memory_limit(most_bytes: int) -> Iterator[Path]:
+    """Yields a group whose processes get at most so much memory together: the kernel kills one that asks for more. Skips as `quota`."""
+    with _group("memory") as (group, version):
+        (group / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(str(most_bytes))
+        yield group
+
+
+@contextlib.contextmanager
+def _group(controller: str) -> Iterator[tuple[Path, int]]:
+    root, version = _controller(controller)
+    group = root / f"sft-play-test-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        group.mkdir()
+    except OSError as problem:
+        pytest.skip(f"no group for `{controller}` can be made: {problem}")
+    try:
+        yield group, version
     finally:
         for process in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):

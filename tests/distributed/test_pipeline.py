@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import environment, metrics, ragged_rows, run_program
-from tests.distributed.test_sequence_parallel import STEPS, same, train, weights
+from tests.distributed.test_sequence_parallel import STEPS, held_as_planned, same, train, weights
 from tests.distributed.test_tensor_parallel import SAVED, answers
 from tests.tiny_models import build_tiny_llama
 
@@ -48,6 +48,7 @@ def test_stages_give_the_same_updates_and_weights(mode: str, way: str, config: P
     baseline = train(config, session_runs / f"stages-{mode}", cache, "train", [f"TUNING_MODE={mode}", "TRAIN_BATCH_SIZE=8"])
     run = train(config, session_runs / f"stages-{mode}-{way}", cache, "train-distributed", [f"TUNING_MODE={mode}", *WAYS[way]])
     same(run, baseline)
+    held_as_planned(run)
     plan = json.loads((run / "plan.json").read_text())
     assert answers(run) == answers(baseline)
     assert sum(plan["stages"]) == 4 and len(plan["stages"]) == (3 if way == "three" else 2)
@@ -65,6 +66,7 @@ def test_saved_by_stages_and_resumed_whole_and_the_reverse(mode: str, config: Pa
         ("stages-then-whole", "train-distributed", staged, ["NUM_GPUS=1", "LAUNCH_STRATEGY=auto"]),
         ("stages-then-three", "train-distributed", staged, ["NUM_GPUS=3", *PP]),
         ("whole-then-stages", "train", [], staged),
+        ("replicas-then-stages", "train-distributed", ["NUM_GPUS=2"], staged),
     ):
         run = train(config, session_runs / f"{name}-{mode}", cache, command, [*words, *before, "TRAIN_MAX_STEPS=2"])
         done = run_program(["resume", f"RUN={run.name}", *after, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))

@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_play.files import read_json
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
 from tests.conftest import environment, metrics, ragged_rows, run_program
 from tests.tiny_models import build_tiny_llama
 
@@ -44,6 +47,17 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         encoding="utf-8",
     )
     return path
+
+
+def held_as_planned(run: Path) -> None:
+    """Each rank holds the weights, gradients and states of the optimizer that the plan says, within 2 %."""
+    plan, folder = Plan.load(run / "plan.json"), RunFolder(run)
+    for rank in plan.ranks:
+        held, parts = read_json(folder.rank_holdings(rank.rank)), rank.memory_bytes
+        weights = sum(parts.get(name, 0) for name in ("frozen", "adapters", "trained"))
+        assert held["bytes"]["weights"] == pytest.approx(weights, rel=0.02), rank
+        assert held["bytes"]["optimizer"] == pytest.approx(parts["optimizer"], rel=0.02), rank
+        assert 4 * held["gradients"] == pytest.approx(parts["gradients"], rel=0.02), rank
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import environment, metrics, ragged_rows, run_program
-from tests.distributed.test_sequence_parallel import STEPS, same, train, weights
+from tests.distributed.test_sequence_parallel import STEPS, held_as_planned, same, train, weights
 
 TP2 = ("LAUNCH_TENSOR_PARALLEL=2",)
 WAYS = {
@@ -54,6 +54,7 @@ def test_slices_of_layers_give_the_same_updates_and_weights(
     baseline = train(config, session_runs / f"layers-{mode}", cache, "train", [f"TUNING_MODE={mode}", "TRAIN_BATCH_SIZE=8"])
     run = train(config, session_runs / f"layers-{mode}-{way}", cache, "train-distributed", [f"TUNING_MODE={mode}", *WAYS[way]])
     same(run, baseline)
+    held_as_planned(run)
     plan = json.loads((run / "plan.json").read_text())
     assert plan["tensor_parallel"] == 2 and plan["world_size"] == (4 if way in ("ddp2", "fsdp2") else 2)
     for mine, whole in zip(metrics(run), metrics(baseline), strict=True):
@@ -75,6 +76,7 @@ def test_saved_in_slices_and_resumed_whole_and_the_reverse(mode: str, config: Pa
         ("whole-then-layers", "train", [], sliced),
         ("shards-then-layers", "train-distributed", shards, [*sliced, "LAUNCH_STRATEGY=auto"]),
         ("whole-then-shards", "train", [], shards),
+        ("replicas-then-layers", "train-distributed", ["NUM_GPUS=2"], sliced),
     ):
         run = train(config, session_runs / f"{name}-{mode}", cache, command, [*words, *before, "TRAIN_MAX_STEPS=2"])
         done = run_program(["resume", f"RUN={run.name}", *after, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sft_play.plan.plan import Plan
 from tests.conftest import metrics
 from tests.home_machines import Home
 from tests.lan import lan
+from tests.multinode.test_by_hand import is_worker
 from tests.multinode.test_train_cluster import events, kill_workers, losses
+from tests.quota import memory_limit, move
 from tests.tiny_models import build_tiny_llama
 
 pytestmark = pytest.mark.long
@@ -45,3 +49,34 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
     assert len(list(run.checkpoint(STEPS).glob("optimizer-rank*.safetensors"))) == 3
     tokens = sum(metrics(run.path)[-1]["rank_tokens"][:1])
     assert tokens and all(machines.net.sent_bytes(k) > sent for k, sent in enumerate(before))
+
+
+def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path: Path) -> None:
+    """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much beside torch's own libraries."""
+    folder, limit = tmp_path / "lan", 1_200_000_000
+    own = [folder / name for name in ("runs", "cache", "project", "models")]
+    model = build_tiny_llama(
+        tmp_path / "nine", hidden_size=512, intermediate_size=2048, num_hidden_layers=9, num_attention_heads=8
+    )
+    cgroup = Path("/sys/fs/cgroup")
+    with lan(folder, nodes=3, private=[*own, cgroup]) as net, contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(memory_limit(limit)) for _ in net.hosts]
+        for host in net.hosts:
+            (host.private[cgroup] / "memory.max").write_text(str(limit))
+            (host.private[cgroup] / "memory.current").write_text("0")
+        machines = Home(net, tmp_path, model, net.hosts[0].private[folder / "models"])
+        words = ("TUNING_MODE=full", "TRAIN_MAX_STEPS=3", "TRAIN_SAVE_STRATEGY=no", "LAUNCH_NETWORK=1Gbit")
+        machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=unasked", *words)
+        limited: set[int] = set()
+        while len(limited) < len(groups):
+            found = {k: pid for k in range(3) for pid in net.pids(k) if k not in limited and is_worker(pid)}
+            for k, pid in found.items():
+                move(pid, groups[k])
+            limited |= found.keys()
+            machines.until(lambda: True)
+        assert machines.end() == 0, machines.said()
+        run = machines.run("unasked")
+    plan = Plan.load(run.plan)
+    assert len(plan.stages) == 3
+    assert any("pipeline, since a whole replica on each needs" in reason for reason in plan.reasons), plan.reasons
+    assert len(losses(run)) == 3 and (run.path / "model" / "model.safetensors").is_file()
