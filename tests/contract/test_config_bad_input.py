@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from sft_play.config.load import load_config
 from sft_play.config.yaml_files import parse_yaml
+from sft_play.errors import UserError
 from tests.conftest import Program
 
 GOOD = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"
@@ -83,3 +87,17 @@ def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origi
     assert missing.code == 5 and "there is no run in" in missing.err
     both = program("config", "RUN=one", "CONFIG=smoke")
     assert both.code == 2 and "`CONFIG` and `RUN` are both given" in both.err
+
+
+FEW = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FEW
+@given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_any_bytes_are_a_configuration_or_an_error(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "main.yaml"
+    file.write_bytes(content)
+    try:
+        load_config(file, (), {})
+    except UserError as error:
+        assert error.render().startswith("error: ")

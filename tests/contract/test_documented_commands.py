@@ -1,4 +1,4 @@
-"""Every command in the documents is one that the program takes; those that only look are run as they stand."""
+"""The documents hold: every command is one the program takes, every quoted message, link and measured page is true."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import evaluation, memory, preparation, training
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
 from sft_play.errors import UserError
 from tests.conftest import Program
-from tests.documents import ROOT, DocumentedCommand, documented_commands
+from tests.documents import ROOT, DocumentedCommand, documented_commands, documents, sections_of_troubleshooting
 
 LOOKING = {"config", "plan", "gpu-info", "memory-check", "help"}
 MEASURED = {"trace", "probe"}
@@ -63,3 +64,66 @@ def test_examples_each_have_a_readme_with_one_command() -> None:
         assert len(re.findall(r"^```bash\n", text, re.M)) == 1, folder.name
         assert list(folder.glob("*.yaml")), folder.name
         assert Path(folder.name[3:]).name and folder.name[:2].isdigit()
+
+
+PAGES = {
+    "benchmarks": training.page(""),
+    "benchmarks-evaluation": evaluation.page(""),
+    "benchmarks-preparation": preparation.page(""),
+    "memory": memory.INTRODUCTION,
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_what_its_command_writes(name: str) -> None:
+    published = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert published.startswith(PAGES[name].rstrip())
+    assert "NOT ALL" not in published
+
+
+SYMPTOMS = {
+    "nccl-timeout", "connect-call-failed", "hangs-after-initialized", "cuda-out-of-memory", "one-gpu-slower-than-the-others",
+    "process-group-not-initialized", "gpu-utilization-low", "loss-is-nan", "no-space-left", "401-403-or-a-gated-model",
+    "expected-scalar-type", "checkpoint-of-another-backend", "address-already-in-use", "different-versions-on-machines",
+    "slow-training-over-ethernet",
+}  # fmt: skip
+
+
+def sources(folder: str) -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+def test_every_quoted_message_is_compared_by_a_test_that_produces_it() -> None:
+    quoted = {anchor for anchor, text in sections_of_troubleshooting().items() if text}
+    assert set(sections_of_troubleshooting()) == SYMPTOMS and len(quoted) == len(SYMPTOMS) - 1
+    assert quoted == set(re.findall(r'on_page\("([a-z0-9-]+)"', sources("tests")))
+
+
+def test_messages_name_sections_that_exist() -> None:
+    named = set(re.findall(r"docs/troubleshooting\.md#([a-z0-9-]+)", sources("sft_play")))
+    assert named and named <= SYMPTOMS
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """Returns what a page's headings are called in links, as GitHub makes it."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    heads = re.findall(r"^#+ +(.+?) *$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def links(path: Path) -> list[str]:
+    found = LINK.findall(CODE.sub("", path.read_text(encoding="utf-8")))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists() and target.is_relative_to(ROOT), f"{page.name}: `{link}` leads to nothing"
+        assert not anchor or anchor in anchors(target), f"{page.name}: `{link}`: no such heading"

@@ -1,4 +1,4 @@
-"""`make inspect` as a user sees it: the mask in the terminal, reasons, and one page."""
+"""`make inspect` as a user sees it: the mask in the terminal, reasons, one page, and rows as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sft_play.inspection import Piece, Sample, show
 from tests.conftest import Program
 
 pytestmark = pytest.mark.slow
@@ -100,3 +102,28 @@ def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) 
     done = in_process(*arguments, "DATA_OVERLONG=truncate_answers")
     assert "kept of pairs: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
     assert "no row was skipped" not in done.out
+
+
+def test_names_and_rows_are_shown_letter_for_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    manifest: dict[str, Any] = {
+        "split": {"rows": 3},
+        "sources": [
+            {
+                "name": "[/chat] :smile:",
+                "dropped": {"longer": 1},
+                "duplicates": 0,
+                "cut": 0,
+                "left_out": [{"reason": "longer", "place": "[/x]:1"}],
+            }
+        ],
+    }
+    pieces = (
+        Piece(text="[/b] \x1b[2Jread", trained=False, special=False, tokens=2),
+        Piece(text="\x1b]0;x\x07learnt\n", trained=True, special=False, tokens=2),
+    )
+    sample = Sample(index=0, row=0, source="[/chat] \x1b[1m", pieces=pieces, tokens=3, trained=1)
+    show("train", manifest, [sample], None, None)
+    shown = capsys.readouterr().out
+    assert "skipped in [/chat] :smile:: 1 (longer): [/x]:1" in shown and "train row 0 of [/chat] \\x1b[1m" in shown
+    assert "[/b] \\x1b[2Jread" in shown and "\\x1b]0;x\\x07learnt↵" in shown
+    assert "\x1b" not in shown

@@ -1,14 +1,16 @@
-"""All that is installed is pinned in `constraints.txt`: what `make audit` asks about is what runs."""
+"""All that is installed is pinned in `constraints.txt`; a missing program is named with what to do."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import tomllib
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.documents import ROOT
+from tests.programs import REQUIRED, need
 
 WITH_PYTHON = {"pip", "setuptools", "wheel"}
 """They come with the virtual environment."""
@@ -50,3 +52,10 @@ def test_everything_that_is_needed_is_pinned_and_installed_so() -> None:
             f"{name} {version} is not the pinned one"
         )
         waiting += [(Requirement(text), {"", *requirement.extras}) for text in importlib.metadata.requires(name) or []]
+
+
+def test_where_all_was_installed_a_missing_program_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REQUIRED, "required")
+    with pytest.raises(pytest.fail.Exception, match="not installed: no-such-program"):
+        need("sh", "no-such-program")
+    need("sh")

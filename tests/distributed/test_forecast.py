@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 
+from benchmarks.memory import CASES, compare, measure
 from tests.conftest import Program, ragged_rows
 from tests.tiny_models import build_tiny_llama
 
@@ -50,3 +51,11 @@ def test_the_forecast_is_near_real_runs(program: Program, small: Path, tmp_path:
         forecasts.add(metrics["forecast"]["tokens_per_second"])
     (forecast,) = forecasts
     assert forecast == pytest.approx(median(speeds), rel=BOUND), (speeds, bench.json)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["LoRA, 1 row", "LoRA, 4 rows", "LoRA, 8 rows"])
+def test_three_batch_sizes_grow_as_planned(name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(cache))
+    row, held = compare(name, measure(CASES[name], tmp_path), on_gpu=False)
+    assert held, row

@@ -152,3 +152,22 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path: Path)
     build_tokenizer(tmp_path, vocab=1024)
     with pytest.raises(CheckpointError, match="1024 tokens, but the model's embeddings have 512"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_evaluating_does_not_change_a_quantised_model(quantization: str, tmp_path: Path) -> None:
+    tiny = build_tiny_llama(tmp_path)
+    tuning = TuningConfig(mode="qlora", quantization=quantization, lora=LoraSettings(r=4))
+    config = Config(model=ModelConfig(name=str(tiny)), tuning=tuning)
+    model, _ = load_for_training(config, simple_plan(), prepared_model(tiny))
+    model.train()
+    ids = torch.arange(4, 40)[None]
+    before = model(input_ids=ids).logits.detach()
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(input_ids=ids).logits
+    model.train()
+    again = model(input_ids=ids).logits.detach()
+    assert torch.equal(before, again), "training goes on over the same base"
+    # int8 multiplies in another type outside training, on every machine; nf4 computes as in training.
+    assert torch.allclose(before, evaluated, atol=1e-5 if quantization == "nf4" else 0.05)

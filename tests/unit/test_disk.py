@@ -1,17 +1,25 @@
-"""How much room a launch asks for."""
+"""How much room a launch asks for, and what a run does when its disk is full."""
 
 from __future__ import annotations
 
 import errno
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
-from sft_play.errors import HardwareError
+from sft_play.errors import DataError, HardwareError
+from sft_play.files import append_text, disk_errors_told, disk_problem, errno_of, write_json
+from sft_play.launch.resume import restored_on_error
 from sft_play.launch.run_folder import disk_refusals_told, record_event, require_disk_space
 from sft_play.plan.plan import Plan
-from sft_play.runs.folder import RunFolder
+from sft_play.prepare import place_hint
+from sft_play.runs.folder import RunFolder, cache_folder
 from tests.documents import on_page
 from tests.plans import rank_plan, simple_plan
 
@@ -45,3 +53,104 @@ def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> Non
         raise OSError(errno.EROFS, "Read-only file system", "/elsewhere/cache")
     assert outside.value.render().startswith("error: /elsewhere/cache: cannot be written: Read-only file system")
     assert outside.value.hint is not None and outside.value.hint.endswith("then: make resume RUN=mine")
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC, "no space is left on the disk"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), errno.EDQUOT, "the disk quota is used up"),
+        (OSError(errno.EROFS, "Read-only file system"), errno.EROFS, "the run folder is read-only now"),
+        (PermissionError(errno.EACCES, "Permission denied"), errno.EACCES, "cannot be written: Permission denied"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), errno.ENOSPC, "no space is left on the disk"),
+        (ValueError("shapes differ"), None, "shapes differ"),
+        (KeyError(), None, "KeyError"),
+    ],
+)
+def test_a_failed_write_is_told_from_a_mistake(error: Exception, number: int | None, words: str) -> None:
+    assert errno_of(error) == number
+    assert words in disk_problem(error)
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """Files of this process end at 64 KiB, by the system's own limit: writes come back short, then with an error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_the_real_error_of_safetensors_is_understood(tmp_path: Path, limited: None) -> None:
+    from safetensors.numpy import save_file
+
+    with pytest.raises(Exception) as caught:
+        save_file({"a": numpy.zeros(2**16)}, tmp_path / "a.safetensors")
+    assert errno_of(caught.value) == errno.EFBIG
+    assert disk_problem(caught.value) == "the run folder cannot be written: File too large"
+
+
+def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, limited: None) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = "1" * 40_000 + "\n"
+    append_text(path, first, sync=False)
+    with pytest.raises(OSError, match="No space left"):
+        append_text(path, "2" * 40_000 + "\n", sync=False)  # the system takes 25,535 bytes of it
+    assert path.read_text() == first
+    append_text(path, "3\n", sync=False)
+    assert path.read_text() == first + "3\n"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[RunFolder]:
+    """The folder of a run on a disk of 64 KiB."""
+    run = RunFolder(tmp_path / "mine")
+    run.path.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(run.path)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield run
+    finally:
+        subprocess.run(["umount", str(run.path)], check=True, timeout=20)
+
+
+def fill(folder: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), (folder / "filler").open("wb", buffering=0) as stream:
+        while True:
+            stream.write(b"x" * 4096)
+
+
+def test_what_is_written_names_the_run_that_is_full_and_not_the_cache(small: RunFolder) -> None:
+    small.prepared.write_text("{}")
+    fill(small.path)
+    with (
+        pytest.raises(HardwareError, match="no space is left on the disk") as refused,
+        disk_errors_told(cache_folder(), place_hint),
+    ):
+        write_json(small.prepared, {"model": "x" * 9000})
+    assert (refused.value.exit_code, refused.value.place) == (3, str(small.prepared))
+    assert str(small.path) in (refused.value.hint or "") and str(cache_folder()) not in refused.value.render()
+    assert small.prepared.read_text() == "{}" and sorted(path.name for path in small.path.iterdir()) == [
+        "filler",
+        "prepared.json",
+    ]
+
+
+def test_what_a_refused_resume_changed_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "prepared.json"
+    path.write_text("old")
+    for change in (lambda: path.write_text("new"), path.unlink):
+        with pytest.raises(DataError), restored_on_error(path):
+            change()
+            raise DataError("no rows")
+        assert path.read_text() == "old"
+    inode = path.stat().st_ino
+    with pytest.raises(DataError), restored_on_error(path):
+        raise DataError("no rows")
+    assert path.stat().st_ino == inode, "what nobody changed is not written again"

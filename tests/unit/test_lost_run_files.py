@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import append_json_line
 from sft_play.launch.job import LaunchOptions, read_options
-from sft_play.launch.resume import as_resume, existing_run
+from sft_play.launch.resume import as_resume, choose_checkpoint, existing_run
 from sft_play.launch.run_folder import (
     find_run,
     first_launch,
@@ -19,9 +21,13 @@ from sft_play.launch.run_folder import (
     last_plan,
     reserved,
 )  # fmt: skip
+from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp
 from tests.unit.test_same_command import begun, config
+from tests.unit.test_stamp import stamp as stamp_of_a_run
 
 
 def typed(folder: Path) -> LaunchOptions:
@@ -102,3 +108,52 @@ def test_a_lost_configuration_is_named(run: RunFolder) -> None:
         assert refused.value.place == str(run.config) and refused.value.hint
     with pytest.raises(CheckpointError, match="there is no run `other`"):
         find_run("other")
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, '{"world_size": 1, "num_no', "{}", "[]", "5"])
+@pytest.mark.parametrize("kind", [Plan, Prepared, Stamp])
+def test_a_file_of_a_run_that_is_cut_or_no_such_file(kind: type[Plan | Prepared | Stamp], text: str, tmp_path: Path) -> None:
+    path = tmp_path / "stamp.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        kind.load(tmp_path if kind is Stamp else path)
+    assert caught.value.place == str(path)
+    assert json.dumps(caught.value.message)
+
+
+def with_rows(folder: Path, *rows: dict[str, object]) -> RunFolder:
+    run = RunFolder(folder)
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_checkpoints_that_were_deleted_are_missed(tmp_path: Path, folder: bool) -> None:
+    saves: list[dict[str, object]] = [{"kind": "save", "step": step} for step in (2, 4)]
+    run = with_rows(tmp_path, *saves, {"kind": "save", "step": 6, "failed": "no space"}, {"kind": "train", "step": 7})
+    if folder:
+        run.checkpoints.mkdir()
+    with pytest.raises(CheckpointError, match="the last at step 4") as refused:
+        choose_checkpoint(run)
+    assert refused.value.exit_code == 5 and "new RUN_NAME" in refused.value.render()
+
+
+@pytest.mark.parametrize("metrics", [None, bytes(range(256)) * 9])
+@pytest.mark.parametrize("stamp", [None, "{", "whole"])
+def test_a_model_is_not_written_over_where_checkpoints_and_metrics_are_lost(
+    tmp_path: Path, metrics: bytes | None, stamp: str | None
+) -> None:
+    run = RunFolder(tmp_path)
+    run.model.mkdir()
+    if metrics:
+        run.metrics.write_bytes(metrics)
+    if stamp == "whole":
+        replace(stamp_of_a_run(), step=30).save(run.model)
+    elif stamp:
+        (run.model / "stamp.json").write_text(stamp)
+    with pytest.raises(CheckpointError, match="would write over the model") as refused:
+        choose_checkpoint(run)
+    assert ("made in 30 steps" in refused.value.message) == (stamp == "whole")
+    assert refused.value.place == str(run.model) and "move `model/` away" in (refused.value.hint or "")
+    run.model.rename(tmp_path / "away")
+    assert choose_checkpoint(run) is None

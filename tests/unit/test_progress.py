@@ -1,14 +1,24 @@
-"""The progress of a run: in the log whatever the console is; the time left goes by the steps of this process, without its start-up."""
+"""The progress of a run and what is watched beside it: lines and time left, cards, collectives, a worker's end."""
 
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import TrainerState
 
-from sft_play.training import metrics
+from sft_play.launch.environment import dump_variables
+from sft_play.training import heartbeat, metrics
+from sft_play.training.readings import Sampler
+from tests.conftest import ROOT
+from tests.unit.test_plan_make import plan_of
+from tests.waiting import until
 
 
 def train(
@@ -49,3 +59,84 @@ def test_the_log_has_the_lines_whatever_the_console_is(
     assert lines[-1] == "step 700/1000: held-out loss 0.5000" and len(lines) == len(set(lines))
     if console is not None:
         assert console.getvalue().splitlines() == (lines[-1:] if panel else lines)
+
+
+def test_a_card_is_sampled_and_what_fails_is_asked_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Nvml(SimpleNamespace):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"no {name}")
+
+    card, reasons = SimpleNamespace(number=1, handle=0, card=0), iter([0x4, 0x40])
+    nvml = Nvml(
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
+        nvmlDeviceGetPowerUsage=lambda _: 250_000,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: next(reasons),
+    )
+    sampler = Sampler(1)
+    for _ in range(2):
+        sampler.look(nvml, card)
+    assert sampler.take() == {"utilisation": 50.0, "power_watts": 250.0, "throttled": 50.0}, "a power cap is no fault"
+    assert sampler.take() == {}
+    assert capsys.readouterr().err.count("is read no more") == 2
+
+
+def test_operations_are_counted_over_all_groups_and_kept_as_json(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch import distributed
+
+    before = heartbeat.collectives_begun() or 0
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        other = distributed.new_group([0])
+        for group in (None, None, other):
+            distributed.all_reduce(torch.ones(4), group=group)
+        assert heartbeat.collectives_begun() == before + 3
+        heartbeat.keep_trace(tmp_path / "trace.json")
+    finally:
+        distributed.destroy_process_group()
+    kept = json.loads((tmp_path / "trace.json").read_text())
+    assert "gloo:all_reduce" in json.dumps(kept["entries"])
+
+
+def test_nccls_own_dumps_go_to_the_logs_of_the_run(tmp_path: Path) -> None:
+    several = plan_of("2xH100", command_strategy="auto")
+    ours = dump_variables(several, tmp_path, {})
+    assert ours == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl-dump-rank"}
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in dump_variables(several, tmp_path, {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"})
+    assert dump_variables(plan_of(), tmp_path, {}) == {}
+
+
+BEGIN = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from sft_play.training.faults import end
+folder = Path(sys.argv[1])
+def work(name, seconds):
+    time.sleep(seconds)
+    (folder / name).touch()
+atexit.register(lambda: (folder / "exit-functions").touch())
+pool = ThreadPoolExecutor(1)
+pool.submit(int)
+(folder / "ready").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "found"),
+    [
+        ("threading.Thread(target=work, args=('sent', 0.5)).start()", {"sent", "exit-functions"}),
+        ("pool.submit(work, 'sent', 0.5)", {"sent", "exit-functions"}),
+        ("threading.Thread(target=work, args=('late', 600)).start()", {"exit-functions"}),
+        ("threading.Thread(target=work, args=('late', 600), daemon=True).start()", {"exit-functions"}),
+    ],
+)
+def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, thread: str, found: set[str]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", f"{BEGIN}{thread}\nend(0)", str(tmp_path)], cwd=ROOT)
+    try:
+        until(lambda: (tmp_path / "ready").exists() or child.poll() is not None, seconds=120)
+        assert child.wait(timeout=60) == 0
+    finally:
+        child.kill()
+        child.wait(timeout=10)
+    assert {path.name for path in tmp_path.iterdir()} - {"ready"} == found

@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
 from sft_play.errors import DataError
+from sft_play.evaluation.evaluate import kept_scores
 from sft_play.evaluation.scores import ROUGE as METRICS
 from sft_play.evaluation.scores import (
     LibraryMetric,
@@ -19,12 +21,15 @@ from sft_play.evaluation.scores import (
     how_scored,
     metrics_for,
     normalised,
+    paired_difference,
     resamples,
     rouge,
     score_answers,
     token_f1,
 )
 from sft_play.evaluation.scores import mean_interval as bootstrap
+from sft_play.files import write_json, write_text
+from sft_play.runs.folder import metrics_of, read_predictions
 from tests.library_metric import library_metric
 
 PAIRS = [
@@ -156,3 +161,48 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
     ):
         with pytest.raises(DataError, match=words):
             LibraryMetric(metric).check()
+
+
+def test_a_steady_gain_is_certain_though_rows_differ_widely() -> None:
+    first = [0.0, 0.9, 0.1, 0.7, 0.3] * 4
+    found = paired_difference(first, [score + 0.05 for score in first])
+    assert (found.mean, found.low, found.high) == pytest.approx((0.05, 0.05, 0.05))
+    assert (found.n, found.better, found.worse, found.verdict) == (20, 20, 0, "better")
+
+
+def test_the_interval_is_of_resampled_means() -> None:
+    first, second = [0.1, 0.5, 0.2, 0.8], [0.4, 0.3, 0.2, 0.9]
+    gaps = np.array(second) - np.array(first)
+    draws = np.random.default_rng(0)
+    means = [gaps[draws.integers(0, 4, size=4)].mean() for _ in range(1000)]
+    found = paired_difference(first, second)
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
+    assert found.verdict == "too few to compare", "n = 4"
+    assert paired_difference(first * 5, second * 5).verdict == "undecided"
+
+
+INTERVAL = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
+SCORES = {"step": 2, "loss": 1.0, "bleu": INTERVAL, "answers": 3, "speed": {"mean": 1.0}, "settings": {"key": "k"}}
+
+
+def write(folder: Path, **changed: object) -> Path:
+    write_json(folder / "scores.json", SCORES | changed)
+    write_text(folder / "predictions.jsonl", '{"row": 1}\n')
+    return folder
+
+
+def test_the_same_key_is_kept(tmp_path: Path) -> None:
+    found = kept_scores(write(tmp_path), {"key": "k"})
+    assert found is not None
+    assert list(metrics_of(found)) == ["bleu"]
+    assert read_predictions(tmp_path) == [{"row": 1}]
+
+
+def test_what_is_not_whole_or_not_the_same_is_made_again(tmp_path: Path) -> None:
+    assert kept_scores(tmp_path / "none", {"key": "k"}) is None
+    assert kept_scores(write(tmp_path), {"key": "other"}) is None
+    assert kept_scores(write(tmp_path, complete=False), {"key": "k"}) is None, "a time budget ended it early"
+    (write(tmp_path) / "predictions.jsonl").unlink()
+    assert kept_scores(tmp_path, {"key": "k"}) is None, "its answers are gone"
+    write_text(tmp_path / "scores.json", "{")
+    assert kept_scores(tmp_path, {"key": "k"}) is None
