@@ -208,6 +208,7 @@ def _shared_out(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer 
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
     """Returns the content of `training_metrics.json`; `forecast` is what the plan said of it, of a resumed run only a part."""
     from sft_play.files import finite
+    from sft_play.runs.progress import energy_kwh
     from sft_play.training.metrics import rows_until, saving_totals
     from sft_play.training.readings import peak_memory_bytes
 
@@ -226,12 +227,14 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "seconds": seconds,
         "train_runtime": next((row["train_runtime"] for row in state.log_history if "train_runtime" in row), None),
         "training_seconds": spent,
+        "energy_kwh": energy_kwh(rows, spent),
         "peak_memory_bytes": peak_memory_bytes(),
         "forecast": {
             "tokens_per_second": plan.tokens_per_second,
             "training_seconds": None if resumed else plan.total_seconds,
             "mfu": plan.mfu,
             "basis": plan.speed_basis,
+            "energy_kwh": None if resumed else plan.energy_kwh,
             "peak_memory_bytes": plan.ranks[trainer.context.ranks.rank].peak_bytes,
         },
         "saving": saving_totals(rows),

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from sft_play.launch.run_folder import FINAL_EVENTS, read_events
 from sft_play.launch.runs import holders
 from sft_play.plan.scaling import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
+from sft_play.runs.progress import energy_kwh
 from sft_play.text import duration, figure, gib, table
 
 SYNTAX = "WHERE=\"eval_loss < 2 and method = lora\", WHERE='state = failed', SORT=-tokens_per_second; `make runs CSV=1` shows all columns"
@@ -85,7 +86,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     begun = next((event["time"] for event in events if isinstance(event.get("time"), (int, float))), None)
     seconds = final.get("training_seconds") or (max(0.0, time.time() - age - begun) if begun else None)
     hours = seconds / 3600 if seconds is not None else None
-    planned, forecast, watts = plan.get("energy_kwh"), plan.get("total_seconds"), _mean_watts(train)
+    planned, forecast = plan.get("energy_kwh"), plan.get("total_seconds")
     return Summary(
         name=run.name, state=state, code=events[-1].get("code") if state in FINAL_EVENTS else None,
         step=int(train[-1].get("step", 0)), steps=plan.get("steps"), loss=train[-1].get("loss"),
@@ -94,22 +95,10 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         method=config.get("tuning", {}).get("mode"), data=_data(config.get("data", {})), strategy=plan.get("strategy"),
         processes=plan.get("world_size"), tokens_per_second=final.get("tokens_per_second") or train[-1].get("tokens_per_second"),
         peak_memory_bytes=final.get("peak_memory_bytes"), seconds=seconds,
-        energy_kwh=watts * seconds / 3.6e6 if watts and seconds else planned * seconds / forecast if planned and seconds and forecast else None,
+        energy_kwh=energy_kwh(train, seconds) or (planned * seconds / forecast if planned and seconds and forecast else None),
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
         age_seconds=age,
     )  # fmt: skip
-
-
-def _mean_watts(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the power of all ranks' GPUs over the steps that have a reading of each; `None` where none has."""
-    joules, measured, before = 0.0, 0.0, 0
-    for row in rows:
-        watts, step = row.get("rank_power_watts"), row.get("step", 0)
-        seconds = row.get("step_seconds", 0.0) * max(0, step - before)
-        if isinstance(watts, list) and None not in watts:
-            joules, measured = joules + sum(watts) * seconds, measured + seconds
-        before = step
-    return joules / measured if measured else None
 
 
 def state_of(run: RunFolder) -> str:

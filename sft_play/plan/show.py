@@ -238,6 +238,7 @@ def beside_forecast(run: RunFolder) -> str:
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
         ("time", "training_seconds", duration),
+        ("energy", "energy_kwh", lambda value: f"{figure(value)} kWh"),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]
     lines = [

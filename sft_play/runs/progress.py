@@ -78,6 +78,13 @@ def _medians(rows: Sequence[Row], name: str) -> dict[int, float]:
     return {rank: value for rank, value in found.items() if value is not None}
 
 
+def energy_kwh(rows: Sequence[Row], seconds: float | None) -> float | None:
+    """Returns what the GPUs of all ranks drew in `seconds` by the readings of these rows; `None` where the driver gives no power."""
+    lists = [row.get("rank_power_watts") or [None] for row in rows]
+    watts = [sum(one) for one in lists if all(isinstance(value, int | float) for value in one)]
+    return statistics.fmean(watts) * seconds / 3.6e6 if watts and seconds else None
+
+
 def seconds_left(rows: Sequence[Row], steps: int | None) -> float | None:
     """Returns the time that the other steps take, without evaluating and saving; `None` before a second row of steps.
 

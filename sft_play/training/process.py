@@ -214,6 +214,9 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
     again walks over what was imported.
     """
     gc.disable()
+    os.environ.setdefault(
+        "COMET_DISABLE_AUTO_LOGGING", "1"
+    )  # transformers imports Comet if it is there, and it would follow MLflow's runs
     absent = {"deepspeed": not plan.strategy.startswith("zero"), "bitsandbytes": not uses_bitsandbytes(config, plan, prepared)}
     for name in [name for name, is_absent in absent.items() if is_absent and not config.model.trust_remote_code]:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]

@@ -220,19 +220,19 @@ class Tracked(TrainerCallback):
         """Say by variables, where the user did not, which run is continued and where files go; return the callback."""
         known = read_object(self.run.path / IDS).get(self.name)
         folder = str(self.run.path.absolute())
-        found = {"COMET_DISABLE_AUTO_LOGGING": "1"}  # installed, it would follow MLflow's runs too
+        found: dict[str, str] = {}
         if self.name == "wandb":
             os.environ["WANDB_LOG_MODEL"] = "false"  # it would save the model in this thread while others use it
             known = known or uuid.uuid4().hex[:8]
-            found |= {
+            found = {
                 "WANDB_RUN_ID": known, "WANDB_RESUME": "allow", "WANDB_PROJECT": "sft-play", "WANDB_DIR": folder, "WANDB_CONSOLE": "off",
                 "WANDB_DISABLE_CODE": "true",
             }  # fmt: skip
         elif self.name == "comet_ml":
             known = known or uuid.uuid4().hex
-            found |= {"COMET_EXPERIMENT_KEY": known, "COMET_PROJECT_NAME": "sft-play", "COMET_OFFLINE_DIRECTORY": folder}
+            found = {"COMET_EXPERIMENT_KEY": known, "COMET_PROJECT_NAME": "sft-play", "COMET_OFFLINE_DIRECTORY": folder}
         elif self.name == "mlflow":
-            found |= {
+            found = {
                 "MLFLOW_TRACKING_URI": (self.run.path.absolute() / "mlruns").as_uri(), "MLFLOW_EXPERIMENT_NAME": "sft-play",
                 "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
             } | ({"MLFLOW_RUN_ID": known} if known else {})  # fmt: skip

@@ -73,6 +73,7 @@ def test_a_tracker_that_clashes_is_refused_with_the_reason(in_process: Program, 
 OFFLINE = {"wandb": {"WANDB_MODE": "offline"}, "mlflow": {}, "comet_ml": {"COMET_START_ONLINE": "0"}}
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("name", OFFLINE)
 def test_a_resumed_run_continues_in_the_tracker(tiny: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip(name)
@@ -94,6 +95,7 @@ def test_a_resumed_run_continues_in_the_tracker(tiny: Path, tmp_path: Path, name
     assert not sent
 
 
+@pytest.mark.cold
 def test_a_server_that_is_gone_ends_no_run(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     run = make_run(tmp_path / "one", tiny, Trial(settings=("train.report_to: mlflow",)))
@@ -104,6 +106,7 @@ def test_a_server_that_is_gone_ends_no_run(tiny: Path, tmp_path: Path) -> None:
     assert os.environ.get("MLFLOW_TRACKING_URI") is None
 
 
+@pytest.mark.cold
 def test_a_server_that_is_killed_ends_no_run(tiny: Path, tmp_path: Path) -> None:
     """It takes the metrics of some steps, and is gone at the third."""
     pytest.importorskip("mlflow")
@@ -118,3 +121,4 @@ def test_a_server_that_is_killed_ends_no_run(tiny: Path, tmp_path: Path) -> None
     assert server.returncode == -signal.SIGKILL and {"1", "2", "3"} <= set(taken)
     assert done.returncode == 0 and len(rows(run)) == 8
     assert (done.stdout + done.stderr).count("warning: the tracker `mlflow`") == 1, done.stdout + done.stderr
+    assert not Path(".cometml-runs").exists(), "Comet, where it is installed, does not follow MLflow's runs"

@@ -152,7 +152,7 @@ function planBesideFact(record) {
   const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
     ["time of training", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
     ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
-    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", known(plan.energy_kwh) ? number(plan.energy_kwh) + " kWh" : "–", known(final.energy_kwh) ? number(final.energy_kwh) + " kWh" : "–", ""],
+    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", known(plan.energy_kwh) ? "at most " + number(plan.energy_kwh) + " kWh" : "–", known(final.energy_kwh) ? number(final.energy_kwh) + " kWh" : "–", ""],
     ["cost", known(plan.cost) ? number(plan.cost) : "–", known(final.cost) ? number(final.cost) : "–", ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
   return tableOf([{ name: "" }, { name: "plan", n: true }, { name: "fact", n: true }, { name: "difference", n: true }], rows);
 }
