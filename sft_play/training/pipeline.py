@@ -28,6 +28,10 @@ CACHES = ("past_key_values", "cache_params")
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+def _no_step(_: str) -> None:
+    """Evaluation is of no step."""
+
+
 def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
     """Returns the pipeline that a rank's stage, `model`, is in. Collective over all ranks."""
     dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
@@ -52,14 +56,25 @@ class Pipeline:
         self.ends = [distributed.new_group(pair, timeout=limit) for pair in pairs][ranks.data_rank]
         """First and last stage, which may hold the same embedding."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self.enter: Callable[[str], None] = _no_step
+        """Called with the phase of a step that begins (`readings.PHASES`)."""
 
     # ---- Passes
 
-    def train(self, batches: Sequence[Batch], scale: Tensor | float, context: Context, at: Callable[[Batch], None]) -> Tensor:
+    def train(
+        self,
+        batches: Sequence[Batch],
+        scale: Tensor | float,
+        context: Context,
+        at: Callable[[Batch], None],
+        enter: Callable[[str], None],
+    ) -> Tensor:
         """Computes the gradients of `scale` times the summed loss of a step's micro-batches; returns [summed loss, label tokens] on every stage.
 
-        `context`: under which a forward pass runs; `at` is called with each batch before its pass. Collective over the group.
+        `context`: under which a forward pass runs; `at` is called with each batch before its pass, `enter` with each phase. Collective over
+        the group.
         """
+        self.enter = enter
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         warm = min(self.behind, len(batches))
@@ -70,7 +85,9 @@ class Pipeline:
                 self._backward(*held.popleft(), scale)
         while held:
             self._backward(*held.popleft(), scale)
+        self.enter("communication")
         self._settle()
+        self.enter = _no_step
         return self._told(sums)
 
     def measure(self, batch: Batch, context: Context) -> Tensor:
@@ -82,9 +99,11 @@ class Pipeline:
         return self._told(sums)
 
     def _forward(self, batch: Batch, sums: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
+        self.enter("communication")
         given = self._received(batch["input_ids"])
         if given is not None:
             given.requires_grad_(torch.is_grad_enabled())
+        self.enter("forward")
         with context():
             if self.stage.ends:
                 found = token_loss_sum(self.stage.model, self.stage.taking(batch, given))
@@ -97,10 +116,13 @@ class Pipeline:
 
     def _backward(self, given: Tensor | None, found: Tensor, scale: Tensor | float) -> None:
         if self.stage.ends:
+            self.enter("backward")
             (found * scale).backward()
         else:
+            self.enter("communication")
             gradient = torch.empty(found.shape, dtype=self.dtype, device=found.device)
             distributed.recv(gradient, src=self.after, group=self.gradients)
+            self.enter("backward")
             torch.autograd.backward(found, gradient.to(found.dtype))
         if given is not None:
             assert given.grad is not None

@@ -170,9 +170,11 @@ class SftTrainer(Trainer):
         if not batches:
             return torch.zeros((), device=self.args.device)
         self.model.train()
-        self.watch.begin(batches[0])
+        for batch in batches:
+            self.watch.begin(batch)
+        at = self.context.activity.next_batch
         sums = pipeline.train(
-            batches, 1 / labels, self.compute_loss_context_manager, lambda batch: self.context.activity.next_batch(batch["rows"])
+            batches, 1 / labels, self.compute_loss_context_manager, lambda batch: at(batch["rows"]), self.watch.enter
         )
         self.watch.enter("optimizer")
         counts = [

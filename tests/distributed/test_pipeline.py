@@ -51,6 +51,8 @@ def test_stages_give_the_same_updates_and_weights(mode: str, way: str, config: P
     held_as_planned(run)
     plan = json.loads((run / "plan.json").read_text())
     assert answers(run) == answers(baseline)
+    for phase in ("forward", "backward", "communication"):
+        assert all(min(row[f"rank_{phase}_seconds"]) > 0 for row in metrics(run)), phase
     assert sum(plan["stages"]) == 4 and len(plan["stages"]) == (3 if way == "three" else 2)
     found, wanted = weights(run), weights(baseline)
     assert found.keys() == wanted.keys()
