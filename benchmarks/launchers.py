@@ -58,8 +58,8 @@ class Machines:
 
     def meet(self, ours: Rendezvous) -> None:
         """Meets and shares, as before each attempt."""
-        assert len(ours.meet(lambda: self.facts(ours), judge)) == self.count
-        ours.share("prepared", {"prepared": {"training data": "1000 rows, 0123456789ab"}, "world_size": 8 * self.count}, agree)
+        assert ours.meet(lambda: self.facts(ours), judge, lambda found: {"processes": len(found)})["processes"] == self.count
+        ours.share("prepared", {"prepared": {"training data": "1000 rows, 0123456789ab"}}, agree, lambda _: {"port": self.port})
 
 
 def judge(given: Sequence[Given]) -> list[UserError]:

@@ -50,7 +50,6 @@ from sft_play.launch.run_folder import (
     is_finished,
     last_plan,
     record_event,
-    require_disk_space,
     reserved,
 )
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, stop_recorded, tell_cause
@@ -169,14 +168,15 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             if note:
                 print(note, file=sys.stderr)
             refuse_fewer_steps(loaded.config, before, checkpoint)
-        refuse_early(job)
+        if job.node.rank == 0:  # it plans for all
+            refuse_early(job)
         home = job.home(run)
         if job.shared:
             save_config(loaded, home.config)
         with restored_on_error(home.prepared):
             prepare(home)
             prepared = Prepared.load(home.prepared)
-            if checkpoint:
+            if checkpoint and job.node.rank == 0:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
         return launch(job, run, event="resumed", checkpoint=checkpoint)
 
@@ -186,11 +186,7 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
-    plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
-    require_disk_space(plan, job.loaded.config, run)
-    if job.node.rank == 0:  # all are here, and none has begun to write
-        remove_left(run, range(plan.world_size))
-    job, plan = agreed(job, plan, prepared, run)
+    job, plan = agreed(job, prepared, run, recovery.recoveries(run))
     lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
     with disk_refusals_told(run):
         outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
@@ -270,7 +266,7 @@ def _decide(
     checkpoint, damaged = newest()
     if ended := without_checkpoints(run, outcome, checkpoint, damaged):
         return Following(outcome=ended)
-    if outcome.cause == OUT_OF_MEMORY:
+    if outcome.cause == OUT_OF_MEMORY and job.node.rank == 0:
         return _with_less(job, prepared, plan, outcome, checkpoint, lost)
     if outcome.cause == "port" and lost.ports < MOST_PORTS and (job.rendezvous or job.elsewhere() is not job):
         lost.ports += 1
@@ -290,13 +286,12 @@ def _meet_again(
     """Returns job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
     ours = job.rendezvous
     if ours is None:
-        return job, replace(job.plan(prepared), recoveries=recoveries)
+        return agreed(job, prepared, run, recoveries)
     try:
         if alone:
             ours.close()
             ours.open()
-        job = meet(job, run, lambda: _newest(run, job.node.rank))
-        return agreed(job, replace(job.plan(prepared), recoveries=recoveries), prepared, run)
+        return agreed(meet(job, run, lambda: _newest(run, job.node.rank)), prepared, run, recoveries)
     except BaseException as error:
         ours.fail(error)
         raise

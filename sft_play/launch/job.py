@@ -231,7 +231,9 @@ class Job:
     checkpoint: Path | None = None
     """What this attempt continues from."""
     nodes: tuple[NodeFacts, ...] = ()
-    """What the nodes said of themselves, where there are several."""
+    """On node 0: what the nodes said of themselves, where there are several."""
+    processes: int | None = None
+    """Of all nodes, where several have met."""
     shared: bool = False
     """Whether this is a node other than 0 that sees node 0's run folder."""
     apart: bool = False
@@ -259,8 +261,8 @@ class Job:
 
     def world_size(self, before: Plan) -> int:
         """Returns the processes of all nodes; `before` is the last plan of a run that is resumed."""
-        if self.nodes:
-            return sum(len(node.devices) for node in self.nodes)
+        if self.processes is not None:
+            return self.processes
         return (self.options.request.num_gpus or before.world_size // before.num_nodes) * self.options.request.num_nodes
 
     def ranks_here(self, plan: Plan) -> range:

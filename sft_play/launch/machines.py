@@ -10,7 +10,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagr
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
 from sft_play.launch.job import Job
 from sft_play.launch.meeting import Given
-from sft_play.launch.node import Elsewhere
+from sft_play.launch.node import Elsewhere, remove_left
 from sft_play.launch.rendezvous import Rendezvous
-from sft_play.launch.run_folder import has_started
+from sft_play.launch.run_folder import has_started, require_disk_space
 from sft_play.launch.store import say
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.calibration import Calibration, read_calibration, same_name
@@ -81,42 +81,58 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
         nonlocal checkpoint
         checkpoint = choose() if choose else None
         facts = _facts(job, run.name, resumed=choose is not None, checkpoint=checkpoint)
-        return {"facts": facts.to_json(), "mark": mark}
+        return {"facts": facts.to_json()}
 
-    found = ours.meet(give, _judge_nodes)
-    nodes, first = [NodeFacts.from_json(one["facts"]) for one in found], found[0]["mark"]
-    shared = job.node.rank > 0 and _sees(run, first)
-    place = ours.members.index(job.node.rank)
-    say(f"all {len(nodes)} nodes are here: {', '.join(_counted(node) for node in nodes)}")
-    _say_unmeasured(nodes)
-    request = replace(
-        job.options.request, node_devices=tuple(node.devices for node in nodes), num_nodes=len(nodes), node_rank=place
-    )
-    node = replace(job.node, count=len(nodes), place=place, interface=_interface(ours.own_addresses(), job.node.interface))
+    nodes: list[NodeFacts] = []
+
+    def answer(found: Sequence[Given]) -> Given:
+        nodes[:] = [NodeFacts.from_json(one["facts"]) for one in found]
+        here = f"all {len(nodes)} nodes are here: {', '.join(_counted(node) for node in nodes)}"
+        return {"mark": mark, "processes": [len(node.devices) for node in nodes], "said": [here, *_unmeasured(nodes)]}
+
+    found = ours.meet(give, _judge_nodes, answer)
+    for line in found["said"]:
+        say(line)
+    shared = job.node.rank > 0 and _sees(run, found["mark"])
+    place, count = ours.members.index(job.node.rank), len(ours.members)
+    request = replace(job.options.request, node_devices=tuple(node.devices for node in nodes), num_nodes=count, node_rank=place)
+    node = replace(job.node, count=count, place=place, interface=_interface(ours.own_addresses(), job.node.interface))
     return replace(
-        job, nodes=tuple(nodes), node=node, options=replace(job.options, request=request), shared=shared,
-        apart=first is not None and job.node.rank > 0 and not shared, checkpoint=checkpoint,
+        job, nodes=tuple(nodes), processes=sum(found["processes"]), node=node, options=replace(job.options, request=request),
+        shared=shared, apart=found["mark"] is not None and job.node.rank > 0 and not shared, checkpoint=checkpoint,
     )  # fmt: skip
 
 
-def agreed(job: Job, plan: Plan, prepared: Prepared, run: RunFolder) -> tuple[Job, Plan]:
-    """Returns the job with the port of the workers' store, and node 0's plan, by which all machines train, when all have prepared the same.
+def agreed(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
+    """Returns the job with the port of the workers' store, and the plan. Of several machines node 0 plans, when all have prepared the same.
 
-    A machine's own plan may rest on what was measured on it alone. Raises `DataError`, `CheckpointError` (parts of checkpoints on several
-    disks) or `HardwareError`, the same on every machine.
+    Raises `DataError`, `CheckpointError` (parts of checkpoints on several disks) or `HardwareError`, the same on every machine.
     """
-    ours = job.rendezvous
+    ours, config, planned = job.rendezvous, job.loaded.config, list[Plan]()
+    if job.node.rank == 0:  # all are here, and none has begun to write
+        planned.append(replace(job.plan(prepared), recoveries=recoveries))
+        require_disk_space(planned[0], config, run)
+        remove_left(run, range(planned[0].world_size))
     if ours is None:
-        return job, plan
-    given: Given = {"prepared": _content(prepared), "world_size": plan.world_size, "apart": job.apart}
-    if job.node.rank == 0:
-        given |= {"plan": plan.to_json(), "port": ours.workers_port()}
-    saving = job.loaded.config.train.save_strategy
-    found = ours.share("prepared", given, lambda all_of_them: judge_prepared(job.nodes, all_of_them, saving))
+        return job, planned[0]
+
+    def judge(found: Sequence[Given]) -> list[UserError]:
+        apart = [node for node, one in zip(job.nodes, found, strict=True) if one.get("apart")]
+        return [
+            *data_apart(job.nodes, [one["prepared"] for one in found]),
+            *folders_apart(apart, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
+        ]
+
+    found = ours.share(
+        "prepared", {"prepared": _content(prepared), "apart": job.apart}, judge,
+        lambda _: {"plan": planned[0].to_json(), "port": ours.workers_port()},
+    )  # fmt: skip
     _remove_marks(job, run)
-    plan = Plan.from_json(found[0]["plan"])
+    plan = Plan.from_json(found["plan"])
+    require_disk_space(plan, config, run)
+    ours.share("room", {}, lambda _: [], lambda _: {})
     ours.ranks_by_node = plan.ranks_by_node
-    return replace(job, node=replace(job.node, workers_port=int(found[0]["port"]))), plan
+    return replace(job, node=replace(job.node, workers_port=int(found["port"]))), plan
 
 
 def opened(job: Job, run: RunFolder) -> Rendezvous:
@@ -250,12 +266,12 @@ def _not_understood(error: ValueError) -> UserError:
     return HardwareError(f"a node sent what is not understood: {error}", hint="install the same SFT-Play on every node")
 
 
-def _say_unmeasured(nodes: Sequence[NodeFacts]) -> None:
-    """Says which nodes keep the others' measures from counting: a measured speed and a guessed one do not compare."""
+def _unmeasured(nodes: Sequence[NodeFacts]) -> list[str]:
+    """Returns a note on nodes that keep the others' measures from counting: a measured speed and a guessed one do not compare."""
     known = {same_name(one.device) for node in nodes for one in node.measured}
     without = [node.name for node in nodes if any(same_name(device.name) not in known for device in node.devices)]
-    if known and without:
-        say(f"note: speeds are guessed until training has measured them: `make bench` was not run on {', '.join(without)}")
+    note = f"note: speeds are guessed until training has measured them: `make bench` was not run on {', '.join(without)}"
+    return [note] if known and without else []
 
 
 def _counted(node: NodeFacts) -> str:
@@ -286,20 +302,3 @@ def _content(prepared: Prepared) -> dict[str, str]:
         if split:
             found[name] = f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
     return found
-
-
-def judge_prepared(nodes: Sequence[NodeFacts], given: Sequence[Given], save_strategy: str) -> list[UserError]:
-    """Returns why nodes cannot train together with what each has prepared and plans for; none where they can."""
-    ranks = sum(len(node.devices) for node in nodes)
-    planned = {one.get("world_size") for one in given}
-    if planned != {ranks}:
-        told = ", ".join(f"{node.name} plans for {one.get('world_size')}" for node, one in zip(nodes, given, strict=True))
-        text = f"the nodes have {ranks} processes in all, but {told}"
-        return [HardwareError(text, place="NUM_GPUS", hint="give NUM_GPUS on every node")]
-    return [
-        *data_apart(nodes, [one["prepared"] for one in given]),
-        *folders_apart(
-            [node for node, one in zip(nodes, given, strict=True) if one.get("apart")],
-            strategy=given[0]["plan"]["strategy"], save_strategy=save_strategy,
-        ),
-    ]  # fmt: skip

@@ -40,13 +40,13 @@ from sft_play.launch.store import (
     reach,
     say,
     serve,
-    with_common,
-    without_common,
 )
 
 Given = dict[str, Any]
 Judge = Callable[[Sequence[Given]], list[UserError]]
 """What a step's objects, in order of machines, are refused for."""
+Answer = Callable[[Sequence[Given]], Given]
+"""What node 0 makes of them for all machines."""
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0
@@ -195,25 +195,24 @@ class Meeting:
         session = self._watched.get(rank, "")
         return session in self._left or self._silent.get(session, 0.0) > self.silent_seconds
 
-    def meet(self, facts: Callable[[], Given], judge: Judge) -> list[Given]:
-        """Gives this machine's facts and returns those of all members of the attempt, in order; `members` says who they are.
+    def meet(self, facts: Callable[[], Given], judge: Judge, answer: Answer) -> Given:
+        """Gives this machine's facts and returns node 0's answer to those of all members of the attempt; `members` says who they are.
 
         Raises what node 0 refuses them for, the same on each, and `RetryableError` for machines that do not come, or leave.
         """
         with self._gone_told():
-            found = self._attend(facts) if self.node.rank else self._host(plain(facts()), judge)
+            found = self._attend(facts) if self.node.rank else self._host(plain(facts()), judge, answer)
         self.members = [int(rank) for rank in found["members"]]
         self.seats |= {int(rank): Seat.of(seat) for rank, seat in found["seats"].items()}
-        first, *others = found["all"]
-        return [first, *(with_common(one, first) for one in others)]
+        return dict(found["answer"])
 
-    def share(self, step: str, given: Given, judge: Judge) -> list[Given]:
-        """Gives an object and returns those of all members, in order, when all are there. Raises what they are refused for."""
+    def share(self, step: str, given: Given, judge: Judge, answer: Answer) -> Given:
+        """Gives an object and returns node 0's answer when all members have given theirs. Raises what they are refused for."""
         given, waiting = plain(given), Waiting()
         with self._gone_told():
             if self.node.rank:
                 self._give(step, given)
-                return list(self._wait(step)["all"])
+                return self._wait(step)
             objects: dict[int, Given] = {0: given}
             while missing := [rank for rank in self.members if rank not in objects]:
                 self._raise_end()
@@ -223,14 +222,15 @@ class Meeting:
             found = [objects[rank] for rank in self.members]
             if errors := judge(found):
                 raise self._refuse(errors)
-            self._opened.set(f"{self.attempt}/{step}/all", {"all": found})
-            return found
+            made = plain(answer(found))
+            self._opened.set(f"{self.attempt}/{step}/all", made)
+            return made
 
     def _give(self, step: str, given: Given) -> None:
         name = f"{self.attempt}/{step}"
         self._opened.set(f"{name}/{self.node.rank}", given, listed=(name, self.node.rank))
 
-    def _host(self, facts: Given, judge: Judge) -> Given:
+    def _host(self, facts: Given, judge: Judge, answer: Answer) -> Given:
         """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
         here: dict[int, Given] = {0: facts}
         wrong: dict[int, str] = {}
@@ -267,8 +267,7 @@ class Meeting:
             pause(POLL_SECONDS)
         self.members = sorted(here)
         seats = {str(rank): asdict(self._mine if rank == 0 else self.seats[rank]) for rank in self.members}
-        others = [without_common(here[rank], facts) for rank in self.members[1:]]
-        found = {"members": self.members, "seats": seats, "all": [facts, *others]}
+        found = {"members": self.members, "seats": seats, "answer": plain(answer([here[rank] for rank in self.members]))}
         self._opened.set(f"{self.attempt}/facts/all", found)
         return found
 

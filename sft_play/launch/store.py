@@ -200,23 +200,6 @@ def plain(value: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(value, allow_nan=False)))
 
 
-def without_common(given: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-    """Returns facts without what is as in node 0's, such as the configuration: else each of a thousand machines would read it a thousand times."""
-    return {
-        key: {name: part for name, part in value.items() if name not in first[key] or first[key][name] != part}
-        if isinstance(value, dict) and isinstance(first.get(key), dict) else value
-        for key, value in given.items()
-    }  # fmt: skip
-
-
-def with_common(given: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts of which `without_common` made `given`."""
-    return {
-        key: {**first[key], **value} if isinstance(value, dict) and isinstance(first.get(key), dict) else value
-        for key, value in given.items()
-    }
-
-
 def listed(raw: Any, name: str) -> set[int]:
     """Returns the ranks of a list."""
     words = raw.get(name).split() if raw.check([name]) else []

@@ -19,7 +19,6 @@ from sft_play.launch.agreement import (
     folders_apart,
     versions_here,
 )
-from sft_play.launch.machines import judge_prepared
 from sft_play.plan.hardware import Device
 from tests.documents import on_page
 
@@ -101,29 +100,6 @@ def test_data_apart() -> None:
     assert isinstance(error, DataError)
     assert "`training data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
     assert "`not there` on node 2 (c)" in error.message
-
-
-def test_every_node_plans_for_all_processes() -> None:
-    here = [facts(rank, num_nodes=2) for rank in range(2)]  # with 1 and 2 devices
-    content = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
-    assert not judge_prepared(
-        here,
-        [{"prepared": content, "world_size": 3, "plan": {"strategy": "ddp"}}, {"prepared": content, "world_size": 3}],
-        "steps",
-    )
-    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": content, "world_size": 4}], "steps")
-    assert isinstance(error, HardwareError)
-    assert error.message == "the nodes have 3 processes in all, but node 0 (a) plans for 3, node 1 (b) plans for 4"
-    assert (error.place, error.hint) == ("NUM_GPUS", "give NUM_GPUS on every node")
-    (error,) = judge_prepared(
-        here,
-        [
-            {"prepared": content, "world_size": 3, "plan": {"strategy": "ddp"}},
-            {"prepared": content | {"base model": "n"}, "world_size": 3},
-        ],
-        "steps",
-    )
-    assert isinstance(error, DataError)
 
 
 def test_what_a_node_compares(tmp_path: Path) -> None:

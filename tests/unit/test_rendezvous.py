@@ -33,6 +33,10 @@ def agree(given: Sequence[Given]) -> list[UserError]:
     return []
 
 
+def everything(given: Sequence[Given]) -> Given:
+    return {"all": given}
+
+
 class Nodes:
     """Machines of one run, each in a thread: what each returned or raised."""
 
@@ -71,7 +75,7 @@ class Nodes:
 
 
 def meet(given: Any = None) -> Act:
-    return lambda ours: [one["who"] for one in ours.meet(lambda: {"who": ours.host, "more": given}, agree)]
+    return lambda ours: [one["who"] for one in ours.meet(lambda: {"who": ours.host, "more": given}, agree, everything)["all"]]
 
 
 def vanish(ours: Rendezvous) -> str:
@@ -96,8 +100,8 @@ def test_a_late_machine_is_waited_for_and_all_get_the_same(key: str | None, capf
     nodes = Nodes()
 
     def act(ours: Rendezvous) -> Any:
-        first = ours.meet(lambda: {"who": ours.host}, agree)
-        return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree), ours.own_addresses()
+        first = ours.meet(lambda: {"who": ours.host}, agree, everything)
+        return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree, everything), ours.own_addresses()
 
     nodes.start(2, act, key=key)  # comes before there is anybody
     nodes.start(0, act, key=key)
@@ -105,7 +109,7 @@ def test_a_late_machine_is_waited_for_and_all_get_the_same(key: str | None, capf
     nodes.start(1, act, key=key)
     ended = nodes.end()
     assert ended["a"][:2] == ended["b"][:2] == ended["c"][:2]
-    assert ended["a"][0] == [{"who": "a"}, {"who": "b"}, {"who": "c"}]
+    assert ended["a"][0]["all"] == [{"who": "a"}, {"who": "b"}, {"who": "c"}]
     assert ended["a"][2] == ["127.0.0.1"] * 2 and ended["b"][2] == ["127.0.0.1"]
     assert "node 1 (b) has come" in capfd.readouterr().err
 
@@ -125,7 +129,7 @@ def test_what_is_refused_is_refused_by_one_error_on_all() -> None:
 
     nodes = Nodes(count=2)
     for rank in range(2):
-        nodes.start(rank, lambda ours: ours.meet(dict, judge))
+        nodes.start(rank, lambda ours: ours.meet(dict, judge, everything))
     a, b = nodes.end().values()
     assert a.render() == b.render() and "2 are here, and differ" in a.render() and "so do their versions" in a.render()
 
@@ -151,7 +155,7 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     nodes, over = Nodes(count=2), threading.Event()
 
     def train(ours: Rendezvous) -> Any:
-        ours.meet(lambda: {"who": ours.host}, agree)
+        ours.meet(lambda: {"who": ours.host}, agree, everything)
         while not over.wait(0.1):
             assert ours.ended_elsewhere() is None
         return ours.members
@@ -253,10 +257,10 @@ def test_a_failure_between_the_steps_is_told_to_all() -> None:
     nodes = Nodes()
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet(dict, agree)
+        ours.meet(dict, agree, everything)
         if ours.node.rank == 1:
             raise DataError("the file is empty", place="rows.jsonl", hint="fill it")
-        return ours.share("prepared", {}, agree)
+        return ours.share("prepared", {}, agree, everything)
 
     for rank in range(3):
         nodes.start(rank, act)
@@ -274,7 +278,7 @@ def test_a_machine_that_vanishes_is_named(gone: int, started: bool) -> None:
     nodes = Nodes(silent=3.0)
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet(dict, agree)
+        ours.meet(dict, agree, everything)
         ours.ranks_by_node = (1, 2, 1)
         if ours.node.rank == gone:
             time.sleep(0.5)
@@ -283,7 +287,7 @@ def test_a_machine_that_vanishes_is_named(gone: int, started: bool) -> None:
             outcome = ours.settle(Outcome(code=75, rank=0, cause="peer", message="error: Connection closed by peer"))
             assert outcome == ends(ours)
             return outcome
-        return ours.share("prepared", {}, agree)
+        return ours.share("prepared", {}, agree, everything)
 
     for rank in range(3):
         nodes.start(rank, act)
@@ -301,7 +305,7 @@ def test_the_first_cause_is_settled_for_all_and_the_next_attempt_follows() -> No
     nodes = Nodes()
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet(dict, agree)
+        ours.meet(dict, agree, everything)
         peer = Outcome(code=75, rank=0, cause="peer", message="error: Connection closed by peer")
         outcome = ours.settle(LOST if ours.node.rank == 1 else peer)
         step = ours.follow(lambda: {"again": True, "said": outcome.message})
@@ -323,7 +327,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
     nodes, both = Nodes(count=2), threading.Event()
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet(dict, agree)
+        ours.meet(dict, agree, everything)
         mine = {str(ours.node.rank): {"at": [1, 0, 0], "host": ours.host}}
         if ours.node.rank == 0:
             for _ in range(15):
@@ -344,7 +348,7 @@ def test_a_request_to_stop_reaches_all() -> None:
     nodes = Nodes(count=2)
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet(dict, agree)
+        ours.meet(dict, agree, everything)
         found = ours.ended_elsewhere(stopping=ours.node.rank == 1)
         while found is None:
             time.sleep(0.05)
@@ -378,7 +382,7 @@ def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.
         return [HardwareError("other versions")] if given["who"] == "sick" else []
 
     def leave(ours: Rendezvous) -> str:
-        ours.meet(lambda: {"who": ours.host}, agree)
+        ours.meet(lambda: {"who": ours.host}, agree, everything)
         return vanish(ours)
 
     nodes.start(0, train, least=2)
