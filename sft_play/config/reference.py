@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
@@ -19,9 +20,8 @@ from sft_play.config.yaml_files import scalar_text
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration
 
-One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Unknown keys, wrong types and values out of
-range are errors with their place, all reported at once. In the tables the default is **bold**; where it is `auto`, the plan decides and gives
-the reason.
+One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). All mistakes are reported at once, with their
+place. The default is **bold**; where it is `auto`, the plan decides and gives the reason.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
@@ -32,11 +32,13 @@ prints every key with the origin of its value.
 - **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`.
   Nothing after `=` is null where a key takes it.
 - **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
-- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours; `CONFIG=run_bnb` uses it directly. Your
-  training data also replace a preset's validation data.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours. Your training data also replace its
+  validation data.
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
 """
+LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+"""Pages link; an editor that shows the schema could not follow."""
 
 
 def render_document() -> str:
@@ -69,7 +71,7 @@ def _sources() -> list[str]:
 def _extras() -> list[str]:
     names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in extra_keys().values())
     about = (
-        "Fields of the pinned `transformers.TrainingArguments`, with their defaults there (but [`report_to`](watching.md#trackers): `tensorboard`).",
+        "Fields of `transformers.TrainingArguments`, with their defaults (but [`report_to`](watching.md#trackers): `tensorboard`).",
         "Others are refused with what to use instead.",
     )
     return ["## Further keys of `train`", "", *about, "", f"{names}."]
@@ -84,7 +86,11 @@ def _values(key: Key) -> str:
 
 def _expected(key: Key) -> str:
     words = literals(key.annotation)
-    return f"one of {len(words)} words, such as `{words[0]}`" if len(words) > 12 else describe(key.annotation)
+    return (
+        f"one of {len(words)} words, such as `{words[0]}`"
+        if len(words) > 12
+        else re.sub(r"\b(an?) (?!list)", "", describe(key.annotation))
+    )
 
 
 def _cell(text: str) -> str:
@@ -109,7 +115,7 @@ def render_schema() -> str:
             node["description"] = (record.__doc__ or "").strip().splitlines()[0]
     for key in [*schema_keys().values(), *extra_keys().values()]:
         section, _, leaf = key.name.rpartition(".")
-        text = key.help or documented(sections()[section]).get(leaf, "")
+        text = LINK.sub(r"\1", key.help or documented(sections()[section]).get(leaf, ""))
         _object(root, section)["properties"][leaf] = _json_type(key) | {"description": text}
     return json.dumps(root, indent=1, ensure_ascii=False) + "\n"
 
@@ -142,7 +148,7 @@ def _json_part(part: Any, limits: Range) -> dict[str, Any]:
     if isinstance(part, type) and dataclasses.is_dataclass(part):
         texts = documented(part)
         properties = {
-            name: {"anyOf": _json_choices(annotation), "description": texts.get(name, "")}
+            name: {"anyOf": _json_choices(annotation), "description": LINK.sub(r"\1", texts.get(name, ""))}
             for name, annotation in fields_of(part).items()
         }
         return {"type": "object", "required": required(part), "additionalProperties": False, "properties": properties}

@@ -32,9 +32,9 @@ class SlurmConfig:
     constraint: str | None = None
     """Feature the nodes must have."""
     warning_seconds: Annotated[int, Range(minimum=30, maximum=65_535)] = 120
-    """Time before the limit at which the run saves and stops."""
+    """Save and stop this long before the limit."""
     max_requeues: FromZero = 20
-    """Requeues after preemption, the time limit or a lost peer."""
+    """Most requeues."""
     array: str | None = None
     """Job array (`0-3`, `1-10%1`): each task is a run `RUN_NAME-INDEX`."""
     setup: list[str] = field(default_factory=list)
@@ -48,16 +48,15 @@ class KubernetesConfig:
     """What `make kubernetes` renders. Pods and GPUs come from the plan."""
 
     kind: Literal["pytorchjob", "trainjob", "job", "skypilot"] = "pytorchjob"
-    """`pytorchjob` (Training Operator v1), `trainjob` (Trainer v2), `job` (indexed Job, no operator), `skypilot` (a task for
-    clouds)."""
+    """What is [written](kubernetes.md)."""
     image: str = "sft-play:latest"
-    """Image made by this project's `Dockerfile`; SkyPilot installs this folder unless it is given."""
+    """Made by this project's `Dockerfile`; SkyPilot installs this folder unless it is typed."""
     namespace: str | None = None
     """Default: the current context's."""
     models_claim: str | None = "models"
-    """PersistentVolumeClaim for models and prepared data. SkyPilot: only a typed name, of a volume."""
+    """PersistentVolumeClaim for models and prepared data. SkyPilot: a volume, only if typed."""
     runs_claim: str | None = "runs"
-    """PersistentVolumeClaim for run folders; SkyPilot as above."""
+    """The same for run folders."""
     tracking_claim: str | None = None
     """PersistentVolumeClaim for a tracker (Aim), at `/tracking`."""
     create_claims: bool = False
@@ -85,25 +84,25 @@ class KubernetesConfig:
     node_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels the nodes must have."""
     replica_selectors: list[Mapping[str, str]] = field(default_factory=list)
-    """Labels for each pod's node, by rank; PyTorchJob: Master and Workers may differ."""
+    """The same for each pod, by rank."""
     tolerations: list[Mapping[str, str]] = field(default_factory=list)
-    """Taints that pods tolerate: `[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
+    """`[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
     infiniband: bool = False
-    """Request the rdma resource and unlimited locked memory."""
+    """Request InfiniBand devices and unlimited locked memory."""
     rdma_resource: str = "rdma/ib"
-    """Resource name of InfiniBand devices."""
+    """Their resource name."""
     rdma_count: Positive = 1
-    """InfiniBand devices per pod."""
+    """Their number per pod."""
     hca: str | None = None
     """`NCCL_IB_HCA`, such as `mlx5`."""
     max_restarts: FromZero = 10
-    """Restarts in a row without a newer checkpoint after a lost peer or a kill."""
+    """Restarts in a row without a newer checkpoint."""
     finished_seconds: FromZero = 604800
-    """Seconds until a finished PyTorchJob or Job is removed; a TrainJob stays."""
+    """Seconds until a finished PyTorchJob or Job is removed."""
     queue: str | None = None
     """Kueue queue."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables, stronger than ours; no secrets."""
+    """Further environment variables; no secrets."""
 
 
 # Rules of `slurm`.

@@ -25,32 +25,29 @@ class ModelConfig:
     """Which model is tuned."""
 
     name: str = ""
-    """Hub id (`Qwen/Qwen2.5-7B-Instruct`) or folder with `config.json`, weights and tokenizer. Optional only from scratch with a
-    shape."""
+    """Hub id (`Qwen/Qwen2.5-7B-Instruct`) or folder with `config.json`, weights and tokenizer."""
     revision: str | None = None
     """Hub branch, tag or commit."""
     max_seq_len: Annotated[int, Range(minimum=8)] = 2048
     """Longest row in tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; `auto` follows hardware and mode."""
+    """Type of the weights; `auto`: by hardware and mode."""
     attn_implementation: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention kernel. `auto` on GPUs of compute capability 8.0 or more in bf16 or fp16: `flash_attention_2` where installed,
-    else `varlen` (torch's flash attention); on CPUs `varlen`; elsewhere `sdpa`."""
+    """[Attention kernel](training.md#what-is-fast); `auto`: the fastest that is installed and supported."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model; a hub model then needs a full commit as `model.revision`."""
+    """Run the model's own Python code; a hub model then needs a full commit as `model.revision`."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """`random` trains from scratch: the shape below or that of `model.name`. Needs `tuning.mode: full`."""
+    """`random` trains [from scratch](pretraining.md#from-scratch), with `tuning.mode: full`."""
     tokenizer: str | None = None
-    """Folder or hub id of another tokenizer. From scratch, `train` makes a byte-level BPE from the training data; the default
-    without `model.name`."""
+    """Folder or hub id of another tokenizer; from scratch also `train`: made from the training data."""
     vocab_size: Positive | None = None
-    """From scratch: tokens of the vocabulary."""
+    """From scratch: vocabulary size."""
     hidden_size: Positive | None = None
-    """From scratch: width, a multiple of `model.attention_heads`."""
+    """From scratch: a multiple of `model.attention_heads`."""
     attention_heads: Positive | None = None
-    """From scratch: attention heads per layer."""
+    """From scratch: heads per layer."""
     layers: Positive | None = None
-    """From scratch: transformer layers."""
+    """From scratch: number of layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +61,8 @@ class LoraSettings:
     dropout: Share = 0.0
     """Dropout before the adapter."""
     target_modules: Auto | list[str] = "auto"
-    """Linear layers that get an adapter, a list or `q_proj,v_proj`. `auto` (or `all-linear`): all of the text model but the head,
-    a mixture's routers and its experts (typed: `experts.gate_up_proj`)."""
+    """Linear layers with an adapter, also as `q_proj,v_proj`. `auto` (or `all-linear`): [all but](models.md#adapters-tuninglora) the
+    head, routers and experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +70,13 @@ class TuningConfig:
     """How the model is tuned."""
 
     task: Literal["sft", "cpt", "mixed"] = "sft"
-    """`sft`: conversations; `cpt`: plain text and documents, every token trained; `mixed`: both."""
+    """`sft`: conversations; `cpt`: plain text and documents; `mixed`: both."""
     mode: Literal["qlora", "lora", "full"] = "lora"
-    """`qlora`: adapters on a quantised base; `lora`: adapters; `full`: every weight."""
+    """Adapters on a quantised base, adapters, or every weight."""
     backend: Literal["bnb", "unsloth"] = "bnb"
-    """Loads and quantises the base: bitsandbytes with PEFT, or Unsloth (one NVIDIA GPU)."""
+    """bitsandbytes with PEFT, or Unsloth."""
     quantization: Literal["nf4", "int8"] = "nf4"
-    """For `qlora`: 4-bit NormalFloat with double quantisation, or 8-bit integers."""
+    """For `qlora`: 4-bit NormalFloat or 8-bit integers."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """The adapters' shape."""
 
@@ -89,7 +86,7 @@ class DataSource:
     """One place that rows come from."""
 
     path: str
-    """File (json, jsonl, csv, parquet, arrow, txt, md, html, docx, pdf; also compressed), glob, folder or hub dataset id."""
+    """[File](data.md#sources), glob, folder or hub dataset id."""
     name: str | None = None
     """Name in counts and scores; default: the path."""
     format: Literal["auto", "messages", "sharegpt", "prompt_completion", "instruction", "question_answer", "text", "tokens"] = (
@@ -97,14 +94,13 @@ class DataSource:
     )
     """How a row becomes an example; `auto` goes by the columns."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The file's column names where they differ: `{question: frage, answer: antwort}`; within a conversation `messages.role`,
-    `messages.content`, `messages.role.user`."""
+    """The file's column names where they differ: `{question: frage}`; [inside conversations](data.md#sources) too."""
     filter: str | None = None
     """Condition for keeping a row: `lang == "en" and score >= 3`."""
     weight: float | None = None
-    """Share relative to the other sources, in `data.mix_by`."""
+    """Share relative to the other sources."""
     rows: Positive | None = None
-    """Take at most this many rows, chosen by `train.seed`."""
+    """At most this many, chosen by `train.seed`."""
     split: str | None = None
     """Hub dataset: split (`train`, `test[:500]`)."""
     config: str | None = None
@@ -112,7 +108,7 @@ class DataSource:
     revision: str | None = None
     """Hub dataset: branch, tag or commit."""
     streaming: bool = False
-    """Hub dataset: read row by row without downloading it all; `rows` takes the first ones."""
+    """Hub dataset: do not download it; `rows` takes the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +132,7 @@ class DataConfig:
     sources: list[DataSource] = field(default_factory=list)
     """Training data, in order."""
     validation: Share | list[DataSource] | None = None
-    """Held-out data: sources, or a fraction of the training rows chosen by a hash of the row."""
+    """Held-out data: sources, or a fraction of the training rows."""
     train_path: str | None = None
     """Short for one entry of `data.sources`."""
     val_path: str | None = None
@@ -144,27 +140,26 @@ class DataConfig:
     group_by: str | None = None
     """Column whose equal values never split between training and validation."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Exact repeats within a split: drop or keep."""
+    """Exact repeats within a split."""
     overlong: Literal["error", "drop", "truncate", "truncate_answers", "split"] = "error"
-    """Rows longer than `model.max_seq_len`: refuse; drop; cut the oldest turns (`truncate_answers`: also the last answer's end);
-    or split into several rows."""
+    """[Rows longer](data.md#rows-that-are-too-long) than `model.max_seq_len`."""
     bad_rows: Literal["stop", "drop"] = "stop"
-    """Rows that cannot be read or formatted: stop or drop. One file lists them with place and reason."""
+    """Rows that cannot be read or formatted."""
     mix_by: Literal["tokens", "rows"] = "tokens"
     """Unit of the sources' weights."""
     exhausted: Literal["repeat", "stop"] = "repeat"
-    """With weights, when a source ends: `repeat` restarts it until all were seen once; `stop` ends the epoch."""
+    """With weights, when a source ends: restart it until all were seen once, or end the epoch."""
     chat_template: str | None = None
-    """Instead of the tokenizer's: a name (`chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `phi3`, `zephyr`, `vicuna`, `alpaca`)
-    or a Jinja file."""
+    """Instead of the tokenizer's: `chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `phi3`, `zephyr`, `vicuna`, `alpaca` or a Jinja
+    file."""
     system: str | None = None
-    """System turn for conversations without one, everywhere."""
+    """System turn for conversations without one."""
     style: StyleConfig = field(default_factory=StyleConfig)
     """Text around every turn."""
     num_proc: Annotated[int, Range(minimum=1, maximum=1024)] | Auto = "auto"
-    """Processes that prepare data; `auto`: one per core, one for small data."""
+    """Preparing processes; `auto`: one per core."""
     sync: Literal["rsync", "shared"] = "rsync"
-    """In a cluster: `rsync` copies data, base model and checkpoints; `shared` expects run folder and cache on a shared disk."""
+    """In a cluster: `rsync` copies data, model and checkpoints; `shared` expects run folder and cache on a shared disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,13 +167,13 @@ class ProfileSettings:
     """Steps of a run that are measured operator by operator."""
 
     steps: FromZero = 0
-    """Number of steps to profile; 0: none. The step before them warms the profiler up."""
+    """Steps to profile; 0: none."""
     start: Annotated[int, Range(minimum=2)] = 10
     """First of them."""
     ranks: list[FromZero] = field(default_factory=lambda: [0])
     """Ranks that write a trace."""
     memory: bool = False
-    """GPU only: also record allocations, for these steps and for a failed allocation."""
+    """GPU only: record allocations too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,13 +185,11 @@ class TrainConfig:
     grad_accum: Positive | Auto = "auto"
     """Micro-steps per optimizer step; `auto`: what reaches the global batch."""
     global_batch_size: Positive | Auto = "auto"
-    """Rows per optimizer step over all devices. `auto`: the product of the two above where both are given, else 32, or more where
-    the given batch needs it."""
+    """Rows per optimizer step over all devices; `auto`: 32, or what [the keys above](planning.md#the-batch) give."""
     packing: Literal["auto", "off", "on"] = "auto"
-    """Pack rows into sequences of `model.max_seq_len` without attention between rows; the update stays the same. `auto`: where it saves
-    over 10 % of micro-steps. `true` and `false` are `on` and `off`."""
+    """Pack rows into sequences of `model.max_seq_len`; `auto`: where it saves over 10 % of micro-steps. `true` is `on`, `false` `off`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
-    """Trained tokens: every assistant turn, the last one, or all."""
+    """Trained tokens: all answers, the last one, or everything."""
     epochs: AboveZero = 3.0
     """Passes over the training rows."""
     max_steps: Annotated[int, Range(minimum=1, also=-1)] = -1
@@ -204,7 +197,7 @@ class TrainConfig:
     learning_rate: NotNegative | Auto = "auto"
     """Peak; `auto`: 2e-4 for adapters, 2e-5 for `full`, 6e-4 from scratch."""
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Multiply the learning rate by sqrt(G / 32) or G / 32 for a global batch of G rows."""
+    """Multiply it by sqrt(G / 32) or G / 32 for a global batch of G rows."""
     lr_scheduler_type: str = "cosine"
     """Schedule of transformers."""
     warmup_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.03
@@ -216,7 +209,7 @@ class TrainConfig:
     max_grad_norm: NotNegative = 1.0
     """Gradient clipping; 0: off."""
     optim: str = "auto"
-    """Optimizer of transformers (`adamw_torch_fused`, `paged_adamw_8bit`, ...); `auto` goes by mode and hardware."""
+    """Optimizer of transformers; `auto`: by mode and hardware."""
     seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 42
     """Initialisation, order, dropout."""
     bf16: bool | Auto = "auto"
@@ -224,15 +217,15 @@ class TrainConfig:
     fp16: bool = False
     """Compute in float16 with loss scaling."""
     gradient_checkpointing: bool | Auto = "auto"
-    """Recompute activations: less memory, about a third more time (half with adapters)."""
+    """Recompute activations: less memory, a third more time (half with adapters)."""
     ddp_find_unused_parameters: bool = False
-    """DDP looks for parameters without gradient."""
+    """As in torch's DDP."""
     ddp_broadcast_buffers: bool = False
-    """DDP sends rank 0's buffers before each forward."""
+    """As in torch's DDP."""
     ddp_bucket_cap_mb: Positive | None = None
     """DDP's gradient buckets, MiB."""
     kernels: Literal["auto", "off", "liger"] = "auto"
-    """Triton kernels (norms, rotary, SwiGLU); `auto`: Liger where installed and supported."""
+    """Triton kernels; `auto`: Liger where installed and supported."""
     dataloader_num_workers: FromZero | Auto = "auto"
     """Loading processes per rank; `auto`: 2 with a GPU, else 0."""
     dataloader_pin_memory: bool | Auto = "auto"
@@ -242,13 +235,13 @@ class TrainConfig:
     eval_steps: Positive | None = None
     """Steps between evaluations (`eval_strategy: steps`)."""
     predict_with_generate: bool | Auto = "auto"
-    """Score generated answers; `auto`: only in `make eval`."""
+    """Score generated answers; `auto`: in `make eval` only."""
     generation_num_beams: Positive = 1
     """Beams; 1: greedy."""
     generation_max_new_tokens: Positive = 128
     """Longest answer in tokens."""
     eval_accumulation_steps: Positive | None = None
-    """Accepted, no effect: no logits are kept."""
+    """Accepted, no effect."""
     eval_do_concat_batches: bool = True
     """Accepted, no effect."""
     logging_steps: Positive = 1
@@ -264,15 +257,15 @@ class TrainConfig:
     metric_for_best_model: str = "eval_loss"
     """`eval_loss` (lower is better), `eval_rougeL` (higher), ..."""
     early_stopping_patience: Positive | None = None
-    """Stop after this many evaluations without improvement."""
+    """Evaluations without improvement before the run stops."""
     early_stopping_threshold: NotNegative = 0.0
     """Smallest improvement that counts."""
     async_save: bool = False
-    """Save in the background where memory holds a copy of the states."""
+    """Save in the background."""
     spike_guard: Literal["off", "report", "skip"] = "off"
-    """When the gradient norm jumps: record the step (`report`), or also skip the update."""
+    """When the gradient norm jumps: record the step, or also skip the update."""
     spike_factor: Annotated[float, Range(above=1)] = 10.0
-    """Jump: this many times the median of the last 50 steps."""
+    """A jump is this many times the median of 50 steps."""
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     """Where the time of some steps goes."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -284,12 +277,11 @@ class EvalConfig:
     """How answers are generated and scored."""
 
     metrics: list[str] = field(default_factory=lambda: ["rouge1", "rouge2", "rougeL"])
-    """Scores of answers: `rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`, or `evaluate:NAME` of the `evaluate`
-    library."""
+    """`rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`, `evaluate:NAME` of the `evaluate` library."""
     max_seconds: AboveZero | None = None
-    """Time limit for generating answers at one evaluation; the output names how many were scored."""
+    """Time limit for generating answers in one evaluation."""
     samples: Positive = 200
-    """Validation rows that are answered, chosen by seed; the loss uses all rows."""
+    """Validation rows that are answered; the loss uses all."""
     batch_size: Positive | Auto = "auto"
     """Prompts answered together per device."""
 
@@ -299,51 +291,49 @@ class LaunchConfig:
     """How processes are started."""
 
     strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp2", "pipeline"] = "auto"
-    """Parallelism; `auto` goes by the command and what fits. `pipeline`: ranks hold consecutive layers, for slow networks."""
+    """Parallelism; `auto`: by [the command and what fits](planning.md#choices)."""
     stages: Positive | Auto = "auto"
     """Ranks of one pipeline; `auto`: all."""
     sequence_parallel: Positive = 1
-    """Ranks that share each line of tokens between them, for rows too long for one card (Ulysses)."""
+    """Ranks that share each row's tokens, for [rows too long for one card](parallelism.md)."""
     tensor_parallel: Positive = 1
-    """Ranks that share the weights of each layer between them, for models too large for one card; they need a fast link."""
+    """Ranks that share each layer's weights, for models too large for one card; needs a fast link."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """`nccl` for GPUs, `gloo` for CPUs; `mpi` is refused (not in torch's wheels)."""
+    """`auto`: `nccl` for GPUs, `gloo` for CPUs; `mpi` is refused."""
     timeout_seconds: Positive = 1800
-    """Longest wait of a collective for a rank."""
+    """Longest wait in a collective."""
     hang_seconds: AboveZero | Auto = "auto"
-    """Longest time without a step before the run ends with all ranks' stacks; `auto`: 600 s or ten times the longest step; other
-    limits while loading, saving, evaluating."""
+    """Longest time without a step; `auto`: 600 s or ten times the longest step."""
     max_restarts: FromZero = 0
-    """Restarts from the last checkpoint after a lost rank."""
+    """Restarts after a lost rank."""
     auto_resume: bool = False
     """Continue the run `RUN_NAME` if it exists."""
     balance: Literal["auto", "off"] = "auto"
-    """Unlike devices: shares by memory and measured speed; `off`: equal."""
+    """Unlike devices: shares by memory and speed; `off`: equal."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Gradients in 16 bits or low rank (DDP only)."""
     powersgd_rank: Positive = 4
     """Rank for `compression: powersgd`."""
     local_steps: Positive = 1
-    """Steps per rank between two averages of the weights (DDP only, DiLoCo); 1: ordinary training."""
+    """Steps between two averages of the weights (DDP only, DiLoCo); 1: ordinary training."""
     outer_learning_rate: AboveZero = 1.0
-    """`launch.local_steps`: step size of the outer Nesterov optimizer; 1 with momentum 0 is plain averaging."""
+    """With `launch.local_steps`: the outer optimizer's step size; 1 with momentum 0 is plain averaging."""
     outer_momentum: Share = 0.0
-    """`launch.local_steps`: its momentum. DiLoCo: 0.9 with step size 0.7, for long runs."""
+    """Its momentum. DiLoCo: 0.9 with step size 0.7."""
     network: str | None = None
-    """Speed between machines (`1Gbit`), for the plan; an inventory can state it too."""
+    """Speed between machines (`1Gbit`), for the plan."""
     slow_network: Literal["refuse", "allow"] = "refuse"
-    """ZeRO-3 and FSDP2 where sending weights would take most of the time."""
+    """ZeRO-3 and FSDP2 where sending weights would take most of a step."""
     join_seconds: Positive = 600
-    """How long a node waits for the others."""
+    """Longest wait for other nodes."""
     silent_seconds: Positive = 20
     """Silence after which a machine counts as lost."""
     notify: str | None = None
-    """Learns of the run's end, restarts and the first spike: the URL of a webhook, or `$NAME`, a variable of the environment with a URL or a
-    shell command."""
+    """URL of a webhook, or `$NAME` of a variable with a URL or a shell command ([notifications](watching.md#notifications))."""
     elastic: str | None = None
-    """`MIN:MAX` machines (`2:4`): continue with those left, and take back one that returns."""
+    """`MIN:MAX` machines (`2:4`): continue with those left, take back one that returns."""
     max_oom_retries: FromZero = 3
-    """Retries after out of memory, each with half the micro-batch and twice the accumulation."""
+    """Retries after out of memory, each with half the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
