@@ -251,7 +251,7 @@ def slow_network(config: Config) -> Iterator[Conflict]:
 
 def stages(config: Config) -> Iterator[Conflict]:
     """Ranks with other layers each are no replicas."""
-    key, launch, train, tuning = "launch.strategy", config.launch, config.train, config.tuning
+    key, launch, tuning = "launch.strategy", config.launch, config.tuning
     if launch.strategy != "pipeline":
         if launch.stages != "auto":
             yield Conflict("launch.stages", f", but `launch.strategy` is `{launch.strategy}`", "LAUNCH_STRATEGY=pipeline")
@@ -259,8 +259,6 @@ def stages(config: Config) -> Iterator[Conflict]:
     for other, value in (("sequence_parallel", launch.sequence_parallel), ("tensor_parallel", launch.tensor_parallel)):
         if value > 1:
             yield Conflict(key, f", but `launch.{other}` is {value}", "leave one of the two out")
-    if train.fp16:
-        yield Conflict(key, ", but `train.fp16` scales losses, which was not tried with it", "`train.bf16: true`, or fp32")
     if tuning.backend == "unsloth" or config.model.trust_remote_code:
         who = "`tuning.backend: unsloth`" if tuning.backend == "unsloth" else "`model.trust_remote_code: true`"
         yield Conflict(key, f", but with {who} the model's layers are not ours to share out", "leave one of the two out")

@@ -165,10 +165,9 @@ class WhileTraining:
             self.context.activity.next_batch(batch["rows"])
             batch = trainer._prepare_inputs(batch)
             if trainer.pipeline is not None:
-                found: Tensor = trainer.pipeline.measure(batch, trainer.compute_loss_context_manager)
+                found: Tensor = trainer.pipeline.measure(batch)
                 return found
-            with trainer.compute_loss_context_manager():
-                return loss_and_tokens(model, batch)
+            return loss_and_tokens(model, batch)
 
         model.eval()
         self.stop.begin_evaluation()

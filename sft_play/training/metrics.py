@@ -129,10 +129,10 @@ def operations_per_token(model: Any) -> int:
     """Returns the operations of one token, forward and backward.
 
     For a weight 2 forward, 2 for the gradient by its input, and 2 more for its own gradient when it is trained (PaLM, appendix
-    B, without attention's own products). An embedding that is not the head too is only looked up.
+    B, without attention's own products). An embedding that is not the head too is only looked up. Of a part of a model: the part's.
     """
     looked_up = None if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else model.get_input_embeddings()
-    table = next(iter(looked_up.parameters())) if looked_up is not None else None
+    table = next(iter(looked_up.parameters()), None) if looked_up is not None else None
     return sum((6 if p.requires_grad else 4) * weights_in(p) for p in model.parameters() if p is not table)
 
 

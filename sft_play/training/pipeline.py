@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,6 @@ from sft_play.training.ranks import Ranks, group_of, replicas_of
 
 CACHES = ("past_key_values", "cache_params")
 """What models call what they keep of tokens that have passed."""
-Context = Callable[[], AbstractContextManager[Any]]
 
 
 def _no_step(_: str) -> None:
@@ -34,16 +33,20 @@ def _no_step(_: str) -> None:
 
 def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
     """Returns the pipeline that a rank's stage, `model`, is in. Collective over all ranks."""
-    dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
-    return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, dtype, timeout_seconds)
+    return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, plan, timeout_seconds)
 
 
 class Pipeline:
     """This rank's stage among those of its group."""
 
-    def __init__(self, stage: Stage, ranks: Ranks, dtype: torch.dtype, timeout_seconds: float) -> None:
-        """`dtype`: of hidden states between layers. Collective over all ranks."""
-        self.stage, self.ranks, self.dtype = stage, ranks, dtype
+    def __init__(self, stage: Stage, ranks: Ranks, plan: Plan, timeout_seconds: float) -> None:
+        """Collective over all ranks."""
+        self.stage, self.ranks = stage, ranks
+        self.dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
+        """Of hidden states on the wire."""
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
+        self.autocast = functools.partial(torch.autocast, plan.device, narrow, enabled=narrow is not None)
+        """A stage calls its decoder below the forward pass that accelerate put under autocast."""
         number = ranks.rank % ranks.group_size
         self.behind = ranks.group_size - 1 - number
         """How many stages come after this one."""
@@ -64,15 +67,13 @@ class Pipeline:
     def train(
         self,
         batches: Sequence[Batch],
-        scale: Tensor | float,
-        context: Context,
+        scale: Tensor,
         at: Callable[[Batch], None],
         enter: Callable[[str], None],
     ) -> Tensor:
         """Computes the gradients of `scale` times the summed loss of a step's micro-batches; returns [summed loss, label tokens] on every stage.
 
-        `context`: under which a forward pass runs; `at` is called with each batch before its pass, `enter` with each phase. Collective over
-        the group.
+        `at` is called with each batch before its pass, `enter` with each phase. Collective over the group.
         """
         self.enter = enter
         held: deque[tuple[Tensor | None, Tensor]] = deque()
@@ -80,7 +81,7 @@ class Pipeline:
         warm = min(self.behind, len(batches))
         for number, batch in enumerate(batches):
             at(batch)
-            held.append(self._forward(batch, sums, context))
+            held.append(self._forward(batch, sums))
             if number >= warm:
                 self._backward(*held.popleft(), scale)
         while held:
@@ -90,21 +91,21 @@ class Pipeline:
         self.enter = _no_step
         return self._told(sums)
 
-    def measure(self, batch: Batch, context: Context) -> Tensor:
+    def measure(self, batch: Batch) -> Tensor:
         """Returns [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the group."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         with torch.no_grad():
-            self._forward(batch, sums, context)
+            self._forward(batch, sums)
         self._settle()
         return self._told(sums)
 
-    def _forward(self, batch: Batch, sums: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
+    def _forward(self, batch: Batch, sums: Tensor) -> tuple[Tensor | None, Tensor]:
         self.enter("communication")
         given = self._received(batch["input_ids"])
         if given is not None:
             given.requires_grad_(torch.is_grad_enabled())
         self.enter("forward")
-        with context():
+        with self.autocast():
             if self.stage.ends:
                 found = token_loss_sum(self.stage.model, self.stage.taking(batch, given))
                 sums += torch.stack([found.detach().double(), label_tokens(batch).double()])
@@ -114,7 +115,7 @@ class Pipeline:
         self._send(found.detach().to(self.dtype), self.after, self.group)
         return given, found
 
-    def _backward(self, given: Tensor | None, found: Tensor, scale: Tensor | float) -> None:
+    def _backward(self, given: Tensor | None, found: Tensor, scale: Tensor) -> None:
         if self.stage.ends:
             self.enter("backward")
             (found * scale).backward()
@@ -150,7 +151,8 @@ class Pipeline:
                 output = whole(**self.stage.taking(inputs, given))
                 logits = output.logits[:, -1:].float().contiguous()
             else:
-                found, output = self.stage.passed(inputs, given)
+                with self.autocast():
+                    found, output = self.stage.passed(inputs, given)
                 self._send(found.to(self.dtype), self.after, self.group)
                 logits = torch.empty(len(ids), 1, base.config.get_text_config().vocab_size, device=self.ranks.device)
             distributed.broadcast(logits, src=self.last, group=self.group)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import Trainer
 
 from sft_play.data.batches import Batch, GlobalBatchSampler
@@ -76,7 +76,8 @@ class SftTrainer(Trainer):
         """Spent on optimizer steps, evaluation and saving left out."""
         self._peak_flops: float | None = None
         """Operations per second of all ranks together, where every device's are known."""
-        self._operations: int | None = None
+        self._operations = 0.0
+        """Of one token, by the whole model."""
         super().__init__(**arguments)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
         self.watch = Stopwatch(context.ranks.device)
@@ -172,10 +173,10 @@ class SftTrainer(Trainer):
         self.model.train()
         for batch in batches:
             self.watch.begin(batch)
-        at = self.context.activity.next_batch
-        sums = pipeline.train(
-            batches, 1 / labels, self.compute_loss_context_manager, lambda batch: at(batch["rows"]), self.watch.enter
-        )
+        at, scale = self.context.activity.next_batch, torch.as_tensor(1 / labels, device=self.args.device)
+        if (scaler := self.accelerator.scaler) is not None:
+            scale = scaler.scale(scale)
+        sums = pipeline.train(batches, scale, lambda batch: at(batch["rows"]), self.watch.enter)
         self.watch.enter("optimizer")
         counts = [
             torch.full_like(sums[0], sum(count)) for count in ([b["tokens"] for b in batches], [len(b["rows"]) for b in batches])
@@ -211,6 +212,10 @@ class SftTrainer(Trainer):
     def _clip_slices(self, model: Any, most: float) -> Tensor:
         assert self.parts is not None
         self.parts.share_gradients()
+        if (scaler := self.accelerator.scaler) is not None:
+            self.accelerator.unscale_gradients()
+            for overflown in scaler._found_inf_per_device(self.optimizer.optimizer).values():
+                distributed.all_reduce(overflown)  # else a rank that saw none would make a step which the others leave out
         return self.parts.clip(model.parameters(), most)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -277,7 +282,6 @@ class SftTrainer(Trainer):
             self.tokens_trained += int(tokens)
             self.training_seconds += seconds
             if self._peak_flops:
-                self._operations = self._operations or operations_per_token(self.accelerator.unwrap_model(self.model))
                 extra["mfu"] = self._operations * tokens / seconds / self._peak_flops
             if self.local is not None:
                 extra["rank_grad_norm"] = self.local.norms
@@ -347,8 +351,10 @@ class SftTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        peaks = [peak for (peak,) in self.context.ranks.table([peak_operations(self.context.plan.device) or 0.0])]
-        self._peak_flops = sum(peaks) if all(peaks) else None
+        ranks, operations = self.context.ranks, operations_per_token(self.accelerator.unwrap_model(self.model))
+        table = ranks.table([peak_operations(self.context.plan.device) or 0.0, float(operations)])
+        self._peak_flops = sum(peak for peak, _ in table) if all(peak for peak, _ in table) else None
+        self._operations = sum(part for _, part in table[: ranks.group_size if self.parts is not None else 1])
         self.exchange = self.saver.exchange = exchange_of(self.context, self, self.watch.computed)
         if self.local is not None:
             self.add_callback(self.local)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -16,15 +17,16 @@ from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, command, ended_with, logs, make_run, rows, train
 
 HALVES = ((2, 2), (2, 2))
+HALVES_OF_A_MODEL = ((4, 2), (4, 2))
 STEPS = 30
 SETTINGS = ("train.max_steps: 30", "train.eval_strategy: no", "train.eval_steps: null", "train.save_steps: 100")
 TOKEN = 4
 
 
-def spoilt(base: Path) -> Path:
+def spoilt(base: Path, eps: float = 1e-36) -> Path:
     """A token whose embedding is zero, before norms that add next to nothing: as the first of a row it stays zero in every layer,
     where the gradient of each norm is 1e18 times what comes in."""
-    build_tiny_llama(base, tie_word_embeddings=False, rms_norm_eps=1e-36)
+    build_tiny_llama(base, tie_word_embeddings=False, rms_norm_eps=eps)
     weights = load_file(base / "model.safetensors")
     weights["model.embed_tokens.weight"][TOKEN] = 0.0
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
@@ -102,3 +104,20 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(
     found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
     assert len(found) == len(ranks) and all(one["step"] == 17 and one["rows"] for one in found)
     assert len(rows(run)) == 16 and not run.model.exists()
+
+
+@pytest.mark.parametrize("plan", [(("stages", (1, 1)),), (("tensor_parallel", 2),)])
+def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(plan: tuple[tuple[str, Any], ...], tmp_path: Path) -> None:
+    settings, base, found = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
+    for name, strategy, ranks, more in (("whole", "single", ((4, 2),), ()), ("parts", "ddp", HALVES_OF_A_MODEL, plan)):
+        trial = Trial(strategy=strategy, ranks=ranks, steps=8, settings=settings, plan=(("precision", "fp16"), *more))
+        run = make_run(tmp_path / name, base, trial)
+        begin_with_the_token(run, every=True)
+        assert train_scaled(run).returncode == 0, logs(run)
+        found.append(rows(run))
+    for whole, parts in zip(*found, strict=True):
+        assert (whole["grad_norm"] is None) == (parts["grad_norm"] is None), found
+        assert parts["loss"] == pytest.approx(whole["loss"], abs=2e-3)
+        assert parts["mfu"] > 0
+    norms = [row["grad_norm"] for row in found[1]]
+    assert None in norms[:2] and None not in norms[-2:], "some updates were left out, and others were made after them"

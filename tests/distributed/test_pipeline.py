@@ -59,6 +59,16 @@ def test_stages_give_the_same_updates_and_weights(mode: str, way: str, config: P
     assert all((found[name] - wanted[name]).abs().max() <= 1e-5 for name in wanted)
 
 
+def test_stages_compute_in_bf16_with_adapters_in_fp32(config: Path, cache: Path, session_runs: Path, tmp_path: Path) -> None:
+    untied = build_tiny_llama(tmp_path / "untied", num_hidden_layers=4, tie_word_embeddings=False)
+    words = [f"MODEL_NAME={untied}", "TRAIN_BF16=true", "MODEL_DTYPE=bfloat16", "TRAIN_BATCH_SIZE=2"]
+    baseline = train(config, session_runs / "stages-bf16-whole", cache, "train", words)
+    run = train(config, session_runs / "stages-bf16", cache, "train-distributed", [*words, "NUM_GPUS=2", *PP])
+    for mine, whole in zip(metrics(run), metrics(baseline), strict=True):
+        assert mine["loss"] == pytest.approx(whole["loss"], abs=1e-3)
+        assert mine["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-2)
+
+
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.long)])
 def test_saved_by_stages_and_resumed_whole_and_the_reverse(mode: str, config: Path, cache: Path, session_runs: Path) -> None:
     words = [f"TUNING_MODE={mode}", "TRAIN_BATCH_SIZE=2", *SAVED]
