@@ -52,6 +52,15 @@ CASES = {
     ),
     "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
     "two RTX 3090, a process each": Case(machine="rtx3090_pair", command="train-distributed", sees=("GPU-0000", "GPU-1111")),
+    "two RTX 3090, a stage each": Case(
+        machine="rtx3090_pair", command="train-distributed", words=("LAUNCH_STRATEGY=pipeline",), sees=("GPU-0000", "GPU-1111")
+    ),
+    "two RTX 3090, slices of layers": Case(
+        machine="rtx3090_pair", command="train-distributed", words=("LAUNCH_TENSOR_PARALLEL=2",), sees=("GPU-0000", "GPU-1111")
+    ),
+    "two RTX 3090, slices of lines": Case(
+        machine="rtx3090_pair", command="train-distributed", words=("LAUNCH_SEQUENCE_PARALLEL=2",), sees=("GPU-0000", "GPU-1111")
+    ),
     "the second RTX 3090, recomputed": Case(
         machine="rtx3090_pair", shown="1", sees=("GPU-1111",), words=("TRAIN_GRADIENT_CHECKPOINTING=true",)
     ),

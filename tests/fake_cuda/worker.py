@@ -188,6 +188,7 @@ def watched(waits: Any, report: dict[str, Any]) -> Iterator[None]:
     import torch
     from accelerate import Accelerator
 
+    from sft_play.training.pipeline import Pipeline
     from sft_play.training.trainer import SftTrainer
 
     def phase(name: str, function: Any, after: str) -> Any:
@@ -222,6 +223,7 @@ def watched(waits: Any, report: dict[str, Any]) -> Iterator[None]:
         mock.patch.object(SftTrainer, "train", trained),
         mock.patch.object(SftTrainer, "training_step", phase("forward", SftTrainer.training_step, "step")),
         mock.patch.object(Accelerator, "backward", phase("backward", Accelerator.backward, "forward")),
+        mock.patch.object(Pipeline, "_backward", phase("backward", Pipeline._backward, "forward")),
         mock.patch.object(SftTrainer, "_get_num_items_in_batch", phase("begin", SftTrainer._get_num_items_in_batch, "step")),
         mock.patch("torch.nn.functional.scaled_dot_product_attention", attention),
     ):
