@@ -138,7 +138,7 @@ def _ask(host: Host, words: Sequence[str], what: str, text: bytes | None = None)
 
 def _require_done(host: Host, code: int, said: str, what: str) -> None:
     if code in (SSH_FAILED, TIMED_OUT):
-        why = trouble(host, said)
+        why = trouble(host, code, said)
         raise _failed(host, why.text, why.remedy)
     if code:
         hint = "make room on its disk, and type the same command again" if "No space left" in said else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sft_play.cluster import ssh
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.measured import Examined, Seen, Wanted, sum_seconds
 from sft_play.cluster.probe import Facts
@@ -41,7 +40,7 @@ def judge(examined: Examined, inventory: Inventory, wanted: Wanted) -> dict[str,
     """Return host name -> findings, the worst first; one about two machines is with the one where it is fixed."""
     slow, found = _slow(examined, inventory), {}
     for name, seen in examined.hosts.items():
-        some = [*_start(seen)]
+        some = [seen.trouble] if seen.trouble else []
         if facts := seen.facts:
             some += [*_system(facts, seen, inventory), *_files(facts, seen.host, wanted), *_cards(facts, seen, examined, wanted)]
             some += _next_to_others(facts, seen, examined)
@@ -83,21 +82,6 @@ def _listed(names: Sequence[str]) -> str:
 
 def _alike(host: Host) -> str:
     return f"`make cluster-install CLUSTER={host.cluster}` makes them the same"
-
-
-def _start(seen: Seen) -> Iterator[Finding]:
-    """Why its Python did not start, or stopped answering."""
-    host, code = seen.host, seen.without or (seen.code if seen.start is not None else None)
-    if code in ssh.WITHOUT:
-        yield _fail(*ssh.without_environment(host, code))
-    elif code in (ssh.SSH_FAILED, ssh.TIMED_OUT):
-        yield _fail(*ssh.trouble(host, seen.start or ""))
-    elif code is not None:
-        remedy = f"start it there manually; `make cluster-install CLUSTER={host.cluster}` reinstalls it"
-        last = ssh.last_word(seen.start or "") or "no word"
-        yield _fail("broken-python", f"`{host.python}` ended with code {code}: {last}", remedy)
-    if seen.lost:
-        yield _fail("lost", f"it stopped answering ({seen.lost})", "check again; a machine that swaps or sleeps does that")
 
 
 def _system(facts: Facts, seen: Seen, inventory: Inventory) -> Iterator[Finding]:
@@ -298,8 +282,8 @@ def _links(seen: Seen, examined: Examined) -> Iterator[Finding]:
         if (way.rtt_ms or 0) > RTT_MS and way.source < way.target == name:
             text = f"`{way.source}` -> `{way.target}`: a round trip takes {way.rtt_ms:.1f} ms"
             yield _warn("latency", text, "Wi-Fi, VPN or a busy machine? Fewer, larger messages: `launch.local_steps`")
-    lost = {one for one, other in examined.hosts.items() if other.lost is not None}
-    if left := [pair.target for pair in own if pair.error is None and pair.mbit is None and not {name, pair.target} & lost]:
+    unmeasured = [pair.target for pair in own if pair.error is None and pair.mbit is None]
+    if left := [one for one in unmeasured if seen.answers and examined.hosts[one].answers]:
         text = f"the speed from it to {_listed(left)} was not measured: no time was left"
         yield _warn("not-measured", text, 'check again, or fewer machines at once: CLUSTER_HOSTS="name name"')
     if summed and (error := summed.errors.get(name)):

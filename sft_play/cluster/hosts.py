@@ -20,21 +20,17 @@ from typing import Any
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.ssh import (
-    SSH_FAILED,
     TIMED_OUT,
-    WITHOUT,
     arguments,
     in_folder,
     is_here,
-    last_word,
-    login,
     on_all,
     start,
     trouble,
-    without_environment,
 )
 from sft_play.errors import HardwareError, UserError, mask
 from sft_play.runs.folder import cache_folder, runs_folder
+from sft_play.text import Finding
 
 SECONDS = 30.0
 """How long a machine may take to answer."""
@@ -49,8 +45,6 @@ MOST_WAITING = 200
 """Messages of all launchers that wait to be read: a rank that prints faster than the console is slowed down, and its machine still obeys."""
 END_SECONDS = 3.0
 ERROR_LETTERS = 4000
-NO_LOGIN = "account is currently not available"
-"""What `nologin` prints, on standard output, in the place of a shell."""
 
 
 class NoEnvironment(HardwareError):
@@ -125,7 +119,13 @@ class Session:
 
     def refusal(self) -> UserError:
         """Return why there is no conversation any more, of a session that is closed."""
-        return refused(self.host, self.code or 0, self.err, self.beside)
+        why = self.trouble()
+        kind = NoEnvironment if why.id == "no-environment" else HardwareError
+        return kind(f"host `{self.host.name}`: {why.text}", place=self.host.place, hint=why.remedy)
+
+    def trouble(self) -> Finding:
+        """As `refusal`."""
+        return trouble(self.host, self.code or 0, self.err, self.beside)
 
     def _write(self) -> None:
         stream = self.process.stdin
@@ -183,30 +183,6 @@ def ask(host: Host, do: str, *, timeout: float, variables: Mapping[str, str] | N
     if "problem" in found:
         raise HardwareError(f"host `{host.name}`: {found['problem']}", place=host.place)
     return found
-
-
-def refused(host: Host, code: int, err: str, out: str = "") -> UserError:
-    """Return the error for a machine that could not be asked: what is wrong, and the remedy. `out`: what it printed next to messages."""
-    place = host.place
-    if code == TIMED_OUT and is_here(host):
-        return HardwareError(
-            f"host `{host.name}`, this machine, did not answer in time",
-            place=place,
-            hint="a disk or the GPU driver may hang: `df` and `nvidia-smi` show which",
-        )
-    if code in (SSH_FAILED, TIMED_OUT, *WITHOUT):
-        without = code in WITHOUT
-        why = without_environment(host, code) if without else trouble(host, err)
-        return (NoEnvironment if without else HardwareError)(f"host `{host.name}`: {why.text}", place=place, hint=why.remedy)
-    last = last_word(err, out) or f"exit code {code}"
-    if NO_LOGIN in last.lower():
-        text = f"host `{host.name}`: {f'user `{host.user}`' if host.user else 'its user'} may not log in there: {last}"
-        return HardwareError(text, place=place, hint="give another `user` in the inventory: one with a shell and a home")
-    return HardwareError(
-        f"host `{host.name}`: its Python `{host.python}` did not start, or failed: {last}",
-        place=place,
-        hint=f"try it manually: `{login(host)}`, then in `{host.folder}`: `{host.python} -V`",
-    )
 
 
 # ---- Facts

@@ -8,6 +8,7 @@ from typing import Any
 
 from sft_play.cluster.inventory import Host
 from sft_play.cluster.probe import Facts
+from sft_play.text import Finding
 
 SUM_MEGABYTES, SUM_SECONDS = 8.0, 1.0
 """MiB that all machines sum, where the network is not too slow for it: where that would take longer than the second, it is less."""
@@ -36,14 +37,9 @@ class Seen:
     """What is known of one host."""
 
     host: Host
-    start: str | None = None
-    """Why its Python did not start; stderr of ssh and of what it ran. `None` where it did."""
-    code: int = 0
-    """Exit code then."""
-    without: int = 0
-    """Exit code of its environment's Python, where that is missing and the machine's own `python3` answers instead."""
-    lost: str | None = None
-    """What was being asked when it stopped answering."""
+    answers: bool = False
+    trouble: Finding | None = None
+    """Why it does not answer, or has no environment, so that the machine's own `python3` answers."""
     skew_seconds: float | None = None
     """Its clock minus ours, +- half of the shortest round trip."""
     ssh_ms: float | None = None
@@ -53,8 +49,14 @@ class Seen:
     """`probe.software`."""
 
     @property
-    def answers(self) -> bool:
-        return self.start is None and self.lost is None
+    def without(self) -> bool:
+        """Whether it has no environment."""
+        return self.trouble is not None and self.trouble.id == "no-environment"
+
+    def lose(self, why: str) -> None:
+        """It has stopped answering."""
+        self.answers, remedy = False, "check again; a machine that swaps or sleeps does that"
+        self.trouble = self.trouble or Finding("lost", "fail", f"it stopped answering ({why})", remedy)
 
     @property
     def route(self) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from sft_play.cluster.hosts import NoAnswer, Session, require_master_here
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
 from sft_play.cluster.measured import Examined, Pair, Seen, Summed, Wanted, sum_megabytes, sum_seconds
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import CONNECT_SECONDS, WITHOUT, arguments, in_folder, is_here, last_word, on_all, run
+from sft_play.cluster.ssh import CONNECT_SECONDS, arguments, in_folder, is_here, last_word, on_all, run
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.schema import Config
@@ -113,9 +113,10 @@ class Examination:
 
     def run(self) -> Examined:
         try:
-            self.each(self.meet)
+            hosts = self.found.hosts.values()
+            self.parallel(partial(self.meet, seen) for seen in hosts)
             self.network()
-            self.each(self.software)
+            self.parallel(partial(self.software, seen) for seen in hosts)
             self.found.all_reduce = self.sum_over_all()
         finally:
             self.parallel(one.close for one in self.sessions.values())
@@ -137,10 +138,6 @@ class Examination:
                     one.process.kill()
                 raise
 
-    def each(self, call: Callable[[Seen], None]) -> None:
-        """Call for every host that answers, all at once."""
-        self.parallel(partial(call, seen) for seen in self.found.hosts.values() if seen.answers)
-
     def ask(self, seen: Seen, do: str, most: float, /, **request: Any) -> dict[str, Any]:
         """Return an answer, which may be a `problem`; empty where there is none: a host that is silent once is lost from then on."""
         if not seen.answers:
@@ -148,7 +145,7 @@ class Examination:
         try:
             return self.sessions[seen.host.name].call(do, max(0.5, min(most, self.left())), **request)
         except NoAnswer as error:
-            seen.lost = f"{do}: {error}"
+            seen.lose(f"{do}: {error}")
             return {}
 
     def meet(self, seen: Seen) -> None:
@@ -160,13 +157,12 @@ class Examination:
             one = self.sessions[seen.host.name] = Session(seen.host, system=system)
             try:
                 one.call("clock", max(0.5, min(START_SECONDS, self.left())))
-                seen.start, seen.without = None, seen.code
+                seen.answers = True
                 break
-            except NoAnswer as error:
+            except NoAnswer:
                 one.close()
-                if not system:
-                    seen.start, seen.code = f"{one.beside}{one.err}".strip() or str(error), one.code or 0
-                if one.code not in WITHOUT:
+                seen.trouble = seen.trouble or one.trouble()
+                if system or not seen.without:
                     return
         self.clock(seen)
         master, others = self.inventory.master, [host for host in self.inventory.hosts if host != seen.host]
@@ -177,7 +173,7 @@ class Examination:
             seen, "facts", 10, towards=towards.address, ports=[0, self.wanted.port][: 1 + (seen.host == master)], **names
         )
         if "problem" in found:
-            seen.lost = f"facts: {found['problem']}"
+            seen.lose(f"facts: {found['problem']}")
         elif found:
             seen.facts = Facts(**found)
 
@@ -286,7 +282,7 @@ class Examination:
         if "seconds" in answer:
             summed.seconds = max(summed.seconds or 0.0, answer["seconds"])
         else:
-            summed.errors[seen.host.name] = answer.get("problem") or seen.lost or "no answer"
+            summed.errors[seen.host.name] = answer.get("problem") or (seen.trouble.text if seen.trouble else "no answer")
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:

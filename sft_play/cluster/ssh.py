@@ -21,10 +21,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from sft_play.cluster.inventory import Host
 from sft_play.errors import HardwareError
+from sft_play.text import Finding
 
 Result = TypeVar("Result")
 CONNECT_SECONDS = 5
@@ -41,19 +42,13 @@ NOT_A_PROGRAM, NO_PROGRAM = 126, 127
 WITHOUT = (NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM)
 """With these a host answers, and has no environment where the inventory says."""
 SSH_FAILED, TIMED_OUT = 255, 124
+NO_LOGIN = "account is currently not available"
+"""What `nologin` prints, on standard output, in the place of a shell."""
 NO_HOME = "Could not chdir to home directory"
 """How sshd begins a remark on stderr, whatever then becomes of the command."""
 HOME = 'h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }; '
 """`~/` is the user's home over there; no path is ever part of a script's text."""
 IN_FOLDER = HOME + f'f=$(h "$1"); cd "$f" || exit {NO_FOLDER}; p=$(h "$2"); shift 2; exec "$p" "$@"'
-
-
-class Trouble(NamedTuple):
-    """Why a host cannot be used over SSH."""
-
-    id: str
-    text: str
-    remedy: str
 
 
 def arguments(host: Host, argv: Sequence[str], *, tty: bool = False) -> list[str]:
@@ -204,25 +199,39 @@ SAYS = (
 """What ssh says when it ends with 255, or is silent: id, words in it, text, remedy; the first that fits."""
 
 
-def trouble(host: Host, message: str) -> Trouble:
-    """Return what an SSH that ended with 255, or was silent, says about `host`; `message` is its stderr."""
-    target, last = host.ssh or host.address, last_word(message) or "no answer"
-    low = message.lower() if message.strip() else last
+def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
+    """Return why `host` cannot be asked, by the exit code of ssh or of what it ran there, and by what these printed."""
+    if code in WITHOUT:
+        return _without_environment(host, code)
+    if code not in (SSH_FAILED, TIMED_OUT):
+        return _broken(host, code, last_word(err, out) or "no word")
+    if code == TIMED_OUT and is_here(host):
+        remedy = "a disk or the GPU driver may hang: `df` and `nvidia-smi` show which"
+        return Finding("unreachable", "fail", "this machine did not answer in time", remedy)
+    target, last = host.ssh or host.address, last_word(err) or "no answer"
+    low = err.lower() if err.strip() else last
     name, _, text, remedy = next(row for row in SAYS if any(words in low for words in row[1]))
     fields = {
         "target": target, "last": last, "address": host.address, "port": host.port or 22, "login": login(host),
         "copy_id": login(host, "ssh-copy-id"), "known_as": f"'[{target}]:{host.port}'" if host.port not in (None, 22) else target,
     }  # fmt: skip
-    return Trouble(name, text.format(**fields), remedy.format(**fields))
+    return Finding(name, "fail", text.format(**fields), remedy.format(**fields))
 
 
-def without_environment(host: Host, code: int) -> Trouble:
-    """Return what an exit code of `WITHOUT` says about `host`."""
+def _broken(host: Host, code: int, last: str) -> Finding:
+    if NO_LOGIN in last.lower():
+        text = f"{f'user `{host.user}`' if host.user else 'its user'} may not log in there: {last}"
+        return Finding("refused-key", "fail", text, "give another `user` in the inventory: one with a shell and a home")
+    remedy = f"start it manually: `{login(host)}`, then in `{host.folder}`; `make cluster-install CLUSTER={host.cluster}` reinstalls it"
+    return Finding("broken-python", "fail", f"`{host.python}` ended with code {code}: {last}", remedy)
+
+
+def _without_environment(host: Host, code: int) -> Finding:
     text, remedy = f"no Python `{host.python}` in `{host.folder}`", f"make it: make cluster-install CLUSTER={host.cluster}"
     if code == NO_FOLDER:
         text = f"no folder `{host.folder}` that its user can enter"
         remedy = f"{remedy}; where something of that name is there (`ls -ld {host.folder}`), give another `folder` or `user` in the inventory"
-    return Trouble("no-environment", f"no environment: {text}", remedy)
+    return Finding("no-environment", "fail", f"no environment: {text}", remedy)
 
 
 def say(text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.cluster.inventory import Host, inventory_path, read_inventory
-from sft_play.cluster.ssh import NO_FOLDER, arguments, in_folder, is_here, trouble
+from sft_play.cluster.ssh import NO_FOLDER, SSH_FAILED, arguments, in_folder, is_here, trouble
 from sft_play.errors import UserError
 from tests.conftest import ROOT, Program
 
@@ -150,7 +150,7 @@ def test_a_changed_host_key_is_removed_where_it_stands(tmp_path: Path) -> None:
     said = "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!"
     for keys, known_as in (("port: 2200", "'[192.0.2.1]:2200'"), ("port: 22", "192.0.2.1"), ("user: me", "192.0.2.1")):
         inventory = read_inventory(written(tmp_path, f"hosts: {{a: {{address: 192.0.2.1, {keys}}}}}"))
-        assert f"`ssh-keygen -R {known_as}`" in trouble(inventory.master, said).remedy
+        assert f"`ssh-keygen -R {known_as}`" in trouble(inventory.master, SSH_FAILED, said).remedy
 
 
 def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
@@ -226,12 +226,6 @@ def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
 )
 def test_what_ssh_says(tmp_path: Path, message: str, name: str) -> None:
     inventory = read_inventory(written(tmp_path, "hosts: {a: {address: 192.0.2.1, user: me, port: 2200}}"))
-    why = trouble(inventory.master, message)
+    why = trouble(inventory.master, SSH_FAILED, message)
     assert why.id == name
     assert why.remedy
-
-
-ODD = (
-    "null", "3", "-1", "1.5", ".inf", "true", "[]", "{}", "[1, [2]]", "{a: 1}", "'a b'", '"\\u0000"', '"\\n"', "é", "~/x", "::1", "1e400", "-oX",
-    "99999999999999999999", "a" * 5000,
-)  # fmt: skip

@@ -18,7 +18,7 @@ from sft_play.cluster.findings import judge
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.measured import Examined, Pair, Seen, Wanted, sum_seconds
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import SAYS
+from sft_play.cluster.ssh import NO_PROGRAM, SAYS, trouble
 from sft_play.plan.hardware import GIB
 from sft_play.text import Finding
 from tests.cluster_facts import OWN
@@ -50,7 +50,7 @@ def seen(k: int, *, stated: int | None = None, interface: str | None = None, **c
         "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "usable_gpus": 1, "error": None, "driver": "580.95.05", "gpus": [gpu()],
         "hidden": None, "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
     }  # fmt: skip
-    made = Seen(host, skew_seconds=0.0001, ssh_ms=0.4, software=software)
+    made = Seen(host, answers=True, skew_seconds=0.0001, ssh_ms=0.4, software=software)
     for key, value in changes.items():
         if key in software or key in facts:
             (software if key in software else facts)[key] = value
@@ -84,7 +84,6 @@ def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = 
         ({"torch": None, "error": "ImportError: libcudart"}, "torch", "fail", "ImportError: libcudart"),
         ({"skew_seconds": -1.5}, "clock", "warning", "its clock is 1.5 s behind of this machine's"),
         ({"route": {"address": "192.168.1.11", "interface": "wg0", "mtu": 1420}}, "mtu", "warning", "1420"),
-        ({"lost": "software: no answer within 20 s"}, "lost", "fail", "stopped answering"),
     ],
 )  # fmt: skip
 def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str) -> None:
@@ -140,8 +139,8 @@ def test_slow_network_is_told_once_and_in_seconds() -> None:
 
 def test_every_finding_is_documented() -> None:
     guide = (ROOT / "docs" / "home-cluster.md").read_text(encoding="utf-8")
-    code = (ROOT / "sft_play" / "cluster" / "findings.py").read_text(encoding="utf-8")
-    ids = {*re.findall(r'_(?:fail|warn)\("([a-z-]+)"', code), *(row[0] for row in SAYS), "no-environment"}
+    code = "".join((ROOT / "sft_play" / "cluster" / f"{name}.py").read_text() for name in ("findings", "measured", "ssh"))
+    ids = {*re.findall(r'(?:_fail|_warn|Finding)\("([a-z-]+)"', code), *(row[0] for row in SAYS)}
     assert len(ids) > 25
     assert {name for name in ids if f"`{name}`" not in guide} == set()
 
@@ -166,7 +165,9 @@ def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
     )  # fmt: skip
     assert len(card["held_by"]) == 1 and "(process " in card["held_by"][0]
     assert found["torch"] is None and "torch" in found["error"]
-    findings = judged(seen(0), seen(1, **{**found, "stated": 2, "without": 127, "gpus": [gpu()]}))["laptop"]
+    laptop = seen(1, **{**found, "stated": 2, "gpus": [gpu()]})
+    laptop.trouble = trouble(laptop.host, NO_PROGRAM, "")
+    findings = judged(seen(0), laptop)["laptop"]
     assert [one.id for one in findings] == ["no-environment", "gpus"]
     assert "its driver shows 1" in findings[1].text
 
