@@ -14,7 +14,7 @@ from typing import Any
 
 from sft_play.files import write_json, write_text
 from sft_play.launch.attempt import worker_arguments
-from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed import settings_of
 from sft_play.launch.environment import Node, free_port, loopback_interface, worker_environment
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.plan.plan import Plan
@@ -134,13 +134,7 @@ def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) 
     """Writes the launch files of a run; returns argv and environment of its workers, as `launch.commands` makes them."""
     plan, node = Plan.load(run.plan), Node(master_port=free_port(), interface=loopback_interface())
     if plan.strategy.startswith("zero"):
-        stage = int(plan.strategy[-1])
-        write_json(
-            run.deepspeed,
-            deepspeed_settings(
-                stage=stage, device="cpu", precision=plan.precision, batch=BatchNumbers.of(plan), clipping=1.0, hidden_size=HIDDEN
-            ),
-        )
+        write_json(run.deepspeed, settings_of(plan, clipping=1.0, hidden_size=HIDDEN))
     deepspeed = run.deepspeed if plan.strategy.startswith("zero") else None
     write_text(run.accelerate, accelerate_yaml(plan, node, deepspeed_file=deepspeed, fsdp={}))
     variables = worker_environment(plan, node, os.environ | {"OMP_NUM_THREADS": "1"}, cpu_threads=2).variables

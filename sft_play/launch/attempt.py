@@ -19,7 +19,7 @@ from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.files import read_json, write_json, write_text
-from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, resolve
+from sft_play.launch.deepspeed import resolve, settings_of
 from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
@@ -119,15 +119,7 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
         if job.options.deepspeed:
             settings, notices = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)
         else:
-            settings = deepspeed_settings(
-                stage=int(plan.strategy[-1]),
-                device=plan.device,
-                precision=plan.precision,
-                batch=BatchNumbers.of(plan),
-                clipping=job.loaded.config.train.max_grad_norm,
-                offload=plan.offload_optimizer,
-                hidden_size=hidden_size,
-            )
+            settings = settings_of(plan, clipping=job.loaded.config.train.max_grad_norm, hidden_size=hidden_size)
         deepspeed = run.deepspeed
         write_json(deepspeed, settings)
     if not job.shared:  # node 0's stands there, with its own folders

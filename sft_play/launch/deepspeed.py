@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.config.yaml_files import Node, parse_yaml, read_text
@@ -67,40 +67,12 @@ BATCH_KEYS: Mapping[str, str] = {
     "batch_size": "train_micro_batch_size_per_gpu", "grad_accum": "gradient_accumulation_steps", "global_batch_size": "train_batch_size",
 }  # fmt: skip
 """Key of `train.` -> key of DeepSpeed."""
-AGREED: Mapping[str, str] = {
-    "train_micro_batch_size_per_gpu": "rows per device; set `train.batch_size`",
-    "gradient_accumulation_steps": "micro-steps; set `train.grad_accum`",
-    "train_batch_size": "rows of an optimizer step; set `train.global_batch_size`",
-    "gradient_clipping": "set `train.max_grad_norm`",
-}
-"""Top-level numbers that the plan or the configuration decides, each with where."""
 OURS_UNLESS_TYPED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "data_types")
 SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 WITH_DEFAULTS = ("zero_optimization.", "fp16.", "bf16.", "activation_checkpointing.")
+FREE = {"type": "string", "params": "object", "legacy_fusion": "bool"}
+"""Keys of `optimizer` and `scheduler`, which DeepSpeed does not check."""
 COMMENT, COMMA = r"//[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchNumbers:
-    """The batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
-
-    micro_batch: int
-    accumulation: int
-    world_size: int
-
-    @staticmethod
-    def of(plan: Plan) -> BatchNumbers:
-        """The plan's numbers; where ranks differ, the largest, since DeepSpeed knows one for all."""
-        return BatchNumbers(
-            micro_batch=max(r.micro_batch for r in plan.ranks),
-            accumulation=max(r.accumulation for r in plan.ranks),
-            world_size=plan.world_size,
-        )
-
-    @property
-    def settings(self) -> dict[str, int]:
-        slots = self.micro_batch * self.accumulation * self.world_size
-        return dict(zip(BATCH_KEYS.values(), (self.micro_batch, self.accumulation, slots), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,18 +80,13 @@ class UserDeepSpeed:
     """A user's DeepSpeed settings after the checks that need no plan."""
 
     path: Path
-    source: Node
-    """As written, with lines."""
     settings: Mapping[str, Any]
     """In today's spelling; `auto` is still inside."""
+    source: Node = field(default_factory=lambda: Node({}))
+    """As written, with lines; nothing of a run's own settings, which `resume` reads."""
     notices: tuple[str, ...] = ()
     problems: tuple[UserError, ...] = ()
     """What is wrong in the file and leaves a plan possible: `resolve` raises it together with what contradicts the plan."""
-
-    @staticmethod
-    def of(settings: Mapping[str, Any], path: Path) -> UserDeepSpeed:
-        """Returns settings that another file, `path`, holds."""
-        return UserDeepSpeed(path=path, source=Node({}), settings=settings)
 
     @property
     def stage(self) -> int:
@@ -137,20 +104,34 @@ class UserDeepSpeed:
     @property
     def request(self) -> dict[str, Any]:
         """What the settings ask of the plan, by fields of `LaunchRequest`."""
-        return {
-            "zero_stage": self.stage,
-            "offload_optimizer": self.offloads("optimizer"),
-            "offload_parameters": self.stage == 3 and self.offloads("param"),
-        }
+        zero, stage = self.settings["zero_optimization"], self.stage
+        optimizer, weights = (
+            (zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")
+        )
+        return {"zero_stage": stage, "offload_optimizer": optimizer, "offload_parameters": stage == 3 and weights}
 
     def place(self, key: str) -> str:
         """Returns `file:line` of a dotted key, or of its nearest parent."""
         return self.source.place(self.path, key)
 
-    def offloads(self, what: Literal["optimizer", "param"]) -> bool:
-        """Whether the file keeps optimizer states or weights outside the GPU."""
-        part = self.settings["zero_optimization"].get(f"offload_{what}") or {}
-        return str(part.get("device", "none")) != "none"
+
+def batch_numbers(*, micro_batch: int, accumulation: int, world_size: int) -> dict[str, int]:
+    """Returns the batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
+    return dict(zip(BATCH_KEYS.values(), (micro_batch, accumulation, micro_batch * accumulation * world_size), strict=True))
+
+
+def settings_of(plan: Plan, *, clipping: float, hidden_size: int) -> dict[str, Any]:
+    """Returns the JSON for a plan. Where ranks differ, their largest batch: DeepSpeed knows one for all."""
+    micro_batch, accumulation = max(r.micro_batch for r in plan.ranks), max(r.accumulation for r in plan.ranks)
+    return deepspeed_settings(
+        stage=int(plan.strategy[-1]),
+        device=plan.device,
+        precision=plan.precision,
+        batch=batch_numbers(micro_batch=micro_batch, accumulation=accumulation, world_size=plan.world_size),
+        clipping=clipping,
+        offload=plan.offload_optimizer,
+        hidden_size=hidden_size,
+    )
 
 
 def deepspeed_settings(
@@ -158,7 +139,7 @@ def deepspeed_settings(
     stage: int,
     device: str,
     precision: Precision | None,
-    batch: BatchNumbers | None,
+    batch: Mapping[str, int] | None,
     clipping: float | None,
     offload: bool = False,
     hidden_size: int | None = None,
@@ -187,7 +168,7 @@ def deepspeed_settings(
     # Stage 1 would otherwise hold every weight's gradient in bf16 too until the backward pass ends.
     at_once = {"immediate_grad_update": True} if exact and stage == 1 else {}
     return {
-        **(batch.settings if batch else dict.fromkeys(BATCH_KEYS.values(), "auto")),
+        **(batch or dict.fromkeys(BATCH_KEYS.values(), "auto")),
         **exact,
         "gradient_clipping": "auto" if clipping is None else clipping,
         "bf16": {"enabled": precision == "bf16" if precision else "auto", **at_once},
@@ -200,10 +181,9 @@ def deepspeed_settings(
 
 
 @cache
-def known_keys() -> dict[str, Any]:
+def known_keys() -> Any:
     """The table of `scripts/render_deepspeed_keys.py`."""
-    table: dict[str, Any] = read_json(Path(__file__).with_name("deepspeed_keys.json"))
-    return table
+    return read_json(Path(__file__).with_name("deepspeed_keys.json"))
 
 
 def read_user_json(path: Path) -> UserDeepSpeed:
@@ -225,17 +205,17 @@ def examine_settings(settings: dict[str, Any], source: Node, path: Path) -> User
     notices = _translate(settings, source, path, problems)
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    known = stage in (1, 2, 3) and stage is not True
     if zero is None:
-        problems.append(
-            UserError("`zero_optimization` is missing", place=str(path), hint='add "zero_optimization": {"stage": 2}')
-        )
-    elif readable and (stage not in (1, 2, 3) or isinstance(stage, bool)):
-        hint = "`make train-distributed` trains without sharding" if stage == 0 else None
+        hint = 'add "zero_optimization": {"stage": 2}'
+        problems.append(UserError("`zero_optimization` is missing", place=str(path), hint=hint))
+    elif readable and not known:
+        hint = "`make train-distributed` trains without sharding" if stage == 0 else ""
         text = f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3"
         problems.append(UserError(text, place=source.place(path, "zero_optimization.stage"), hint=hint))
-    if not readable or stage not in (1, 2, 3) or isinstance(stage, bool):
+    if not (readable and known):
         raise_all(problems)
-    return UserDeepSpeed(path=path, source=source, settings=settings, notices=tuple(notices), problems=tuple(problems))
+    return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(notices), problems=tuple(problems))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Node]:
@@ -260,35 +240,30 @@ def _blank(found: re.Match[str]) -> str:
 
 def _check_keys(settings: Mapping[str, Any], source: Node, path: Path, problems: list[UserError]) -> bool:
     """Adds what is wrong with keys and kinds of values; returns whether each section is an object."""
-    removed, sections = known_keys()["removed"], known_keys()["sections"]
-    named = {key: {"type": "string", "params": "object", "legacy_fusion": "bool"} for key in ("optimizer", "scheduler")}
-    tables = {"": {key: "object" if key in {**sections, **named} else "any" for key in TOP_LEVEL}, **sections, **named}
+    sections = {**known_keys()["sections"], "optimizer": FREE, "scheduler": FREE}
+    unwanted = {key: f"`{key}`: {why}" for key, why in known_keys()["removed"].items()}
+    unwanted |= {key: f"`{key}` is not supported here: {why}" for key, why in NOT_OURS.items()}
     readable = True
-    for section, keys in tables.items():
+    for section, keys in {"": {key: "object" if key in sections else "any" for key in TOP_LEVEL}, **sections}.items():
         part = _at(settings, section)
         for key, value in part.items() if isinstance(part, Mapping) else ():
             dotted = f"{section}.{key}" if section else key
-            text, hint = "", "take the key out"
-            if dotted in removed:
-                text = f"`{dotted}`: {removed[dotted]}"
-            elif dotted in NOT_OURS:
-                text = f"`{dotted}` is not supported here: {NOT_OURS[dotted]}"
+            hint = "take the key out"
+            if dotted in unwanted:
+                text = unwanted[dotted]
             elif key not in keys:
                 close = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
                 text = f"unknown DeepSpeed key `{dotted}`"
-                hint = f"did you mean `{dotted.removesuffix(key)}{close[0]}`?" if close else NO_SUCH_KEY
+                hint = f"did you mean `{dotted.removesuffix(key)}{close[0]}`?" if close else f"DeepSpeed 0.19 has none; {hint}"
             elif value not in ("auto", None) and not KINDS[keys[key]][1](value):
                 text, hint = f"`{dotted}` is `{value}`; expected {KINDS[keys[key]][0]}", ""
                 readable &= keys[key] != "object"
             elif key == "device" and value == "nvme":
-                part_name = section.rpartition(".")[2]
-                text, hint = f"`{part_name}.device` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
-            if text:
-                problems.append(UserError(text, place=source.place(path, dotted), hint=hint or None))
+                text, hint = f"`{dotted}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
+            else:
+                continue
+            problems.append(UserError(text, place=source.place(path, dotted), hint=hint))
     return readable
-
-
-NO_SUCH_KEY = "DeepSpeed 0.19 has no such key; take it out"
 
 
 def _translate(settings: dict[str, Any], source: Node, path: Path, problems: list[UserError]) -> list[str]:
@@ -336,23 +311,16 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
     asked of the plan and with the rows of a step, which are known before the data are: slots may hold packs, and more than the rows.
     """
     settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
-    ours = deepspeed_settings(
-        stage=user.stage,
-        device=plan.device,
-        precision=plan.precision,
-        batch=BatchNumbers.of(plan),
-        clipping=config.train.max_grad_norm,
-        offload=user.offloads("optimizer"),
-        hidden_size=hidden_size,
-    )
+    ours = settings_of(plan, clipping=config.train.max_grad_norm, hidden_size=hidden_size)
 
     def refuse(key: str, text: str, hint: str) -> None:
         problems.append(UserError(text, place=user.place(key), hint=hint))
 
     asked: dict[str, Any] = {name: getattr(config.train, key) for key, name in BATCH_KEYS.items()}
     asked["train_batch_size"] = plan.global_batch_size
-    precision = f"the plan's precision is {plan.precision}"
-    for dotted, because in {**AGREED, "bf16.enabled": precision, "fp16.enabled": precision}.items():
+    decided = {name: f"set `train.{key}`" for key, name in {**BATCH_KEYS, "max_grad_norm": "gradient_clipping"}.items()}
+    decided |= dict.fromkeys(("bf16.enabled", "fp16.enabled"), f"the plan's precision is {plan.precision}")
+    for dotted, because in decided.items():
         section, _, key = dotted.rpartition(".")
         part = settings.setdefault(section, {}) if section else settings
         wanted, theirs = _at(ours, dotted), part.get(key, "auto")
@@ -379,35 +347,30 @@ Refuse = Callable[[str, str, str], None]
 
 def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
     """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's. Returns what runs."""
-    kind, train = str(section.get("type", "")), config.train
+    kind, train, params = str(section.get("type", "")), config.train, section.get("params") or {}
     ours: dict[str, tuple[Any, str]] = {}
     if name == "optimizer":
-        runs, key, agrees = plan.optim, "optim", kind.lower() in {"adam", "adamw"} and "adam" in plan.optim
+        key, runs, agrees = "optim", plan.optim, kind.lower() in {"adam", "adamw"} and "adam" in plan.optim
         betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
         ours = {
             "lr": (plan.learning_rate, "train.learning_rate"), "betas": (betas, "train.adam_beta1` and `train.adam_beta2"),
             "eps": (train.extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"), "weight_decay": (train.weight_decay, "train.weight_decay"),
-            "adam_w_mode": (True, "train.optim"), "torch_adam": (section.get("params", {}).get("torch_adam"), ""),
+            "adam_w_mode": (True, "train.optim"), "torch_adam": (params.get("torch_adam"), ""),
         }  # fmt: skip
     else:
-        runs, key, agrees = (
-            str(train.lr_scheduler_type),
-            "lr_scheduler_type",
-            SCHEDULES.get(kind.lower()) == train.lr_scheduler_type,
-        )
+        key, runs = "lr_scheduler_type", str(train.lr_scheduler_type)
+        agrees = SCHEDULES.get(kind.lower()) == runs
     if not agrees:
-        refuse(
-            f"{name}.type", f"`{name}.type` is `{kind}`, but the run uses `{runs}`", f"set `train.{key}`, or take `{name}` out"
-        )
+        text = f"`{name}.type` is `{kind}`, but the run uses `{runs}`"
+        refuse(f"{name}.type", text, f"set `train.{key}`, or take `{name}` out")
         return runs
-    for param, value in (section.get("params") or {}).items():
-        wanted, where = ours.get(param, (None, ""))
-        if value not in ("auto", wanted) or (param not in ours and value != "auto"):
-            dotted = f"{name}.params.{param}"
-            text = f"but the run uses `{_json(wanted)}`" if param in ours else "which the plan decides"
-            refuse(
-                dotted, f"`{dotted}` is `{_json(value)}`, {text}", f"set `{where}`" if where else 'write "auto", or take it out'
-            )
+    for param, value in params.items():
+        dotted = f"{name}.params.{param}"
+        if param not in ours and value != "auto":
+            refuse(dotted, f"`{dotted}` is `{_json(value)}`, which the plan decides", 'write "auto", or take it out')
+        elif param in ours and value not in ("auto", ours[param][0]):
+            text = f"`{dotted}` is `{_json(value)}`, but the run uses `{_json(ours[param][0])}`"
+            refuse(dotted, text, f"set `{ours[param][1]}`")
     return f"`train.{key}: {runs}`"
 
 

@@ -64,7 +64,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
-    deepspeed = UserDeepSpeed.of(facts["deepspeed"], run.events) if facts["deepspeed"] else None
+    deepspeed = UserDeepSpeed(path=run.events, settings=facts["deepspeed"]) if facts["deepspeed"] else None
     halvings, force_checkpointing, unpack = remedies_so_far(run)
     if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
         halvings = 0  # what is typed now is what memory is to be tried with

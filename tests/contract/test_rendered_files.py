@@ -60,10 +60,10 @@ for file in sorted(Path("accelerate_configs").glob("*.yaml")):
         result[file.stem] = [config.distributed_type.value, config.num_processes, config.mixed_precision, version]
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
-from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed import batch_numbers, deepspeed_settings
 for stage in (1, 2, 3):
     settings = deepspeed_settings(stage=stage, device="cpu", precision="fp32", clipping=1.0, hidden_size=64,
-                                  batch=BatchNumbers(micro_batch=2, accumulation=4, world_size=1), offload=stage == 3)
+                                  batch=batch_numbers(micro_batch=2, accumulation=4, world_size=1), offload=stage == 3)
     config = DeepSpeedConfig(settings)
     assert config.zero_optimization_stage == stage and config.train_batch_size == 8, stage
 sys.path.insert(0, "scripts")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 import deepspeed
-from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed import batch_numbers, deepspeed_settings
 from sft_play.training.ranks import Ranks
 from sft_play.training.states import collect, restore
 from tests.contexts import context_of
@@ -49,7 +49,7 @@ def trainer_of(name: str) -> Any:
     """Returns what `collect` and `restore` ask of a trainer, around a fresh engine."""
     zero = dict(ENGINES[name])
     world = distributed.get_world_size()
-    batch = BatchNumbers(micro_batch=1, accumulation=1, world_size=world)
+    batch = batch_numbers(micro_batch=1, accumulation=1, world_size=world)
     settings = deepspeed_settings(stage=zero["stage"], device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=13)
     settings |= {"data_types": zero.pop("data_types")} if "data_types" in zero else {}
     settings["zero_optimization"] |= zero

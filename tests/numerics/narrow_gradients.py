@@ -65,9 +65,9 @@ def under_deepspeed(stage: int) -> Tensor:
     from deepspeed.utils import safe_get_full_grad
 
     import deepspeed
-    from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
+    from sft_play.launch.deepspeed import batch_numbers, deepspeed_settings
 
-    batch = BatchNumbers(micro_batch=3, accumulation=MICRO_STEPS, world_size=2)
+    batch = batch_numbers(micro_batch=3, accumulation=MICRO_STEPS, world_size=2)
     settings = deepspeed_settings(stage=stage, device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=48)
     plain = model()
     engine, *_ = deepspeed.initialize(model=plain, optimizer=torch.optim.AdamW(plain.parameters()), config=settings)

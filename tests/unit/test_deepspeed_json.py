@@ -94,7 +94,7 @@ def test_all_problems_at_once_with_suggestions(tmp_path: Path) -> None:
 def test_states_on_nvme_are_refused_since_no_checkpoint_could_hold_them(part: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 3,\n "' + part + '": {"device": "nvme", "nvme_path": "/tmp"}}}')
-    with pytest.raises(UserError, match=f"`{part}.device` is `nvme`") as caught:
+    with pytest.raises(UserError, match=rf"`zero_optimization\.{part}.device` is `nvme`") as caught:
         read_user_json(path)
     assert caught.value.place == f"{path}:2"
 
