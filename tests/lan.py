@@ -31,6 +31,7 @@ KEEPER = """
 set -e
 hostname "$1"
 if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi
+[ ! -e ~/.bashrc ] || mount --bind /dev/null ~/.bashrc  # a person's start-up files may wait for a lock
 
 shift 3
 while [ $# -gt 0 ]; do mkdir -p "$1" "$2"; mount --bind "$1" "$2"; shift 2; done
