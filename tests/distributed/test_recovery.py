@@ -91,14 +91,14 @@ def events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def require_same(run: Path, reference: Path) -> None:
-    """Each step stands there once, with the losses, norms and learning rates of the undisturbed run."""
+def require_same(run: Path, reference: Path, copies: int = 1) -> None:
+    """Each step stands there once, with the losses, norms and learning rates of the undisturbed run; `copies`: ranks that train the same rows."""
     rows, expected = metrics(run), metrics(reference)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, wanted in zip(rows, expected, strict=True):
         for name in ("loss", "grad_norm", "learning_rate"):
             assert row[name] == pytest.approx(wanted[name], rel=1e-5), name
-        assert sum(row["rank_tokens"]) == sum(wanted["rank_tokens"])
+        assert sum(row["rank_tokens"]) == copies * sum(wanted["rank_tokens"])
 
 
 def test_a_failed_allocation_halves_the_micro_batch(
@@ -196,25 +196,33 @@ def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[s
     assert [event["event"] for event in events(tmp_path / "end")] == ["started", "failed"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("command", ["train-deepspeed", "train-fsdp"])
-def test_shards_go_on_from_their_checkpoint(
-    command: str, config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
+@pytest.mark.parametrize(
+    ("command", "way", "room"),  # MiB; four long rows take 750, two 380, by stages or slices half of that
+    [
+        pytest.param("train-deepspeed", "", 550, marks=pytest.mark.long),
+        pytest.param("train-fsdp", "", 550, marks=pytest.mark.long),
+        ("train-distributed", "LAUNCH_STRATEGY=pipeline", 280),
+        pytest.param("train-distributed", "LAUNCH_TENSOR_PARALLEL=2", 280, marks=pytest.mark.long),
+    ],
+)
+def test_shards_and_parts_go_on_from_their_checkpoint(
+    command: str, way: str, room: int, config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
-    run = undisturbed[0].parent / command
-    process = start([command, f"CONFIG={config}", f"RUN_NAME={command}", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4"], variables)
+    run = undisturbed[0].parent / f"{command}{way}".replace("_", "-")
+    words = [command, f"CONFIG={config}", f"RUN_NAME={run.name}", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", *way.split()]
+    process = start(words, variables)
 
     def limit_rank_1(found: dict[int, int]) -> None:
-        room = status(found[1], "VmSize") + 550 * MIB  # four long rows take 750, two 380
-        resource.prlimit(found[1], resource.RLIMIT_AS, (room, room))
+        size = status(found[1], "VmSize") + room * MIB
+        resource.prlimit(found[1], resource.RLIMIT_AS, (size, size))
 
     after_first_step(process, run, limit_rank_1)
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, out + err
     (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
-    assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
+    assert f"micro-batch 4 x accumulation {2 if way else 1} -> 2 x {4 if way else 2} on every rank" in line
     assert "continuing from step-000001" in line
-    require_same(run, undisturbed[0])
+    require_same(run, undisturbed[0], copies=2 if way else 1)
 
 
 @pytest.fixture
