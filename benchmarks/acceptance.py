@@ -123,8 +123,8 @@ def page(results: Mapping[str, Any]) -> str:
     lines = [introduction("benchmarks-gpu.md"), "", machine, "", "## Goals", ""]
     lines += ["| goal | bound | measured | met |", "|---|---|---|---|"]
     lines += ["| " + " | ".join(cells) + " |" for cells in goals(results)]
-    left = [f"| {n} | {step.title} | {step.seconds} |" for n, step in STEPS.items() if str(n) not in steps]
-    lines += ["", "## Not run yet", "", "| step | what | at most, s |", "|---|---|---|", *left] if left else []
+    left = [f"{n} {step.title}" for n, step in STEPS.items() if str(n) not in steps]
+    lines += ["", "## Not run yet", "", f"{'; '.join(left)}."] if left else []
     for number, result in sorted(steps.items(), key=lambda item: int(item[0])):
         step, reason = STEPS[int(number)], f": {result['reason']}" if result["reason"] else ""
         lines += ["", f"## {number}. {step.title}", ""]

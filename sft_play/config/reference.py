@@ -21,7 +21,7 @@ RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. --
 INTRODUCTION = """# Configuration
 
 One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). All mistakes are reported at once, with their
-place. The default is **bold**; where it is `auto`, the plan decides and gives the reason.
+place. The default is **bold**, else null; where it is `auto`, the plan decides and gives the reason. An integer is at least 1 unless its row differs.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
@@ -64,7 +64,9 @@ def _sources() -> list[str]:
     lines = ["### Entries of `data.sources` and `data.validation`", "", "| key | value | meaning |", "|---|---|---|"]
     texts = documented(DataSource)
     for name, annotation in fields_of(DataSource).items():
-        lines.append(f"| `{name}` | {_cell(describe(annotation))} | {_cell(texts.get(name, ''))} |")
+        lines.append(
+            f"| `{name}` | {_cell(_short(describe(annotation)).removesuffix(' or null'))} | {_cell(texts.get(name, ''))} |"
+        )
     return [*lines, ""]
 
 
@@ -78,19 +80,24 @@ def _extras() -> list[str]:
 
 
 def _values(key: Key) -> str:
-    """What a key takes, its default in bold."""
+    """What a key takes, its default in bold; nothing is said of a default that is null."""
     shown = str(key.default).lower() if isinstance(key.default, bool) else key.default
-    text, default = _expected(key), "null" if shown is None else f"`{shown}`"
+    text, default = _expected(key), f"`{shown}`"
+    if shown is None:
+        return text.replace(", a list", " or a list").removesuffix(" or null")
     return text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **`{scalar_text(key.default)}`**"
 
 
 def _expected(key: Key) -> str:
     words = literals(key.annotation)
-    return (
-        f"one of {len(words)} words, such as `{words[0]}`"
-        if len(words) > 12
-        else re.sub(r"\b(an?) (?!list)", "", describe(key.annotation))
-    )
+    if len(words) > 12:
+        return f"one of {len(words)} words, such as `{words[0]}`"
+    return _short(describe(key.annotation))
+
+
+def _short(expected: str) -> str:
+    """The same without articles, and without the least that most integers have."""
+    return re.sub(r"integer >= 1(?! and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected))
 
 
 def _cell(text: str) -> str:
