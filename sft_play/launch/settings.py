@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.call import Call
+from sft_play.config.yaml_files import Node as YamlNode
 from sft_play.config.yaml_files import dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import write_text
@@ -17,6 +18,7 @@ from sft_play.launch.environment import Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import Plan, Precision, Strategy, command_of
+from sft_play.text import plural
 
 NO_FILE = "none"
 """`ACCELERATE_CONFIG=none`: not even accelerate's default file is read."""
@@ -29,11 +31,6 @@ DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
 PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES: Mapping[str, Literal["single", "ddp", "zero", "fsdp2"]] = {
     "NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "zero", "FSDP": "fsdp2",
-}  # fmt: skip
-OTHER_DEVICES, NO_TPU = "only NVIDIA GPUs and CPUs are supported", "TPUs are not supported"
-REFUSED_TYPES: Mapping[str, str] = {
-    "XLA": NO_TPU, "TPU": NO_TPU, "MEGATRON_LM": "Megatron-LM is not supported; ZeRO-3 and FSDP2 shard large models",
-    "MULTI_XPU": OTHER_DEVICES, "MULTI_NPU": OTHER_DEVICES, "MULTI_HPU": OTHER_DEVICES,
 }  # fmt: skip
 READ = frozenset({
     "distributed_type", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
@@ -56,7 +53,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "megatron_lm_config": (NOTHING, "Megatron-LM is not supported"),
     "parallelism_config": (NOTHING, "the plan decides; `launch.sequence_parallel` cuts lines into slices"),
     "mpirun_config": (NOTHING, "mpirun is not used; torch's wheels lack MPI"),
-    **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, NO_TPU)),
+    **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, "TPUs are not supported")),
 }
 """Keys that may be in the file with one meaning only: the values, and the reason why another one is refused."""
 DEEPSPEED_KEYS: Mapping[str, str] = {
@@ -130,8 +127,9 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 
     kind = str(settings.get("distributed_type", ""))
     if kind not in STRATEGIES:
-        reason = REFUSED_TYPES.get(kind, f"expected one of {sorted(STRATEGIES)}")
-        refuse("distributed_type", f"`distributed_type` is `{kind}`: {reason}")
+        refuse(
+            "distributed_type", f"`distributed_type` is `{kind}`; expected one of {', '.join(f'`{one}`' for one in STRATEGIES)}"
+        )
     for key, value in settings.items():
         if key in ONLY and value not in ONLY[key][0]:
             refuse(key, f"`{key}` is `{value}`: {ONLY[key][1]}")
@@ -154,7 +152,7 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     notices: list[str] = []
     deepspeed, fsdp = None, {}
     try:
-        deepspeed = _deepspeed(path, settings.get("deepspeed_config") or {}, kind, source.place(path, "deepspeed_config"), refuse)
+        deepspeed = _deepspeed(path, source.value.get("deepspeed_config", YamlNode(None)), kind, refuse)
     except UserError as error:
         problems += getattr(error, "problems", [error])
     if kind == "FSDP":
@@ -179,7 +177,8 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 Refuse = Callable[..., None]
 
 
-def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, place: str, refuse: Refuse) -> UserDeepSpeed | None:
+def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDeepSpeed | None:
+    section = node.plain() or {}
     if kind != "DEEPSPEED":
         if section:
             text = f"`deepspeed_config` is given, but `distributed_type` is `{kind}`"
@@ -198,8 +197,6 @@ def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, place: str, re
             refuse(dotted, f"`{dotted}` is not understood", "take it out, or name a `deepspeed_config_file`")
         elif file:
             refuse(dotted, f"`{dotted}` is next to `deepspeed_config_file`, of which accelerate uses only the file")
-        elif key == "zero_stage" and setting not in (1, 2, 3):
-            refuse(dotted, f"`{dotted}` is `{setting}`; expected 1, 2 or 3")
         elif setting not in (None, "none"):
             target = value
             *parents, leaf = DEEPSPEED_KEYS[key].split(".")
@@ -208,8 +205,7 @@ def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, place: str, re
             target[leaf] = setting
     if file:
         return examine_user_json(Path(file))
-    line = place.rpartition(":")[2]
-    return examine_settings(value, wrap(value, int(line) if line.isdigit() else None), path)
+    return examine_settings(value, wrap(value, node.line), path)
 
 
 def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str], refuse: Refuse) -> dict[str, Any]:
@@ -258,16 +254,11 @@ def accelerate_settings(
         settings |= {"main_process_ip": node.master_address, "rdzv_backend": "static", "same_network": True}
     if processes > 1 and (port := node.workers_port or node.master_port):
         settings["main_process_port"] = port
-    if strategy.startswith("zero"):
-        assert deepspeed_file is not None, "ZeRO needs a DeepSpeed file"
-        # Precision, stage and offload stand in that file; accelerate refuses them in both. Its own default launcher is pdsh.
-        settings["deepspeed_config"] = {
-            "deepspeed_config_file": str(deepspeed_file),
-            "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": strategy == "zero3",
-        }
-        return settings
-    settings["mixed_precision"] = _mixed(precision)
+    if strategy.startswith("zero"):  # accelerate's own default launcher is pdsh
+        own = {"deepspeed_config_file": str(deepspeed_file)} if deepspeed_file else {"zero_stage": int(strategy[-1])}
+        settings["deepspeed_config"] = {**own, "deepspeed_multinode_launcher": "standard", "zero3_init_flag": strategy == "zero3"}
+    if deepspeed_file is None:  # else precision, stage and offload stand in that file; accelerate refuses them in both
+        settings["mixed_precision"] = "no" if precision == "fp32" else precision
     if strategy == "fsdp2":
         settings["fsdp_config"] = {
             "fsdp_version": 2,
@@ -280,10 +271,6 @@ def accelerate_settings(
             "fsdp_activation_checkpointing": False,
         }
     return settings
-
-
-def _mixed(precision: Precision) -> str:
-    return "no" if precision == "fp32" else precision
 
 
 def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:
@@ -315,23 +302,17 @@ def main(call: Call) -> int:
         precision=precision,
         processes=num_gpus * num_nodes,
         node=Node(count=num_nodes, master_port=29500 if num_nodes > 1 else 0),
-        deepspeed_file=Path("unused"),
+        deepspeed_file=None,  # by its stage; a run's own DeepSpeed JSON is rendered from that
     )
     if num_nodes > 1:  # each machine's own, given with the command
         del content["main_process_ip"], content["machine_rank"]
-    if strategy.startswith("zero"):  # by its stage; a run's own DeepSpeed JSON is rendered from that
-        del content["deepspeed_config"]["deepspeed_config_file"]
-        content["deepspeed_config"]["zero_stage"] = int(strategy[-1])
-        content["mixed_precision"] = _mixed(precision)
-    used = f"ACCELERATE_CONFIG={path}"
-    write_text(
-        path, "# Written by `make setup-accelerate`; used by runs with ACCELERATE_CONFIG=<this file>.\n" + dump_yaml(content)
-    )
+    head = "# Written by `make setup-accelerate`; used by runs with ACCELERATE_CONFIG=<this file>.\n"
+    write_text(path, head + dump_yaml(content))
     if call.json:
         print(json.dumps({"path": str(path), "settings": content, "reasons": reasons}, indent=2))
     else:
         print("\n  ".join([f"wrote {path}", *reasons]))
-        print(f"it is used only where you name it: make {command_of(strategy)} CONFIG=... {used}")
+        print(f"it is used only where you name it: make {command_of(strategy)} CONFIG=... ACCELERATE_CONFIG={path}")
     return 0
 
 
@@ -357,7 +338,7 @@ def _processes(call: Call, hardware: Hardware, reasons: list[str]) -> tuple[int,
     number = typed or (available if cuda else min(2, available))
     kind = ("GPU", "GPUs") if cuda else ("process on the CPU", "processes on the CPU")
     reasons.append(f"{number} {kind[number > 1]}: {'NUM_GPUS' if typed else f'this machine has {what}'}")
-    reasons.append(f"{nodes or 1} machine{'s' if (nodes or 1) > 1 else ''}: {'NUM_NODES' if nodes else 'none other was named'}")
+    reasons.append(f"{plural(nodes or 1, 'machine')}: {'NUM_NODES' if nodes else 'none other was named'}")
     return number, nodes or 1
 
 

@@ -105,7 +105,7 @@ def test_fsdp2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "kind", "words"),
     [
-        ("", "XLA", ("acc.yaml:3: ", "TPUs are not supported")),
+        ("", "XLA", ("acc.yaml:3: ", "`distributed_type` is `XLA`; expected one of `NO`")),
         ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "FSDP", ("only FSDP2 is supported",)),
         (FSDP.replace("offload_params: false", "offload_params: true"), "FSDP", ("zero3_offload",)),
         (FSDP + "  fsdp_new_thing: 1\n", "FSDP", ("`fsdp_config.fsdp_new_thing` is not understood",)),
