@@ -207,8 +207,14 @@ def worker_environment(
     """Returns the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in all."""
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
     removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
-    chosen = _always(len(ranks_of(plan, node)), kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
+    chosen = ALWAYS | {"OMP_NUM_THREADS": str(max(1, cpu_threads // len(ranks_of(plan, node))))}
     notes = []
+    if plan.device == "cpu":
+        chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if plan.device == "cpu" and plan.strategy in {"single", "ddp"}:
+        # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1; with it accelerate would drop DeepSpeed and
+        # FSDP in silence, so there the worker chooses gloo itself (ADR 4).
+        chosen["ACCELERATE_USE_CPU"] = "true"
     if plan.device == "cpu" and plan.gradient_checkpointing:
         chosen["MALLOC_MMAP_THRESHOLD_"] = "1048576"
         notes.append(
@@ -229,7 +235,7 @@ def worker_environment(
         if plan.device == "cuda" and node.count > 1 and (why := nccl_might_take(node.interface)):
             chosen["NCCL_SOCKET_IFNAME"] = f"={node.interface}"  # exactly: without the sign `eth1` means `eth10` too
             notes.append(f"NCCL_SOCKET_IFNAME=={node.interface}: NCCL might take {why}, which other machines cannot reach")
-    ours = {k: v for k, v in chosen.items() if k not in USER_DECIDES or k not in kept}
+    ours = {k: v for k, v in chosen.items() if k not in USER_DECIDES or not kept.get(k)}
     return WorkerEnvironment(
         variables=kept | ours,
         set_here=ours,
@@ -271,29 +277,19 @@ USER_DECIDES = frozenset({
 """Our values for these are only defaults: the user's own win."""
 
 
-def _always(local_world: int, kept: Mapping[str, str], cpu_threads: int) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS") or str(max(1, cpu_threads // local_world)),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",  # preparation has resolved everything; a worker that asks the hub would make ranks differ
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        # torchrun kills workers that take longer to leave than this after a signal, a rank 0 that is saving included. After a
-        # failure it takes no notice of it and gives 30 s (`TimeLimits.saving`).
-        "PET_SHUTDOWN_TIMEOUT": "600",
-        # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone.
-        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-    }
-
-
-def _for_cpu(plan: Plan) -> dict[str, str]:
-    ours = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    if plan.strategy in {"single", "ddp"}:
-        # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1; with it accelerate would drop DeepSpeed and
-        # FSDP in silence, so there the worker chooses gloo itself (ADR 4).
-        ours["ACCELERATE_USE_CPU"] = "true"
-    return ours
+ALWAYS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # preparation has resolved everything; a worker that asks the hub would make ranks differ
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    # torchrun kills workers that take longer to leave than this after a signal, a rank 0 that is saving included. After a
+    # failure it takes no notice of it and gives 30 s (`TimeLimits.saving`).
+    "PET_SHUTDOWN_TIMEOUT": "600",
+    # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone.
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+}
+"""Variables of every worker."""
 
 
 def without_peer_to_peer(names: Sequence[str]) -> dict[str, str]:
