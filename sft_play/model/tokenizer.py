@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,25 +139,32 @@ def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[
 
     Works in a process's main thread, where all our rendering and reading is done; another thread has no limit.
     """
-
-    passed = False
-
-    def stop(_: int, __: FrameType | None) -> None:
-        nonlocal passed
-        passed = True
-        raise _OutOfTime
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, stop)
+    _heed_limits()
+    _passed.clear()
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN_SECONDS)
         yield
-        if passed:  # raised inside a callback of the garbage collector, where Python drops an exception
+        if _passed:  # raised inside a callback of the garbage collector, where Python drops an exception
             raise _OutOfTime
     except _OutOfTime:
         raise EndlessError(message, place=place, hint=hint) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+
+
+_passed: list[int] = []
+"""Holds something when the limit has passed."""
+
+
+@functools.cache
+def _heed_limits() -> None:
+    """Takes the signal over, once: Python needs longer for that than to render a short conversation."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        _passed.append(number)
+        raise _OutOfTime
+
+    signal.signal(signal.SIGVTALRM, stop)
