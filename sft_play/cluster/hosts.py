@@ -195,15 +195,8 @@ def facts_of(host: Host, **wanted: Any) -> Facts:
 
 def gather(hosts: Sequence[Host], shared: Mapping[str, str], run: str) -> dict[str, Facts | UserError]:
     """Ask hosts at once, also for what they have of a run; return host name -> its facts, or why it cannot be asked."""
-
-    def one(host: Host) -> Facts | UserError:
-        try:
-            return facts_of(host, mark=mark, variables={} if is_here(host) else shared, run=run)
-        except UserError as error:
-            return error
-
     with _mark() as mark:
-        return on_all(hosts, one)
+        return on_all(hosts, lambda host: facts_of(host, mark=mark, variables={} if is_here(host) else shared, run=run))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 
 from sft_play.cluster.bring import code_files, send_code
@@ -43,20 +42,10 @@ exit 97
 """Takes this machine's Python version (`3.11`), the environment's folder, and `kept` where one that is newer than the pins stays.
 
 Runs in the project's folder."""
+AGAIN = "then type the same command again"
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What pip writes to a terminal beside letters."""
 _printing = threading.Lock()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Installed:
-    """How it went on one machine."""
-
-    host: str
-    ok: bool
-    detail: str
-    """Versions, or what failed."""
-    hint: str | None = None
 
 
 def main(call: Call) -> int:
@@ -67,18 +56,23 @@ def main(call: Call) -> int:
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is reported before anything is sent
     own = facts_of(inventory.master)
-    found = list(on_all(inventory.hosts, lambda host: install(host, files, own)).values())
-    failed = [one for one in found if not one.ok]
+    found = on_all(inventory.hosts, lambda host: install(host, files, own))
+    rows = [
+        {"host": name, "ok": False, "detail": one.message, "hint": one.hint} if isinstance(one, UserError)
+        else {"host": name, "ok": True, "detail": one, "hint": None}
+        for name, one in found.items()
+    ]  # fmt: skip
     if call.json:
-        print(json.dumps([asdict(one) for one in found]))
-    for one in found if not call.json else ():
-        print(f"{'ready' if one.ok else 'failed'}  {one.host}: {one.detail}", file=sys.stdout if one.ok else sys.stderr)
-        if one.hint:
-            print(f"        hint: {one.hint}", file=sys.stderr)
-    if failed:
-        names = ", ".join(f"`{one.host}`" for one in failed)
+        print(json.dumps(rows))
+    for row in rows if not call.json else ():
+        print(
+            f"{'ready' if row['ok'] else 'failed'}  {row['host']}: {row['detail']}", file=sys.stdout if row["ok"] else sys.stderr
+        )
+        if row["hint"]:
+            print(f"        hint: {row['hint']}", file=sys.stderr)
+    if failed := [f"`{row['host']}`" for row in rows if not row["ok"]]:
         hint = "fix what is said above and type the same command again: what is ready is kept"
-        print(f"\nerror: {names} cannot be used yet\n\nhint: {hint}", file=sys.stderr)
+        print(f"\nerror: {', '.join(failed)} cannot be used yet\n\nhint: {hint}", file=sys.stderr)
     return HardwareError.exit_code if failed else 0
 
 
@@ -94,59 +88,49 @@ def venv_of(host: Host) -> str:
     return str(python.parent.parent)
 
 
-def install(host: Host, files: Sequence[str], own: Facts) -> Installed:
-    """Bring the project to one machine and make its environment, with the versions of this one (`own`).
+def install(host: Host, files: Sequence[str], own: Facts) -> str:
+    """Bring the project to one machine and make its environment, with the versions of this one (`own`); return what it has then.
 
-    The machine's output is shown with its name before each line.
+    The machine's output is shown with its name before each line. Raises `UserError`.
     """
     if is_here(host):
-        return Installed(host=host.name, ok=True, detail="this machine; `make install` keeps its environment")
-    try:
-        send_code(host, files)
-        say(host, f"{len(files)} files of the project are there")
-        for kept in ("kept", "anew"):
-            words = in_folder(host, ["sh", "-c", INSTALL, "sh", minor(own), venv_of(host), kept])
-            last, code = _run(host, arguments(host, words, tty=True))  # with a terminal it ends when this command does
-            if code:
-                return not_installed(host, own, last, code)
-            found = facts_of(host)
-            apart = pinned_apart(own, found)
-            if not set(apart) - set(OPTIONAL) or minor(found) != minor(own):
-                break
-            if kept == "kept":
-                say(host, f"its versions are others: {', '.join(apart.values())}; installing the pinned ones")
-    except UserError as error:
-        return Installed(host=host.name, ok=False, detail=error.message, hint=error.hint)
-    return judged(host, own, found)
+        return "this machine; `make install` keeps its environment"
+    send_code(host, files)
+    say(host, f"{len(files)} files of the project are there")
+    for kept in ("kept", "anew"):
+        words = in_folder(host, ["sh", "-c", INSTALL, "sh", minor(own), venv_of(host), kept])
+        last, code = _run(host, arguments(host, words, tty=True))  # with a terminal it ends when this command does
+        if code:
+            raise not_installed(host, own, last, code)
+        found = facts_of(host)
+        apart = pinned_apart(own, found)
+        if not set(apart) - set(OPTIONAL) or minor(found) != minor(own):
+            break
+        if kept == "kept":
+            say(host, f"its versions are others: {', '.join(apart.values())}; installing the pinned ones")
+    return versions(host, own, found)
 
 
-def not_installed(host: Host, own: Facts, last: str, code: int) -> Installed:
-    """Return why `INSTALL` ended with `code`, by its last words, and what to do."""
-    detail = last if code == NO_PYTHON else f"scripts/install.sh ended with code {code}: {last}"
-    if code == NO_PYTHON or "-m venv` failed" in last:
-        hint = f"{_python_hint(host, own)}; then type the same command again"
-    else:
-        hint = f"to see more: {login(host)}, cd {host.folder}, make install"
-    return Installed(host=host.name, ok=False, detail=detail, hint=hint)
-
-
-def judged(host: Host, own: Facts, found: Facts) -> Installed:
-    """Return whether a machine with these facts can train with this one."""
-    remove = f"remove `{venv_of(host)}` in `{host.folder}` there"
-    if not found.importable:
-        detail, hint = "the project cannot be imported by its Python", remove
-    elif "torch" not in found.packages:
-        detail, hint = "its environment has no torch", remove
-    elif minor(found) != minor(own):
-        detail = f"its environment has Python {found.python}, and this machine {own.python}"
-        hint = f"{_python_hint(host, own)}, and {remove}"
+def versions(host: Host, own: Facts, found: Facts) -> str:
+    """Return the versions of a machine that can train with this one. Raises `HardwareError`."""
+    if minor(found) != minor(own):
+        text = f"its environment has Python {found.python}, and this machine {own.python}"
+        remedy = f"{_python_hint(host, own)}, and remove `{venv_of(host)}` in `{host.folder}` there"
     elif apart := pinned_apart(own, found):
-        detail = f"other versions than here: {', '.join(apart.values())}"
+        text = f"other versions than here: {', '.join(apart.values())}"
         both = "make install on this machine, too: both get the pinned versions"
-        hint = versions_remedy(apart, host, found, own, "here", both)
+        remedy = versions_remedy(apart, host, found, own, "here", both)
     else:
-        return Installed(host=host.name, ok=True, detail=f"Python {found.python}, torch {found.packages['torch']}")
-    return Installed(host=host.name, ok=False, detail=detail, hint=f"{hint}; then type the same command again")
+        return f"Python {found.python}, torch {found.packages['torch']}"
+    raise HardwareError(text, hint=f"{remedy}; {AGAIN}")
+
+
+def not_installed(host: Host, own: Facts, last: str, code: int) -> HardwareError:
+    """Return why `INSTALL` ended with `code`, by its last words, and what to do."""
+    text = last if code == NO_PYTHON else f"scripts/install.sh ended with code {code}: {last}"
+    if code == NO_PYTHON or "-m venv` failed" in last:
+        return HardwareError(text, hint=f"{_python_hint(host, own)}; {AGAIN}")
+    return HardwareError(text, hint=f"to see more: {login(host)}, cd {host.folder}, make install")
 
 
 def _python_hint(host: Host, own: Facts) -> str:

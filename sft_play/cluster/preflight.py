@@ -374,7 +374,8 @@ def bench_hosts(inventory: Inventory, loaded: LoadedConfig, able: Sequence[str])
         found: Mapping[str, Any] = json.loads(out)
         return found
 
-    return on_all(inventory.hosts, call)
+    found = on_all(inventory.hosts, call)
+    return {name: {"error": one.message} if isinstance(one, UserError) else one for name, one in found.items()}
 
 
 def bench_report(benched: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -76,8 +76,6 @@ class Facts:
     python: str
     packages: Mapping[str, str]
     """Distribution -> version, of all that its Python finds."""
-    importable: bool
-    """Whether the project is."""
     home: str
     folder: str
     runs: str
@@ -128,7 +126,7 @@ def machine(
     links = _interfaces()
     return {
         "host_name": socket.gethostname(), "machine": this_machine(),
-        "linux": sys.platform == "linux", "python": platform.python_version(), "packages": _packages(), "importable": project is not None,
+        "linux": sys.platform == "linux", "python": platform.python_version(), "packages": _packages(),
         "home": str(Path.home()), "folder": str(Path.cwd()), "runs": str(runs), "cache": str(cache), "hub": str(hub_folder()),
         "shares_runs": (runs / mark).exists() if mark else None, "shares_cache": (cache / mark).exists() if mark else None,
         "disks": {name: _disk(place) for name, place in places.items()},

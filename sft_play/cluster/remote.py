@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,16 +78,6 @@ def one_checkpoint(run: str, step: int | None) -> dict[str, Any]:
 # ---- Runs and their logs
 
 
-def places(also: Sequence[str]) -> list[Path]:
-    """Return the folders of runs: this machine's, and that of the one that asks, which may be a shared disk."""
-    return list({path.resolve(): path for path in (runs_folder(), *map(Path, also)) if path.is_dir()}.values())
-
-
-def folder_of(run: str, also: Sequence[str]) -> Path:
-    """Return the folder of a run."""
-    return next((place / run for place in places(also) if (place / run).is_dir()), runs_folder() / run)
-
-
 class Log:
     """A growing file; one that became shorter is read from its beginning."""
 
@@ -108,15 +98,13 @@ class Log:
                     yield text
 
 
-def status(run: str | None, also: Sequence[str]) -> dict[str, Any]:
-    """Return the runs under way here: `run`, or all."""
-    runs = [folder_of(run, also)] if run else [path for place in places(also) for path in place.glob("*")]
+def status(run: str | None, own: str) -> dict[str, Any]:
+    """Return the runs under way here: `run`, or all. `own`: the folder of runs of the machine that asks, which may be a shared disk."""
     found = []
-    for folder in runs:
+    for folder in [path for place in {runs_folder().resolve(), Path(own).resolve()} for path in place.glob(run or "*")]:
         for one in living(folder):
             seconds = time.time() - float(one["started"])  # by this machine's clock, which may not be the other's
-            own = {"run": folder.name, "processes": len(with_token(one["token"]))}
-            found.append({**one, **own, "seconds": seconds})
+            found.append({**one, "run": folder.name, "processes": len(with_token(one["token"])), "seconds": seconds})
     return {"runs": found}
 
 

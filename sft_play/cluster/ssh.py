@@ -9,10 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import ipaddress
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sft_play.cluster.inventory import Host
-from sft_play.errors import HardwareError
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.environment import is_of_this_machine
 from sft_play.text import Finding
 
 Result = TypeVar("Result")
@@ -127,15 +126,22 @@ def run(argv: Sequence[str], text: bytes | None, timeout: float) -> tuple[int, b
     return process.returncode, out, said.decode(errors="replace")
 
 
-def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, Result]:
-    """Return host name -> what `call` returned for it; all hosts at once.
+def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, Result | UserError]:
+    """Return host name -> what `call` returned for it, or the `UserError` that it raised; all hosts at once.
 
-    An exception, a signal's included, is raised when all have ended: at once, since the programs that they wait for are ended then.
+    Another exception, a signal's included, is raised when all have ended: at once, since the programs that they wait for are ended then.
     """
+
+    def one(host: Host) -> Result | UserError:
+        try:
+            return call(host)
+        except UserError as error:
+            return error
+
     try:
         with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
             try:
-                started = {host.name: pool.submit(call, host) for host in hosts}
+                started = {host.name: pool.submit(one, host) for host in hosts}
                 return {name: future.result() for name, future in started.items()}
             except BaseException:
                 _stopped.set()
@@ -168,16 +174,9 @@ def is_here(host: Host) -> bool:
 
 @functools.cache
 def _is_own(address: str) -> bool:
-    import psutil
-
-    inet = (socket.AF_INET, socket.AF_INET6)
-    entries = [entry.address for given in psutil.net_if_addrs().values() for entry in given if entry.family in inet]
-    own = {ipaddress.ip_address(entry.partition("%")[0]) for entry in entries}
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):
-        return False
-    return any(one.is_loopback or one in own for one in (ipaddress.ip_address(text.partition("%")[0]) for text in found))
+    with contextlib.suppress(UserError, UnicodeError):
+        return is_of_this_machine(address)
+    return False
 
 
 SAYS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.cluster.hosts import NoEnvironment, ask, require_master_here
-from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
+from sft_play.cluster.inventory import Inventory, inventory_for_call
 from sft_play.cluster.ssh import on_all, say
 from sft_play.cluster.task import command, controller, early_phases, plan_of
 from sft_play.config.call import Call
@@ -133,30 +133,14 @@ def last_words(text: str, lines_shown: int = 12) -> str:
 # ---- Status
 
 
-def asked(inventory: Inventory, run: str | None) -> dict[str, Mapping[str, Any] | UserError]:
-    """Return what each machine says of runs under way, or why it cannot be asked."""
-
-    def one(host: Host) -> Mapping[str, Any] | UserError:
-        try:
-            return ask(host, "status", timeout=SECONDS, run=run, also=also())
-        except UserError as error:
-            return error
-
-    return on_all(inventory.hosts, one)
-
-
-def also() -> list[str]:
-    """Return where this machine keeps runs: other machines may see the same disk."""
-    return [str(runs_folder().absolute())]
-
-
 def main(call: Call) -> int:
     """`make cluster-status`: what runs on each machine, and how far it is; 3 where one cannot be asked."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     name = run_named(call.options["RUN"]).name if call.options.get("RUN") else None
     early = [(run, phase) for run, phase in early_phases() if name in (None, run.name)]
-    answers = asked(inventory, name)
+    own = str(runs_folder().absolute())  # which other machines may see, too
+    answers = on_all(inventory.hosts, lambda host: ask(host, "status", timeout=SECONDS, run=name, own=own))
     known = [answer for answer in answers.values() if not isinstance(answer, UserError)]
     nodes = sorted({(one["run"], one["node"]) for answer in known for one in answer["runs"]})
     rows = [

@@ -246,14 +246,8 @@ def supplied(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> list
         what = f"{len(files)} files of the project{'' if task.shared else ', model and data'}"
         say(f"bringing to {len(away)} host{'s' if len(away) > 1 else ''} what they lack: {what}")
 
-    def one(host: Host) -> UserError | None:
-        try:
-            supply(task, host, facts[host.name], prepared, files)
-        except UserError as error:
-            return error
-        return None
-
-    failed = {name: error for name, error in on_all(hosts, one).items() if error}
+    done = on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared, files))
+    failed = {name: error for name, error in done.items() if error}
     _require_enough(task, failed, len(hosts) - len(failed), "not ready")
     return [(host, facts[host.name]) for host in hosts if host.name not in failed]
 

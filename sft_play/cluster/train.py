@@ -246,21 +246,18 @@ class Control:
         away = {one.host.name: one for one in self.members.values() if not is_here(one.host) and (one.detached or not one.why)}
 
         def fetch(host: Host) -> None:
-            with contextlib.suppress(UserError):  # a machine that is gone: what it has is missing, and drawn anew
-                assert checkpoint is not None
-                facts = away[host.name].facts
-                bring.fetch_random_states(host, facts, self.task.run, checkpoint, STATES_SECONDS)
+            assert checkpoint is not None
+            bring.fetch_random_states(host, away[host.name].facts, self.task.run, checkpoint, STATES_SECONDS)
 
         if checkpoint:
-            on_all([one.host for one in away.values()], fetch)
+            on_all([one.host for one in away.values()], fetch)  # of a machine that is gone they are missing, and drawn anew
 
     def _gather_logs(self) -> None:
         """Bring the logs of machines whose connection has ended before their launcher."""
         loose = {one.host.name: one for one in self.members.values() if one.detached and not one.facts.shares_runs}
 
         def fetch(host: Host) -> None:
-            with contextlib.suppress(UserError):
-                bring.fetch(host, f"{loose[host.name].facts.runs}/{self.task.run.name}/logs/", self.task.run.logs, STATES_SECONDS)
+            bring.fetch(host, f"{loose[host.name].facts.runs}/{self.task.run.name}/logs/", self.task.run.logs, STATES_SECONDS)
 
         on_all([one.host for one in loose.values()], fetch)
 

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, last_line, send_code, send_model
 from sft_play.cluster.hosts import facts_of, forwarded
-from sft_play.cluster.install import install, judged, not_installed
+from sft_play.cluster.install import install, not_installed, versions
 from sft_play.cluster.inventory import Host
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.runs.folder import RunFolder
@@ -249,18 +250,19 @@ def test_settings_that_reach_every_machine() -> None:
     assert forwarded({**own, **passed}) == passed and forwarded(secret) == {}
 
 
-def test_a_machine_is_ready_only_with_the_same_versions() -> None:
-    assert judged(HOST, OWN, OWN).detail == "Python 3.11.2, torch 2.9.0"
-    assert judged(HOST, OWN, replace(OWN, python="3.11.9")).ok
-    other = judged(HOST, OWN, replace(OWN, python="3.12.1"))
-    assert (
-        not other.ok
-        and other.detail == "its environment has Python 3.12.1, and this machine 3.11.2"
-        and "python3.11-venv" in (other.hint or "")
-    )
-    assert "no torch" in judged(HOST, OWN, replace(OWN, packages={"peft": "0.18.0"})).detail
-    assert not judged(HOST, OWN, replace(OWN, packages={})).ok and not judged(HOST, OWN, replace(OWN, importable=False)).ok
-    assert "peft 0.17.0 (there 0.18.0)" in judged(HOST, OWN, replace(OWN, packages={"torch": "2.9.0", "peft": "0.17.0"})).detail
+@pytest.mark.parametrize(
+    ("changes", "text", "hint"),
+    [
+        ({"python": "3.12.1"}, "its environment has Python 3.12.1, and this machine 3.11.2", "python3.11-venv"),
+        ({"packages": {"peft": "0.18.0"}}, "torch missing (there 2.9.0)", "make install on this machine, too"),
+        ({"packages": {"torch": "2.9.0", "peft": "0.17.0"}}, "peft 0.17.0 (there 0.18.0)", "make install on this machine, too"),
+    ],
+)
+def test_a_machine_is_ready_only_with_the_same_versions(changes: dict[str, Any], text: str, hint: str) -> None:
+    assert versions(HOST, OWN, replace(OWN, python="3.11.9")) == "Python 3.11.9, torch 2.9.0"
+    with pytest.raises(HardwareError) as error:
+        versions(HOST, OWN, replace(OWN, **changes))
+    assert text in error.value.message and hint in (error.value.hint or "")
 
 
 def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -271,17 +273,18 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
         "all machines need this one's Python 3.99: ssh -p 2222 anna@192.0.2.1, sudo apt install python3.99 python3.99-venv; "
         "then type the same command again"
     )
-    found = install(host, ["scripts/install.sh"], own)
-    assert not found.ok
-    assert found.detail.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
-    assert found.hint == hint
+    with pytest.raises(HardwareError) as error:
+        install(host, ["scripts/install.sh"], own)
+    assert error.value.message.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
+    assert error.value.hint == hint
     assert not (there / ".venv").exists()
     python = there.parent.parent / "bin" / "python3.99"
     python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 3.99; else echo "ensurepip is not available"; exit 1; fi\n')
     python.chmod(0o755)
-    found = install(host, ["scripts/install.sh"], own)
-    assert found.detail == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
-    assert found.hint == hint
+    with pytest.raises(HardwareError) as error:
+        install(host, ["scripts/install.sh"], own)
+    assert error.value.message == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
+    assert error.value.hint == hint
     other = not_installed(host, own, "no room", 1)
     assert other.hint == "to see more: ssh -p 2222 anna@192.0.2.1, cd ~/sft-play, make install"
     assert "ensurepip is not available" in capfd.readouterr().err
@@ -299,9 +302,12 @@ def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd
         python.chmod(0o755)
         (there / ".venv" / ".runtime").touch()
         os.utime(there / ".venv" / ".runtime", (4e9, 4e9))
-        found = install(HOST, files, own)
+        try:
+            found = install(HOST, files, own)
+        except HardwareError as error:
+            found = error.message
         said = capfd.readouterr().err
-        assert found.detail.startswith(last) and found.ok == (not options), (found, said)
+        assert found.startswith(last), (found, said)
         assert "the environment in .venv is up to date" in said
         assert ("its versions are others: " in said) == bool(options), said
     listed = (there / MARKER).read_bytes().count(b"\0")
