@@ -35,7 +35,7 @@ from sft_play.plan.hardware import Hardware
 from sft_play.plan.mixture import Data
 from sft_play.plan.network import exchange_seconds, link_of
 from sft_play.plan.packing import Division
-from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
+from sft_play.plan.plan import LaunchRequest, Plan, Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.sources import plan_for
@@ -177,7 +177,7 @@ def read_steps(run: RunFolder) -> Steps:
     assert prepared.train is not None
     split = prepared.train
     share = split.label_tokens / split.tokens  # the plan's own is that of the worst micro-batch
-    shape, setup = shape_of(config.model), replace(setup_of(plan), label_share=share, row_tokens=split.longest)
+    shape, setup = shape_of(config.model), replace(plan, label_share=share, row_tokens=split.longest)
     rows = datasets.load_from_disk(prepared.train.path)
     sizes = [(len(row["input_ids"]), sum(label != -100 for label in row["labels"][1:])) for row in rows]
     metrics = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]

@@ -181,7 +181,7 @@ def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | N
 
 def choose_layout(request: Request, setup: Setup, rows: int, row_tokens: int, reasons: Reasons) -> Layout:
     """Return how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not slower."""
-    family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attention
+    family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attn_implementation
     if backend == "unsloth":
         why = "unsloth tells rows apart by an attention mask only"
     elif family not in (VARLEN_MODEL_TYPES if attention == VARLEN else FLATTENED_MODEL_TYPES):

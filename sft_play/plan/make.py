@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from sft_play.config.schema import Config
@@ -16,7 +16,7 @@ from sft_play.plan.memory import NF4_BYTES, nf4_experts, rank_memory, trainable_
 from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
 from sft_play.plan.packing import Division, insisted
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, setup_of
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
 from sft_play.plan.shape import ModelShape, adapted, check_targets
 from sft_play.plan.shares import costs_of, divide, tell_unequal
@@ -45,7 +45,7 @@ def make_plan(request: Request) -> Plan:
     over = _tightest(plan.ranks)
     if over.peak_bytes <= over.capacity_bytes:
         return plan
-    found = remedies.remedies(request, _decide, setup_of(plan), over.micro_batch, over.peak_bytes)
+    found = remedies.remedies(request, _decide, plan, over.micro_batch, over.peak_bytes)
     return replace(plan, remedies=(*map(str, found), *plan.remedies))
 
 
@@ -59,8 +59,8 @@ def ways_out(config: Config, shape: ModelShape, plan: Plan, launch: LaunchReques
     )
     launch = replace(launch, node_devices=devices if plan.num_nodes > 1 else ())
     request = Request(config=config, hardware=hardware, shape=shape, launch=launch)
-    need = rank_memory(config, shape, setup_of(plan), rank.micro_batch)
-    return remedies.remedies(request, _decide, setup_of(plan), rank.micro_batch, sum(need.values()))
+    need = rank_memory(config, shape, plan, rank.micro_batch)
+    return remedies.remedies(request, _decide, plan, rank.micro_batch, sum(need.values()))
 
 
 def _decide(request: Request) -> Plan:
@@ -125,15 +125,9 @@ def _decide(request: Request) -> Plan:
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
     aloud = said_aloud(train, len(request.data_devices), request.unit)
     return Plan(
-        world_size=world, num_nodes=launch.num_nodes, node_ranks=ranks.unequal_nodes, device=kind, backend=cast(Any, backend), ranks=rank_plans,
-        strategy=cast(Any, setup.strategy), source="formula", precision=cast(Any, setup.precision), weights_dtype=setup.weights_dtype,
-        attn_implementation=setup.attention, layout=cast(Any, setup.layout), kernels=kernels, loss_chunk=setup.loss_chunk, optim=setup.optim,
-        nf4_experts=nf4_experts(config, shape, setup.strategy), gradient_checkpointing=setup.gradient_checkpointing,
-        expandable_segments=setup.expandable_segments, offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
-        sequence_parallel=setup.sequence_parallel, tensor_parallel=setup.tensor_parallel, stages=setup.stages, global_batch_size=batch.global_batch,
-        pack_tokens=division.pack_tokens,
-        row_tokens=setup.row_tokens, label_share=setup.label_share, most_rows=min(fitting), longest_row=_longest_row(request, setup, rank_plans),
-        eval_batch_size=halve(eval_rows, launch.halvings),
+        **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.unequal_nodes, backend=cast(Any, backend), ranks=rank_plans,
+        source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy), global_batch_size=batch.global_batch,
+        most_rows=min(fitting), longest_row=_longest_row(request, setup, rank_plans), eval_batch_size=halve(eval_rows, launch.halvings),
         learning_rate=rate, warmup_steps=choices.warmup(config, steps), steps=steps, steps_per_epoch=per_epoch,
         tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, speed_basis=speed.basis, seconds_per_step=seconds, total_seconds=total,
         epoch_seconds=seconds * per_epoch if seconds and per_epoch else None, energy_kwh=energy_kwh(devices, total),
@@ -151,7 +145,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
     attention = choices.choose_attention(request, precision, reasons)
     setup = Setup(
         device=hardware.kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=config.train.optim,
-        gradient_checkpointing=False, layout=choices.padded_layout(request), attention=attention,
+        gradient_checkpointing=False, layout=choices.padded_layout(request), attn_implementation=attention,
         label_share=label_share(request.prepared), row_tokens=row_tokens(config, request.prepared),
         offload_optimizer=request.launch.offload_optimizer, offload_parameters=request.launch.offload_parameters,
         expandable_segments=all(device.expandable_segments for device in devices), sequence_parallel=config.launch.sequence_parallel,
@@ -212,7 +206,7 @@ def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) ->
     """Return the tokens of the longest rows that the planned micro-batches allow on every rank."""
     most = min(request.shape.max_positions, LONGEST_ROW)
     cases = [setup]
-    if setup.layout == "flattened" and not setup.packed:
+    if setup.layout == "flattened" and not setup.pack_tokens:
         cases.append(replace(setup, layout="unmasked"))  # what flattened rows turn into where their mask would not fit
     kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
     return min(max(request.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)

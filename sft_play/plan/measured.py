@@ -62,8 +62,7 @@ class TracedMemory:
 
     def probe_path(self, plan: Plan) -> Path:
         """Return where a probe of this plan keeps what it measured."""
-        setup = setup_of(plan)
-        cases = [case_of(self.config, self.architecture, setup, rank.worst_rows) for rank in plan.ranks]
+        cases = [case_of(self.config, self.architecture, plan, rank.worst_rows) for rank in plan.ranks]
         return probe_path(self.cache_folder.parent / "probes", cases, plan, versions())
 
     def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
@@ -83,7 +82,7 @@ class TracedMemory:
 
         def alike(other: Setup) -> bool:
             same: dict[str, Any] = dict.fromkeys(
-                ("row_tokens", "layout", "accumulates", "label_share", "loss_chunk", "packed"), 0
+                ("row_tokens", "layout", "accumulates", "label_share", "loss_chunk", "pack_tokens"), 0
             )
             return replace(other, **same) == replace(setup, **same)
 
@@ -387,7 +386,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         autocast=setup.precision != "fp32" and not sharding,
         gradient_checkpointing=setup.gradient_checkpointing,
         layout=setup.layout,
-        attention=setup.attention,
+        attention=setup.attn_implementation,
         optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
         fused_adapters=fuses_adapters(setup.strategy),
         loss_chunk=setup.loss_chunk,
@@ -396,5 +395,5 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         labels=max(1, math.ceil(micro_batch * row_tokens * setup.slice_label_share)),
         accumulates=setup.accumulates,
         clips=config.train.max_grad_norm > 0 and not sharding,
-        packed=setup.packed, tensor_parallel=setup.tensor_parallel,
+        packed=setup.pack_tokens > 0, tensor_parallel=setup.tensor_parallel,
     )  # fmt: skip

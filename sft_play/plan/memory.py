@@ -269,7 +269,7 @@ def _quantises(config: Config, shape: ModelShape) -> bool:
 
 def _by_row(setup: Setup) -> bool:
     """Whether attention is computed one row at a time (`model.kernels` on a CPU)."""
-    return setup.device == "cpu" and setup.attention in BY_LENGTHS
+    return setup.device == "cpu" and setup.attn_implementation in BY_LENGTHS
 
 
 def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
@@ -344,11 +344,11 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
     and values for every head: for rows in one line, under padding, or in windows. Attention by lengths needs neither.
     """
     length = tokens if setup.layout == "flattened" else setup.row_tokens
-    if setup.attention == "eager":
+    if setup.attn_implementation == "eager":
         return (6.0 if setup.width == 2 else 4.0) * length * shape.heads  # fp32 softmax, and its copy in a narrow type
-    together = tokens > setup.row_tokens or setup.packed
+    together = tokens > setup.row_tokens or setup.pack_tokens
     masked = (together and setup.layout != "unmasked") or 0 < shape.sliding_window < length
-    if setup.attention != "sdpa" or not masked:
+    if setup.attn_implementation != "sdpa" or not masked:
         return 0.0
     return setup.width * (length + 2 * shape.head_dim * (shape.heads - shape.kv_heads))
 

@@ -139,8 +139,6 @@ class Division:
     batch: Batch
     packs: Packs | None = None
     """`None` without packing."""
-    pack_tokens: int = 0
-    """The most tokens of a pack; 0 without packing."""
 
     @property
     def micro_steps(self) -> int:
@@ -194,7 +192,7 @@ def insisted(request: Request, setup: Setup) -> Setup:
 def packed_setup(setup: Setup, limit: int, packs: Packs | None) -> Setup:
     """Return the setup whose row is the longest pack that there can be, with as many labels as any has."""
     longest, share = (packs.longest, packs.label_share) if packs else (limit, 1.0)
-    return replace(setup, packed=True, layout="flattened", row_tokens=longest, label_share=share)
+    return replace(setup, pack_tokens=limit, layout="flattened", row_tokens=longest, label_share=share)
 
 
 def choose_packing(
@@ -223,7 +221,7 @@ def choose_packing(
         if why := _unpackable(request, setup, packs.longest):
             return off(why)
     setup = packed_setup(setup, config.model.max_seq_len, packs)
-    chosen = Division(setup=setup, batch=plain, packs=packs, pack_tokens=config.model.max_seq_len)
+    chosen = Division(setup=setup, batch=plain, packs=packs)
     fitting = request.largest(setup)
     micros = _micro_batches(request, chosen, fitting, most)
     if any(wanted > rows for wanted, rows in zip(micros, fitting, strict=True)):
@@ -237,7 +235,7 @@ def choose_packing(
     bound, slots = packs.bound if packs else plain.global_batch, sum(micros)
     accumulation = math.ceil(bound / slots)
     chosen = replace(chosen, batch=replace(plain, micro_batches=micros, accumulation=accumulation))
-    arithmetic = f"how much it saves is known when the data are prepared; packs of up to {chosen.pack_tokens} tokens"
+    arithmetic = f"how much it saves is known when the data are prepared; packs of up to {setup.pack_tokens} tokens"
     if packs:
         before, after = plain.accumulation, packs.micro_steps(slots)
         saved = 1 - after / before
@@ -287,6 +285,6 @@ def gaining(chosen: Division, most: int) -> int:
     setup, packs = chosen.setup, chosen.packs
     mean = packs.step_tokens / packs.rows if packs else setup.row_tokens
     gains = max(1, int(most * mean) // setup.row_tokens)
-    if setup.device == "cuda" and setup.attention == "sdpa":
+    if setup.device == "cuda" and setup.attn_implementation == "sdpa":
         gains = min(gains, max(1, FLATTENED_TOKENS // setup.row_tokens))
     return gains

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Literal
@@ -45,26 +45,99 @@ class RankPlan:
         return max(1, self.micro_batch)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """All decisions of a run. Workers take every value from here and decide nothing themselves."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-    world_size: int
-    num_nodes: int
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is computed how: what the memory of a rank depends on, beside configuration and shape."""
+
     device: Literal["cpu", "cuda"]
-    backend: Literal["none", "gloo", "nccl"]
     strategy: Strategy
-    source: Literal["formula", "trace", "probe"]
+    world_size: int
     precision: Precision
     """Computation: autocast type, or fp32."""
     weights_dtype: str
     """Type in which frozen weights are held: `float32`, `bfloat16`, `float16`."""
-    attn_implementation: str
-    layout: Layout
-    """How the rows of a micro-batch become a tensor."""
-    gradient_checkpointing: bool
     optim: str
     """Optimizer that really runs, after any substitution."""
+    gradient_checkpointing: bool
+    layout: Layout
+    """How the rows of a micro-batch become a tensor."""
+    attn_implementation: str
+    label_share: float = 1.0
+    """Share of the tokens of the worst micro-batch that a loss is computed for: logits exist only there."""
+    row_tokens: int = 0
+    """Tokens of its rows: the longest one of the data, or `model.max_seq_len`."""
+    accumulates: bool = True
+    """Whether gradients of an earlier micro-step are held while a later one runs."""
+    loss_chunk: int = 0
+    """Label positions for which head and loss are computed at a time; 0 for all at once."""
+    offload_optimizer: bool = False
+    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
+    offload_parameters: bool = False
+    """Whether ZeRO-3 keeps the weights there too."""
+    pack_tokens: int = 0
+    """The most tokens of the sequences that rows are packed into, which micro-batches then count; 0 without packing."""
+    expandable_segments: bool = True
+    """Whether torch's allocator grows its blocks in place on the GPUs; not under WSL2."""
+    sequence_parallel: int = 1
+    """Neighbouring ranks that hold slices of the same lines, and so have one micro-batch between them."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that hold slices of the same layers, and so compute the same rows."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline, whose ranks are neighbours; empty without one."""
+    stage: int | None = None
+    """Which stage is meant; `None` for the one that needs most."""
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute all tokens of the same rows, with other weights each."""
+        return self.tensor_parallel * max(1, len(self.stages))
+
+    @property
+    def group_size(self) -> int:
+        """Neighbouring ranks that train the same rows."""
+        return self.sequence_parallel * self.copies
+
+    @property
+    def data_world(self) -> int:
+        """Groups of ranks that have rows of their own."""
+        return self.world_size // self.group_size
+
+    @property
+    def slice_label_share(self) -> float:
+        """Share of the tokens of a slice that a loss is computed for, at most: all labels of a line may lie in one."""
+        return min(1.0, self.label_share * self.sequence_parallel)
+
+    @property
+    def autocast(self) -> bool:
+        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of them."""
+        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed holds weights, gradients and optimizer."""
+        return self.strategy.startswith("zero")
+
+    @property
+    def width(self) -> int:
+        """Bytes of what a matrix multiplication reads."""
+        return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight of the base."""
+        return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Setup):
+    """All decisions of a run. Workers take every value from here and decide nothing themselves."""
+
+    num_nodes: int
+    backend: Literal["none", "gloo", "nccl"]
+    source: Literal["formula", "trace", "probe"]
     learning_rate: float
     ranks: tuple[RankPlan, ...]
     global_batch_size: int
@@ -82,12 +155,6 @@ class Plan:
     epoch_seconds: float | None = None
     communication_seconds: float | None = None
     """Of a step, unless computation hides it."""
-    sequence_parallel: int = 1
-    """Neighbouring ranks that hold slices of the same lines, and so have one micro-batch between them."""
-    tensor_parallel: int = 1
-    """Neighbouring ranks that hold slices of the same layers, and so compute the same rows."""
-    stages: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline, whose ranks are neighbours; empty without one."""
     mfu: float | None = None
     """Forecast share of the devices' peak that goes into what every token must cost (recomputation left out)."""
     speed_basis: str | None = None
@@ -96,12 +163,6 @@ class Plan:
     """At most, of the GPUs at their power limits, for all steps; `None` where a limit is not known."""
     cost: float | None = None
     """Of all steps, in the currency of `PRICE_PER_HOUR`; `None` when no price was given."""
-    offload_optimizer: bool = False
-    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
-    offload_parameters: bool = False
-    """Whether ZeRO-3 keeps the weights there too."""
-    expandable_segments: bool = True
-    """Whether torch's allocator grows its blocks in place on the GPUs; not under WSL2."""
     nf4_experts: bool = False
     """Whether fused experts are quantised too, as nf4."""
     node_ranks: tuple[int, ...] = ()
@@ -110,18 +171,10 @@ class Plan:
     """What each way to share gradients costs over the given network (`plan.network.Exchange`); empty where none was given."""
     kernels: Literal["off", "liger"] = "off"
     """Whose kernels compute norms, rotary embeddings and SwiGLU: transformers' own, or Liger's."""
-    loss_chunk: int = 0
-    """Label positions for which head and loss are computed at a time; 0 for all at once."""
     most_rows: int = 0
     """Rows of the largest micro-batch that fits the tightest rank."""
     longest_row: int = 0
     """Tokens of the longest rows of which the planned micro-batch fits it, the model's context at most."""
-    row_tokens: int = 0
-    """Tokens of a row of the worst micro-batch."""
-    label_share: float = 1.0
-    """Share of its tokens that a loss is computed for."""
-    pack_tokens: int = 0
-    """The most tokens of the sequences that rows are packed into, which micro-batches then count; 0 without packing."""
     peak_at: str | None = None
     """Where in a step the peak stands, in words."""
     peak_remedy: str | None = None
@@ -132,16 +185,6 @@ class Plan:
     remedies: tuple[str, ...]
     notices: tuple[str, ...] = ()
     """Reasons that may surprise, shown with every plan."""
-
-    @property
-    def group_size(self) -> int:
-        """Neighbouring ranks that train the same rows."""
-        return self.sequence_parallel * self.copies
-
-    @property
-    def copies(self) -> int:
-        """How many of them compute all tokens of these rows, with other weights each."""
-        return self.tensor_parallel * max(1, len(self.stages))
 
     def layers_of(self, rank: int) -> tuple[int, int]:
         """Return first layer and end of a rank's stage."""
@@ -158,7 +201,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         value = asdict(self)
-        value["ranks"] = [dict(r) for r in value["ranks"]]
+        del value["stage"]
         return value
 
     @staticmethod
@@ -232,90 +275,6 @@ def command_of(strategy: str) -> str:
     return COMMANDS.get("zero" if strategy.startswith("zero") else strategy, "train")
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
-    """What the memory of a rank depends on, beside configuration and shape."""
-
-    device: str
-    strategy: str
-    world_size: int
-    precision: str
-    weights_dtype: str
-    optim: str
-    gradient_checkpointing: bool
-    layout: str
-    attention: str
-    label_share: float
-    """Share of tokens that a loss is computed for: logits exist only there."""
-    row_tokens: int
-    """Tokens of a row: the longest one of the data, or `model.max_seq_len`."""
-    accumulates: bool = True
-    """Whether gradients of an earlier micro-step are held while a later one runs."""
-    loss_chunk: int = 0
-    """Label positions for which head and loss are computed at a time; 0 for all at once."""
-    offload_optimizer: bool = False
-    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
-    offload_parameters: bool = False
-    """Whether ZeRO-3 keeps the weights there too."""
-    packed: bool = False
-    """Whether what is counted as a row of `row_tokens` is a pack of several, told apart by a mask."""
-    expandable_segments: bool = True
-    """Whether torch's allocator grows its blocks in place (GPUs only)."""
-    sequence_parallel: int = 1
-    """Ranks that hold slices of the same lines."""
-    tensor_parallel: int = 1
-    """Ranks that hold slices of the same layers."""
-    stages: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline."""
-    stage: int | None = None
-    """Which stage is meant; `None` for the one that needs most."""
-
-    @property
-    def data_world(self) -> int:
-        """Groups of ranks that have rows of their own."""
-        return self.world_size // (self.sequence_parallel * self.copies)
-
-    @property
-    def copies(self) -> int:
-        """Ranks that compute all tokens of the same rows, with other weights each."""
-        return self.tensor_parallel * max(1, len(self.stages))
-
-    @property
-    def slice_label_share(self) -> float:
-        """Share of the tokens of a slice that a loss is computed for, at most: all labels of a line may lie in one."""
-        return min(1.0, self.label_share * self.sequence_parallel)
-
-    @property
-    def autocast(self) -> bool:
-        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of them."""
-        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
-
-    @property
-    def zero(self) -> bool:
-        """Whether DeepSpeed holds weights, gradients and optimizer."""
-        return self.strategy.startswith("zero")
-
-    @property
-    def width(self) -> int:
-        """Bytes of what a matrix multiplication reads."""
-        return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight of the base."""
-        return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
-
-
 def setup_of(plan: Plan) -> Setup:
     """Return what the memory of a plan's ranks depends on."""
-    return Setup(
-        device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
-        optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
-        label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
-        accumulates=any(rank.accumulation > 1 for rank in plan.ranks), offload_optimizer=plan.offload_optimizer,
-        offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0, expandable_segments=plan.expandable_segments,
-        sequence_parallel=plan.sequence_parallel, tensor_parallel=plan.tensor_parallel, stages=plan.stages,
-    )  # fmt: skip
+    return Setup(**{one.name: getattr(plan, one.name) for one in fields(Setup)})

@@ -61,7 +61,7 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: li
     laid = _with_layout(request, setup, plain, seconds, [])
     division = choose_packing(request, laid, plain, most, seconds, reasons)
     # Larger micro-batches than these gain no speed, or a forecast found them slower.
-    if division.pack_tokens:
+    if division.setup.pack_tokens:
         together = max(gaining(division, most), *division.batch.micro_batches)
     else:
         together = most if not request.divides or plain.micro_batches == whole.micro_batches else max(plain.micro_batches)
@@ -136,12 +136,12 @@ def _fastest(request: Request, setup: Setup, whole: Batch, fitting: tuple[int, .
 
 def _with_layout(request: Request, setup: Setup, batch: Batch, seconds: Seconds, reasons: list[str]) -> Setup:
     """Return the setup with the layout of its rows: in one line where that is exact, fits, and is not slower than padding."""
-    if setup.packed:
+    if setup.pack_tokens:
         return setup
     padded, rows = replace(setup, layout="unmasked"), max(batch.micro_batches)
     layout = choices.choose_layout(request, setup, rows, setup.row_tokens, reasons)
     flattened = replace(setup, layout=layout)
-    if layout != "flattened" or rows == 1 or setup.attention in BY_LENGTHS:
+    if layout != "flattened" or rows == 1 or setup.attn_implementation in BY_LENGTHS:
         return flattened
     if not request.fits(flattened, batch.micro_batches) and request.fits(padded, batch.micro_batches):
         reasons[-1] = f"rows padded: the mask of {rows * setup.row_tokens} flattened tokens would not fit"
@@ -221,7 +221,7 @@ def _instead(reasons: list[str], reason: str) -> None:
 def _with_slots(division: Division, shares: tuple[Slots, ...]) -> Division:
     """Return the division with these slots; with packing, so many micro-steps that the fullest step fits."""
     micros, steps = tuple(micro for micro, _ in shares), tuple(steps for _, steps in shares)
-    if division.packs is not None or division.pack_tokens:
+    if division.packs is not None or division.setup.pack_tokens:
         bound = division.packs.bound if division.packs else division.batch.global_batch
         held = sum(micro * each for micro, each in shares)
         steps = tuple(math.ceil(each * max(1.0, bound / held)) for each in steps)
@@ -235,7 +235,7 @@ def _rows_of_ranks(division: Division) -> str:
 
 def _shares_in_words(division: Division, most_rows: Sequence[int]) -> str:
     """Return what each rank gets; `most_rows`: the largest micro-batch that each one's memory holds."""
-    unit = "pack" if division.pack_tokens else "row"
+    unit = "pack" if division.setup.pack_tokens else "row"
     counts, total = spans(division.rows, division.batch.slots), plural(division.rows, unit)
     if len(counts) > NAMED:
         return f"{SHARED}: {min(counts)} to {max(counts)} of {total} a step for each rank"

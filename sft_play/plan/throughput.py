@@ -93,12 +93,12 @@ def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | Non
     for unmasked ones and for padded ones of one length (unless `ragged` says that real ones differ). Rows in one line under a mask
     are scored against each other too, and the result thrown away.
     """
-    if setup.packed:  # a mask even for one, unless the kernel takes the rows' own lengths
+    if setup.pack_tokens:  # a mask even for one, unless the kernel takes the rows' own lengths
         near = inside or max(lengths, default=0.0)
-        return sum(lengths) * (near / 2 if setup.attention in BY_LENGTHS else sum(lengths))
+        return sum(lengths) * (near / 2 if setup.attn_implementation in BY_LENGTHS else sum(lengths))
     uneven = len(set(lengths)) > 1 if ragged is None else ragged and len(lengths) > 1
     masked = len(lengths) > 1 and (setup.layout == "flattened" or (setup.layout == "padded" and uneven))
-    if setup.attention in BY_LENGTHS or (setup.attention == "sdpa" and not masked):
+    if setup.attn_implementation in BY_LENGTHS or (setup.attn_implementation == "sdpa" and not masked):
         return sum(length**2 for length in lengths) / 2
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
 
@@ -120,7 +120,7 @@ def describe_work(config: Config, shape: ModelShape, setup: Setup) -> dict[str, 
         "kv_heads": shape.kv_heads, "ffn_size": shape.ffn_size, "vocab_size": shape.vocab_size, "experts": shape.experts,
         "mode": config.tuning.mode, "backend": config.tuning.backend, "quantization": config.tuning.quantization, "adapters": adapters,
         "precision": setup.precision, "weights_dtype": setup.weights_dtype, "gradient_checkpointing": setup.gradient_checkpointing,
-        "layout": setup.layout, "attention": setup.attention, "optim": setup.optim,
+        "layout": setup.layout, "attention": setup.attn_implementation, "optim": setup.optim,
         "sharded": setup.strategy in ("zero3", "fsdp2"),
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ from sft_play.launch.run_folder import NAME_PATTERN
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
 from sft_play.plan.host_memory import host_bytes
-from sft_play.plan.plan import Plan, Setup
+from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import runs_folder
 from sft_play.schedulers import manifests
@@ -289,13 +289,7 @@ def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
         return max(sum(rank.peak_bytes for rank in islice(ranks, count)) for count in spec.processes)
     if not (plan.offload_optimizer or plan.offload_parameters):
         return 0
-    setup = Setup(
-        device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
-        optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
-        label_share=plan.label_share, row_tokens=plan.row_tokens, offload_optimizer=plan.offload_optimizer,
-        offload_parameters=plan.offload_parameters,
-    )  # fmt: skip
-    return max(spec.processes) * host_bytes(loaded.config, shape_of(loaded.config.model), setup)
+    return max(spec.processes) * host_bytes(loaded.config, shape_of(loaded.config.model), plan)
 
 
 def _of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:

@@ -106,7 +106,7 @@ def reasons(plan: Plan) -> str:
 def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> None:
     plan = planned([100, 60] * 200, batch_size=1)
     assert plan.pack_tokens == 512 and plan.layout == "flattened" and plan.row_tokens == 512 and plan.ranks[0].micro_batch == 1
-    assert setup_of(plan).packed and plan.label_share == 0.5
+    assert setup_of(plan).pack_tokens and plan.label_share == 0.5
     assert plan.global_batch_size == 32 and plan.steps_per_epoch == 13
     # 16 x 100 + 16 x 60 = 2560 tokens on average; at most 32 x 100 in a step: 2 x 3200 / 512 - 1, rounded up.
     assert plan.ranks[0].accumulation == 12

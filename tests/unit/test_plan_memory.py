@@ -35,7 +35,7 @@ def config(
 def setup(**changes: Any) -> Setup:
     values: dict[str, Any] = {
         "device": "cuda", "strategy": "single", "world_size": 1, "precision": "bf16", "weights_dtype": "bfloat16",
-        "optim": "adamw_torch_fused", "gradient_checkpointing": False, "layout": "flattened", "attention": "flash_attention_2",
+        "optim": "adamw_torch_fused", "gradient_checkpointing": False, "layout": "flattened", "attn_implementation": "flash_attention_2",
         "label_share": 1.0, "row_tokens": 2048,
     }  # fmt: skip
     return Setup(**(values | changes))

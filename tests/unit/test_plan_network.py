@@ -46,7 +46,7 @@ def planned(hardware: str, config: Config, **request: Any) -> Plan:
 def setup_for(strategy: str = "ddp", **changes: Any) -> Setup:
     plain = Setup(
         device="cuda", strategy=strategy, world_size=3, precision="bf16", weights_dtype="bfloat16", optim="adamw_torch", gradient_checkpointing=False,
-        layout="padded", attention="sdpa", label_share=1.0, row_tokens=2048,
+        layout="padded", attn_implementation="sdpa", label_share=1.0, row_tokens=2048,
     )  # fmt: skip
     return replace(plain, **changes)
 
