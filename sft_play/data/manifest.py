@@ -19,8 +19,7 @@ from sft_play.data.example import EMPTY, OTHER_FILE, SCANNED, SHOWN_PLACES, Faul
 from sft_play.data.processes import Refusal
 from sft_play.errors import DataError, raise_all
 from sft_play.files import read_json, text_sha256
-from sft_play.runs.digests import digests_of
-from sft_play.runs.manifest import ALGORITHM, damage
+from sft_play.runs.manifest import ALGORITHM, damage, digests_of
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

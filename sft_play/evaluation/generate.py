@@ -158,9 +158,7 @@ def score_by_generation(
         predictions=predictions,
         scores=scored.intervals,
         asked=len(rows),
-        answered_here=len(answers),
         seconds=max(generated - started, 1e-9),
-        scoring_seconds=budget.clock() - generated,
         warnings=_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds),
     )
 

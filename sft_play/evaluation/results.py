@@ -62,11 +62,8 @@ class GenerationResult:
     """Metric -> score of all answers with its bootstrap interval."""
     asked: int
     """Rows that were to be answered; more than there are `predictions` where the time was over first."""
-    answered_here: int
-    """Prompts that this rank answered, dummies left out."""
     seconds: float
-    """Of generating alone, until the last rank was ready; scoring takes `scoring_seconds`."""
-    scoring_seconds: float
+    """Of generating alone, until the last rank was ready."""
     warnings: tuple[str, ...]
 
     @property

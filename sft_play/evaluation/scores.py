@@ -56,22 +56,22 @@ class Interval:
         return asdict(self)
 
 
-def resamples(count: int, *, times: int = RESAMPLES, seed: int = 0) -> Iterator[Any]:
-    """Yields `times` arrays of `count` indices below `count`, drawn with replacement; the same for the same seed.
+def resamples(count: int, *, times: int = RESAMPLES) -> Iterator[Any]:
+    """Yields `times` arrays of `count` indices below `count`, drawn with replacement, always the same.
 
     One at a time: a table of 1,000 draws over a hundred thousand answers would take 800 MB.
     """
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(0)
     for _ in range(times):
         yield draws.integers(0, count, size=count)
 
 
-def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Returns the mean of `values` with the interval of the means of resamples. Raises `ValueError` for no values."""
     if not values:
         raise ValueError("an interval needs at least one value")
     array = np.asarray(values, dtype=np.float64)
-    means = [array[picks].mean() for picks in resamples(len(array), seed=seed)]
+    means = [array[picks].mean() for picks in resamples(len(array))]
     return Interval.around(float(array.mean()), means, n=len(array))
 
 
@@ -357,7 +357,7 @@ class Difference(Interval):
         return {**asdict(self), "verdict": self.verdict}
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Returns the difference of two models' scores of the same rows, in the same order.
 
     Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for both drops
@@ -367,6 +367,6 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, seed: 
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")
     gaps = [two - one for one, two in zip(first, second, strict=True)]
-    mean = mean_interval(gaps, seed=seed)
+    mean = mean_interval(gaps)
     better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
     return Difference(mean=mean.mean, low=mean.low, high=mean.high, n=mean.n, better=better, worse=worse)

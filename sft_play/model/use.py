@@ -52,9 +52,7 @@ def best_device() -> str:
     return "cpu"
 
 
-def load_for_use(
-    run: RunFolder, checkpoint: Path | None, device: str | torch.device | None = None, *, purpose: Purpose = "infer"
-) -> tuple[Any, Any]:
+def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.device | None = None) -> tuple[Any, Any]:
     """Returns (model, tokenizer) in evaluation mode on `device`.
 
     `checkpoint` is a checkpoint's folder, or `None` for the run's final model. A quantised base is quantised again as in
@@ -66,7 +64,7 @@ def load_for_use(
     device = str(device or best_device())
     folder = checkpoint or run.model
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    base = checked_base(folder, config, plan, prepared, purpose)
+    base = checked_base(folder, config, plan, prepared, "infer")
     if base is None:
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:

@@ -22,10 +22,11 @@ from sft_play.plan.detect import (
     text_of,
     versions_of,
 )
-from sft_play.plan.hardware import GIB, cpu_name, cpu_threads, fast_bf16, ram_bytes
+from sft_play.plan.hardware import GIB, cpu_threads, fast_bf16, ram_bytes
 from sft_play.plan.plan import LaunchRequest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.sources import needs_several, parse_source, plan_for
+from sft_play.runs.origin import processor
 from sft_play.text import gib
 
 LINKS = {
@@ -45,7 +46,7 @@ def gpu_info(call: Call) -> int:
 def gpu_facts() -> dict[str, Any]:
     """Return `{"count", "driver", "cuda", "visible_devices", "gpus": [...], "links": [...], "cpu": {...}, "reason"}`."""
     total, free = ram_bytes()
-    cpu = {"name": cpu_name(), "threads": cpu_threads(), "memory_bytes": total, "free_bytes": free, "bf16": fast_bf16()}
+    cpu = {"name": processor(), "threads": cpu_threads(), "memory_bytes": total, "free_bytes": free, "bf16": fast_bf16()}
     facts: dict[str, Any] = {
         "count": 0, "driver": None, "cuda": None, "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus": [], "links": [],
         "cpu": cpu, "reason": None,
@@ -180,7 +181,7 @@ def _devices_now() -> list[dict[str, Any]]:
     holders = [
         {"pid": one["pid"], "name": one["name"], "bytes": int(one["memory_info"].rss)} for one in processes if one["memory_info"]
     ]
-    return [_in_use("cpu", cpu_name(), ram_bytes(), holders)]
+    return [_in_use("cpu", processor(), ram_bytes(), holders)]
 
 
 def _in_use(device: str, name: str, memory: tuple[int, int], holders: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import HardwareError
+from sft_play.runs.origin import processor
 from sft_play.text import figure
 
 GIB = 2**30
@@ -320,7 +321,7 @@ def energy_kwh(devices: tuple[Device, ...], seconds: float | None) -> float | No
 def cpu_only() -> Hardware:
     """Return this machine as if it had no GPU."""
     total, free = ram_bytes()
-    device = Device(name=cpu_name(), memory_bytes=total, free_bytes=free, bf16=fast_bf16(), peak_flops=None)
+    device = Device(name=processor(), memory_bytes=total, free_bytes=free, bf16=fast_bf16(), peak_flops=None)
     return Hardware(kind="cpu", devices=(device,), cpu_threads=cpu_threads(), ram_bytes=total)
 
 
@@ -337,37 +338,29 @@ def cpu_threads() -> int:
 
 
 def ram_bytes() -> tuple[int, int]:
-    """Return (memory, memory that is available now), a cgroup's limit respected."""
-    facts = {}
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            facts[name] = int(rest.split()[0]) * 1024
-        total, free = facts["MemTotal"], facts["MemAvailable"]
-    except (OSError, ValueError, KeyError, IndexError):  # not Linux
-        import psutil
+    """Return (memory, memory that is available now), limits of this process's cgroups (v2) respected."""
+    import psutil
 
-        memory = psutil.virtual_memory()
-        total, free = int(memory.total), int(memory.available)
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, free = min(total, limit), min(free, max(0, limit - used))
-    except (OSError, ValueError):
-        pass
+    memory = psutil.virtual_memory()
+    total, free = int(memory.total), int(memory.available)
+    for group in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # `max` is no limit
+            limit = int((group / "memory.max").read_text())
+            facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # The kernel drops pages of files before it runs out.
+            used = int((group / "memory.current").read_text()) - int(facts.get("inactive_file", 0))
+            total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
 
 
-def cpu_name() -> str:
-    """Return the processor's name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-
-    return platform.processor() or platform.machine() or "CPU"
+def _cgroups() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                own = root / line[3:].strip().lstrip("/")
+                return [path for path in (own, *own.parents) if path.is_relative_to(root)]
+    return [root]
 
 
 def fast_bf16() -> bool:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: the manifest with sizes and checksums, `states.json`; and the space that one needs. No torch."""
+"""Checksums of files: a checkpoint's manifest, models and data; `states.json`; and the space that a checkpoint needs. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import CheckpointError
-from sft_play.files import read_json, sync_folder, write_json
+from sft_play.files import file_sha256, read_json, sync_folder, text_sha256, write_json
+from sft_play.runs.folder import cache_folder
 from sft_play.text import gib
 
 NAME = "manifest.json"
@@ -322,34 +324,53 @@ def with_spare(predicted: int) -> int:
     return predicted + int(predicted * SPARE_SHARE) + SPARE_BYTES
 
 
-def free_memory_bytes() -> int | None:
-    """Returns the host memory that may still be used, a limit of this process's cgroup (v2) kept; `None` where unknown."""
-    free: int | None = None
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    for group in _cgroups():
-        with contextlib.suppress(OSError, ValueError):  # `max` is no limit
-            left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + _reclaimable(group)
-            free = left if free is None else min(free, left)
-    return None if free is None else max(0, free)
+# Checksums of large files of models and data: complete, but each file is read once.
 
 
-def _cgroups() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                own = root / line[3:].strip().lstrip("/")
-                return [path for path in (own, *own.parents) if path.is_relative_to(root)]
-    return [root]
+HASHED_TOGETHER = 8
+WORTH_SAYING_BYTES = 4 * 2**30
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""What the hub's cache calls a file: the sha256 of its content, or git's sha1 of a small one."""
 
 
-def _reclaimable(group: Path) -> int:
-    """Returns the file pages that the kernel drops before it runs out."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "inactive_file":
-                return int(value)
-    return 0
+def blob_of(path: Path) -> str | None:
+    """Returns the checksum by which the hub's cache names a file; its snapshots are links into `blobs/`."""
+    target = path.resolve()
+    return target.name if path.is_symlink() and target.parent.name == "blobs" and BLOB.fullmatch(target.name) else None
+
+
+def digests_of(paths: Sequence[Path], what: str) -> list[str]:
+    """Returns the sha256 of each file's content. Raises `OSError` for a file that cannot be read. `what` they are is for the user.
+
+    They are kept in `cache/digests/` with size, times and inode of each file, and taken from there until one of these changes: one record for
+    all `paths`, since a folder may hold a hundred thousand small files. A cache that cannot be written only costs the time again.
+    """
+    names = [str(path.resolve()) for path in paths]
+    record = cache_folder() / "digests" / f"{text_sha256(chr(10).join(names))}.json"
+    facts = dict(zip(names, map(_facts, paths), strict=True))
+    known = _known(record)
+    unread = [Path(name) for name, fact in facts.items() if known.get(name, [None])[:-1] != fact]
+    size = sum(int(facts[str(path)][0]) for path in unread)
+    if size > WORTH_SAYING_BYTES and os.environ.get("RANK", "0") == "0":
+        print(f"reading {size / 2**30:.0f} GiB of {what} for their checksums, this once", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:  # hashing leaves Python's lock
+        digests = dict(zip(map(str, unread), pool.map(file_sha256, unread), strict=True))
+    found = {name: [*fact, digests.get(name) or known[name][-1]] for name, fact in facts.items()}
+    # A file that somebody writes to right now is looked at again by the next start.
+    if unread and all(_facts(path) == facts[str(path)] for path in unread):
+        with contextlib.suppress(OSError):
+            write_json(record, found)
+    return [str(found[name][-1]) for name in names]
+
+
+def _known(record: Path) -> dict[str, list[str | int]]:
+    try:
+        return {str(name): list(facts) for name, facts in read_json(record).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _facts(path: Path) -> list[str | int]:
+    """What changes with a file. The change time, too: a copy may keep the modification time, but not that."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]

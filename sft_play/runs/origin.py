@@ -109,7 +109,7 @@ def processor() -> str:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), re.M)
     except OSError:
         found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "CPU"
 
 
 @functools.cache

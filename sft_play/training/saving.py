@@ -28,9 +28,10 @@ from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import HardwareError
 from sft_play.files import append_json_line, disk_problem, free_bytes, is_gone, side_file
+from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate, rotate_own
 from sft_play.runs.folder import folder_gone
-from sft_play.runs.manifest import SPARE_MEMORY_BYTES, Room, free_memory_bytes, seal, verify, with_spare
+from sft_play.runs.manifest import SPARE_MEMORY_BYTES, Room, seal, verify, with_spare
 from sft_play.text import gib
 from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
 from sft_play.training.ranks import TrainContext
@@ -202,12 +203,12 @@ class Saver(TrainerCallback):
     def _memory_allows(self) -> bool:
         """Whether the host's memory holds a copy of the states of all its ranks; says once when it does not. Collective."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, free = (self._predicted or self._first_prediction()) * ranks_here, free_memory_bytes()
-        if not self.context.ranks.any(free is not None and free - needed < SPARE_MEMORY_BYTES):
+        needed, free = (self._predicted or self._first_prediction()) * ranks_here, ram_bytes()[1]
+        if not self.context.ranks.any(free - needed < SPARE_MEMORY_BYTES):
             return True
         if not self._said_synchronous:
             self._said_synchronous = True
-            room = f"a copy of the states takes {gib(needed)}, {gib(free or 0)} of host memory are free"
+            room = f"a copy of the states takes {gib(needed)}, {gib(free)} of host memory are free"
             self._say(f"note: `train.async_save`: {room}; training waits while checkpoints are written")
         return False
 

@@ -64,6 +64,7 @@ def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path
         for host in net.hosts:
             (host.private[cgroup] / "memory.max").write_text(str(limit))
             (host.private[cgroup] / "memory.current").write_text("0")
+            (host.private[cgroup] / "memory.stat").write_text("inactive_file 0")
         machines = Home(net, tmp_path, model, net.hosts[0].private[folder / "models"])
         words = ("TUNING_MODE=full", "TRAIN_MAX_STEPS=3", "TRAIN_SAVE_STRATEGY=no", "LAUNCH_NETWORK=1Gbit")
         machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=unasked", *words)
