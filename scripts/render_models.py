@@ -18,7 +18,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- begin families -->\n", "\n<!-- end -->"
 HEAD = "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|"
 
-LLAMAS = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
+SHORT = {"MLP": "down_proj, gate_proj, up_proj", "attention": "k_proj, o_proj, q_proj, v_proj"}
+"""Word of the table -> the layers that most families have."""
 
 
 def cells(name: str) -> tuple[str, ...]:
@@ -51,7 +52,9 @@ def adapted_cell(road: Road) -> str:
     if road.at:
         return _stopped(road)
     names = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in road.adapted()))
-    return "Llama's seven" if names == LLAMAS else names
+    for word, layers in SHORT.items():
+        names = re.sub(rf"\b{layers}", word, names)
+    return names
 
 
 def trained_cell(road: Road) -> str:

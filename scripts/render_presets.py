@@ -160,10 +160,10 @@ def gemma() -> str:
 
 def catalogue() -> str:
     """Return the catalogue of GPUs; `*` marks unconfirmed figures."""
-    lines = ["| name | memory | bf16 | bandwidth |", "|---|---|---|---|"]
+    lines = ["| name | memory | bf16 |", "|---|---|---|"]
     for name, card in CATALOGUE.items():
-        mark = "" if card.confirmed else " *"
-        lines.append(f"| `{name}`{mark} | {card.memory_gib:g} | {card.bf16_tflops:g} | {card.bandwidth_gb_s:g} |")
+        mark = "" if card.confirmed else "*"
+        lines.append(f"| `{name}`{mark} | {card.memory_gib:g} | {card.bf16_tflops:g} |")
     return "\n".join(lines)
 
 

@@ -65,7 +65,7 @@ def _sources() -> list[str]:
     texts = documented(DataSource)
     for name, annotation in fields_of(DataSource).items():
         lines.append(
-            f"| `{name}` | {_cell(_short(describe(annotation)).removesuffix(' or null'))} | {_cell(texts.get(name, ''))} |"
+            f"| `{name}` | {_cell(_short(describe(annotation)).removesuffix(', null'))} | {_cell(texts.get(name, ''))} |"
         )
     return [*lines, ""]
 
@@ -84,7 +84,7 @@ def _values(key: Key) -> str:
     shown = str(key.default).lower() if isinstance(key.default, bool) else key.default
     text, default = _expected(key), f"`{shown}`"
     if shown is None:
-        return text.replace(", a list", " or a list").removesuffix(" or null")
+        return text.removesuffix(", null")
     return text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **`{scalar_text(key.default)}`**"
 
 
@@ -96,8 +96,8 @@ def _expected(key: Key) -> str:
 
 
 def _short(expected: str) -> str:
-    """The same without articles, and without the least that most integers have."""
-    return re.sub(r"integer >= 1(?! and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected))
+    """The same as the cell of a table: without articles, and without the least that most integers have."""
+    return re.sub(r"integer >= 1(?! and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(" or ", ", ")
 
 
 def _cell(text: str) -> str:

@@ -50,21 +50,21 @@ class KubernetesConfig:
     kind: Literal["pytorchjob", "trainjob", "job", "skypilot"] = "pytorchjob"
     """What is [written](kubernetes.md)."""
     image: str = "sft-play:latest"
-    """Made by this project's `Dockerfile`; SkyPilot installs this folder unless it is typed."""
+    """Made by the `Dockerfile`; SkyPilot installs this folder unless it is typed."""
     namespace: str | None = None
     """Default: the current context's."""
     models_claim: str | None = "models"
-    """PersistentVolumeClaim for models and prepared data. SkyPilot: a volume, only if typed."""
+    """PersistentVolumeClaim for models and prepared data; SkyPilot: a volume, if typed."""
     runs_claim: str | None = "runs"
     """The same for run folders."""
     tracking_claim: str | None = None
-    """PersistentVolumeClaim for a tracker (Aim), at `/tracking`."""
+    """The same for a tracker, at `/tracking`."""
     create_claims: bool = False
     """Render the claims; needs `kubernetes.storage_class`."""
     storage_class: str | None = None
     """Storage class of rendered claims."""
     access_mode: Literal["auto", "ReadWriteMany", "ReadWriteOnce"] = "auto"
-    """Of rendered claims; `auto`: `ReadWriteMany` for several pods, else `ReadWriteOnce`."""
+    """Of rendered claims; `auto`: `ReadWriteMany` for several pods."""
     storage_size: str = "200Gi"
     """Size of each rendered claim."""
     token_secret: str | None = None

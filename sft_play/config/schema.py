@@ -167,7 +167,7 @@ class ProfileSettings:
     """Steps of a run that are measured operator by operator."""
 
     steps: FromZero = 0
-    """Steps to profile; 0: none."""
+    """How many."""
     start: Annotated[int, Range(minimum=2)] = 10
     """First of them."""
     ranks: list[FromZero] = field(default_factory=lambda: [0])
@@ -185,7 +185,7 @@ class TrainConfig:
     grad_accum: Positive | Auto = "auto"
     """Micro-steps per optimizer step; `auto`: what reaches the global batch."""
     global_batch_size: Positive | Auto = "auto"
-    """Rows per optimizer step over all devices; `auto`: 32, or what [the keys above](planning.md#the-batch) give."""
+    """Rows per optimizer step; `auto`: 32, or what [the keys above](planning.md#the-batch) give."""
     packing: Literal["auto", "off", "on"] = "auto"
     """Pack rows into sequences of `model.max_seq_len`; `auto`: where it saves over 10 % of micro-steps. `true` is `on`, `false` `off`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
@@ -201,9 +201,9 @@ class TrainConfig:
     lr_scheduler_type: str = "cosine"
     """Schedule of transformers."""
     warmup_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.03
-    """Share of steps with a rising rate."""
+    """Share of steps."""
     warmup_steps: FromZero | None = None
-    """The same in steps; replaces `train.warmup_ratio`."""
+    """Instead of `train.warmup_ratio`."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
     max_grad_norm: NotNegative = 1.0
@@ -217,7 +217,7 @@ class TrainConfig:
     fp16: bool = False
     """Compute in float16 with loss scaling."""
     gradient_checkpointing: bool | Auto = "auto"
-    """Recompute activations: less memory, a third more time (half with adapters)."""
+    """Recompute activations: less memory, a third more time."""
     ddp_find_unused_parameters: bool = False
     """As in torch's DDP."""
     ddp_broadcast_buffers: bool = False
@@ -233,9 +233,9 @@ class TrainConfig:
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = "auto"
     """When to evaluate; `auto`: `epoch` with validation rows."""
     eval_steps: Positive | None = None
-    """Steps between evaluations (`eval_strategy: steps`)."""
+    """Steps between evaluations."""
     predict_with_generate: bool | Auto = "auto"
-    """Score generated answers; `auto`: in `make eval` only."""
+    """Score answers; `auto`: in `make eval` only."""
     generation_num_beams: Positive = 1
     """Beams; 1: greedy."""
     generation_max_new_tokens: Positive = 128
@@ -249,7 +249,7 @@ class TrainConfig:
     save_strategy: Literal["no", "steps", "epoch"] = "steps"
     """When to save; unless `no`, also at the end."""
     save_steps: Positive = 50
-    """Steps between checkpoints (`save_strategy: steps`)."""
+    """Steps between checkpoints."""
     save_total_limit: Positive | None = 3
     """Checkpoints kept besides the best."""
     load_best_model_at_end: bool = False
@@ -257,7 +257,7 @@ class TrainConfig:
     metric_for_best_model: str = "eval_loss"
     """`eval_loss` (lower is better), `eval_rougeL` (higher), ..."""
     early_stopping_patience: Positive | None = None
-    """Evaluations without improvement before the run stops."""
+    """Evaluations without improvement until the run stops."""
     early_stopping_threshold: NotNegative = 0.0
     """Smallest improvement that counts."""
     async_save: bool = False
