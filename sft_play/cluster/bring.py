@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
 import time
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import sft_play
-from sft_play.cluster.hosts import ask
+from sft_play.cluster.hosts import ask, mark_in
 from sft_play.cluster.inventory import Host, plain_path
 from sft_play.cluster.probe import Facts, hub_folder
 from sft_play.cluster.ssh import HOME, SSH_FAILED, TIMED_OUT, arguments, run, say, trouble
@@ -248,17 +247,9 @@ def _listed(*options: str) -> list[str]:
 def send_code(host: Host, files: Sequence[str]) -> None:
     """Make the project on `host` the same as here; what is replaced or has left the project is set aside. Raises as `deliver`."""
     hint = "another `folder` in the inventory; or commit and move them away there, and type the same command again"
-    aside, seen = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}", f".cache/seen-{secrets.token_hex(8)}"
-    path = project() / seen
-    try:
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        marker = f"{host.folder}/{MARKER}"
-        another = deliver(host, project(), host.folder, files, marker=marker, hint=hint, aside=aside, seen=seen)
-    except OSError as error:
-        raise HardwareError(f"cannot be written: {error.strerror}", place=str(error.filename)) from error
-    finally:
-        path.unlink(missing_ok=True)
+    aside, marker = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}", f"{host.folder}/{MARKER}"
+    with mark_in(project() / ".cache") as name:
+        another = deliver(host, project(), host.folder, files, marker=marker, hint=hint, aside=aside, seen=f".cache/{name}")
     if another:
         words = ["bash", "-c", TIDY, "bash", host.folder, MARKER, aside]
         _ask(host, words, f"`{host.folder}` cannot be tidied", joined(files))

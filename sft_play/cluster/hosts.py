@@ -195,15 +195,14 @@ def facts_of(host: Host, **wanted: Any) -> Facts:
 
 def gather(hosts: Sequence[Host], shared: Mapping[str, str], run: str) -> dict[str, Facts | UserError]:
     """Ask hosts at once, also for what they have of a run; return host name -> its facts, or why it cannot be asked."""
-    with _mark() as mark:
+    with mark_in(runs_folder(), cache_folder()) as mark:
         return on_all(hosts, lambda host: facts_of(host, mark=mark, variables={} if is_here(host) else shared, run=run))
 
 
 @contextlib.contextmanager
-def _mark() -> Iterator[str]:
-    """Leave a file in the folders of runs and cache, by which another machine can tell that it sees the same ones."""
+def mark_in(*folders: Path) -> Iterator[str]:
+    """Leave a file in folders, by which another machine can tell that it sees the same ones; yield its name."""
     name = f".seen-{secrets.token_hex(8)}"
-    folders = (runs_folder(), cache_folder())
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)

@@ -191,7 +191,7 @@ class Launch:
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
-        """`request`: `run`, `node`, `token`, `argv`, `store`, `silent_seconds`, and `stream`, whether logs are sent."""
+        """`request`: `run`, `node`, `token`, `words` for Python, `store`, `silent_seconds`, and `stream`, whether logs are sent."""
         self.request, self.run, self.token = request, runs_folder() / request["run"], request["token"]
         self.commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.logs = {path: Log(path, path.stat().st_size) for path in (self.run / "logs").glob("rank*.log")}
@@ -208,8 +208,8 @@ class Launch:
                 os._exit(143)
 
         self.process = subprocess.Popen(
-            request["argv"], env={**os.environ, TOKEN: self.token}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=bound,  # noqa: PLW1509 - no thread has been started yet
+            [sys.executable, *request["words"]], env={**os.environ, TOKEN: self.token}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=bound,  # noqa: PLW1509 - no thread has been started yet
         )  # fmt: skip
         own = {"token": self.token, "node": request["node"], "launcher": self.process.pid, "machine": this_machine()}
         self.note = json.dumps({**own, "host": socket.gethostname(), "started": time.time()})
@@ -304,12 +304,9 @@ def launch(request: dict[str, Any]) -> None:
     """Run a launcher under this connection."""
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):  # the connection's end is seen on standard input
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the launcher would inherit
-    try:
-        running = Launch(request)
-    except OSError as error:
-        return tell(problem=f"{request['argv'][0]}: {error.strerror or error}")
+    running = Launch(request)
     tell(started=running.process.pid)
-    return running.supervise()
+    running.supervise()
 
 
 # ---- Requests

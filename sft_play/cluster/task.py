@@ -23,13 +23,13 @@ from sft_play.cluster.ssh import is_here, on_all, say
 from sft_play.config.call import Call
 from sft_play.config.keys import variable_name
 from sft_play.config.layers import Override
-from sft_play.config.load import LoadedConfig, override_config, save_config
+from sft_play.config.load import LoadedConfig, override_config, save_config, saved_form
 from sft_play.config.rules import elastic_bounds
 from sft_play.errors import HardwareError, Problems, UserError, raise_all
 from sft_play.files import lock, text_sha256, typed_path
 from sft_play.launch.attempt import DELIVERED, FETCH, run_preparation
 from sft_play.launch.deepspeed import read_user_json
-from sft_play.launch.environment import holder_of, port_is_free
+from sft_play.launch.environment import holder_of, next_free_port, port_is_free
 from sft_play.launch.machines import ABSENT
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
@@ -39,7 +39,7 @@ from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.prepared import Prepared
 
-PORTS = range(29500, 29600)
+PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +91,8 @@ def read_task(call: Call) -> Task:
             loaded = override_config(loaded, [speed])
     else:
         run = find_run(name)
-        for given in ("CONFIG", "RUN_NAME"):
-            if options.get(given):
-                raise UserError(f"`RUN` resumes a run, and `{given}` starts a new one", hint="give one of them")
+        if options.get("RUN_NAME"):
+            raise UserError("`RUN` resumes a run, and `RUN_NAME` starts a new one", hint="give one of them")
         if run.path.resolve() != (runs_folder() / run.name).resolve():
             text = f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs"
             raise UserError(text, hint="RUNS_DIR says where")
@@ -205,17 +204,15 @@ def _unfit(task: Task, host: Host, facts: Facts) -> Iterator[UserError]:
 def choose_port(task: Task) -> int:
     """Return the port of the launchers' store: the typed one, else a free one from 29500 on. Raises `HardwareError`."""
     typed = task.call.port("MASTER_PORT")
-    port = next((port for port in ([typed] if typed else PORTS) if port_is_free(port)), None)
-    if port is None and typed:
+    if typed and not port_is_free(typed):
         raise HardwareError(
             f"port {typed} is taken by another process on this machine{holder_of(typed)}",
             place=f"MASTER_PORT={typed}",
             hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens",
         )
-    if port is None:
-        raise HardwareError(f"ports {PORTS[0]} to {PORTS[-1]} are all taken on this machine", hint="MASTER_PORT=40000")
-    if port not in (typed, PORTS[0]):
-        say(f"port {PORTS[0]} is taken; taking {port}")
+    port = typed or next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
+    if port not in (typed, PORT):
+        say(f"port {PORT} is taken; taking {port}")
     return port
 
 
@@ -264,19 +261,12 @@ def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequ
         if is_begun(task.run):
             bring.send_run(host, facts, task.run, newest_valid(task.run)[0])
     folder = files_folder(facts, task.run, host)
-    with tempfile.TemporaryDirectory() as name:
-        save_config(task.loaded, Path(name) / "config.json")
-        config = (Path(name) / "config.json").read_text(encoding="utf-8")
     given = {
-        f"{folder}/config.json": config,
-        f"{folder}/prepared.json": json.dumps({"run": task.run.name, "prepared": asdict(there)}),
+        "config": json.dumps(saved_form(task.loaded)),
+        "prepared": json.dumps({"run": task.run.name, "prepared": asdict(there)}),
     }
-    ask(
-        host,
-        "write",
-        timeout=60,
-        files=given | ({f"{folder}/deepspeed.json": task.deepspeed} if task.deepspeed else {}),
-    )
+    given |= {"deepspeed": task.deepspeed} if task.deepspeed else {}
+    ask(host, "write", timeout=60, files={f"{folder}/{name}.json": text for name, text in given.items()})
 
 
 # ---- What is typed there
@@ -288,20 +278,13 @@ def files_folder(facts: Facts, run: RunFolder, host: Host) -> str:
 
 
 def node_words(task: Task, host: Host, facts: Facts, rank: int, count: int, port: int, *, resume: bool) -> list[str]:
-    """Return argv of the launcher on one machine, `NODE_RANK` `rank` of `count`: what a person would type there."""
-    python, folder = host.python, files_folder(facts, task.run, host)
-    if is_here(host):
-        python = sys.executable
-    elif python.startswith("~/"):
-        python = f"{facts.home}/{python[2:]}"
-    elif "/" in python and not python.startswith("/"):
-        python = f"{facts.folder}/{python}"
-    words = [python, "-m", "sft_play"]
+    """Return the words for Python of the launcher on one machine, `NODE_RANK` `rank` of `count`: what a person would type there."""
+    folder = files_folder(facts, task.run, host)
     if resume:
-        words += ["resume", f"RUN={task.run.name}"]
+        words = ["-m", "sft_play", "resume", f"RUN={task.run.name}"]
         words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if task.resuming else []
     else:
-        words += ["train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
+        words = ["-m", "sft_play", "train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
         words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE]
         words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if task.deepspeed else []
     gpus = host.gpus if host.gpus is not None else facts.gpu_count

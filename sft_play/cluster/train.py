@@ -173,7 +173,7 @@ class Control:
         session = Session(host, variables, inbox=self.inbox)
         session.say(
             do="launch", seconds=0, run=task.run.name, node=rank, token=secrets.token_hex(16),
-            argv=node_words(task, host, facts, rank, self.count, self.port, resume=resume),
+            words=node_words(task, host, facts, rank, self.count, self.port, resume=resume),
             store=None if here else (task.inventory.master.address, self.port), stream=not here and not facts.shares_runs,
             silent_seconds=task.loaded.config.launch.silent_seconds,
         )  # fmt: skip

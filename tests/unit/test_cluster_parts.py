@@ -135,9 +135,17 @@ def started(tmp_path: Path) -> Iterator[Any]:
     """Starts the program beside a launcher, as SSH would; ends what is left of it."""
     found: list[subprocess.Popen[bytes]] = []
 
-    def start(*argv: str, store: object = None, silent_seconds: float = 1.0) -> subprocess.Popen[bytes]:
+    def start(script: str, store: object = None, silent_seconds: float = 1.0) -> subprocess.Popen[bytes]:
         setup = {"folder": str(tmp_path), "variables": {"RUNS_DIR": str(tmp_path)}}
-        request = {"do": "launch", "seconds": 0, "node": 0, "token": "of this test", "run": "one", "stream": True, "argv": argv}
+        request = {
+            "do": "launch",
+            "seconds": 0,
+            "node": 0,
+            "token": "of this test",
+            "run": "one",
+            "stream": True,
+            "words": ["-c", script],
+        }
         pipe = subprocess.PIPE
         process = subprocess.Popen([sys.executable, "-u", "-c", BOOT], stdin=pipe, stdout=pipe, stderr=pipe)
         found.append(process)
@@ -160,7 +168,7 @@ def told(process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
 
 
 def test_the_program_beside_a_launcher_ends_well_while_somebody_listens(started: Any) -> None:
-    process = started("sh", "-c", "echo trained; exit 4")
+    process = started("import os; os.write(1, b'trained\\n'); os._exit(4)")
     assert process.wait(timeout=60) == 0
     lines = told(process)
     assert "started" in lines[0] and {"out": "trained\n"} in lines and lines[-1] == {"ended": 4, "left": 0}
@@ -169,7 +177,7 @@ def test_the_program_beside_a_launcher_ends_well_while_somebody_listens(started:
 def test_a_launcher_outlives_its_connection_while_the_store_answers(started: Any) -> None:
     """A home uplink that stalls ends no run; a machine that is without its master ends by itself."""
     with socket.create_server(("127.0.0.1", 0)) as store:
-        process = started("sleep", "60", store=store.getsockname())
+        process = started("import time; time.sleep(60)", store=store.getsockname())
         process.stdin.close()
         process.stdin = None
         time.sleep(4)
