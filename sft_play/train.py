@@ -18,12 +18,12 @@ from sft_play.files import write_json
 from sft_play.launch.liveness import MARK
 from sft_play.launch.process import woken_with_parent
 from sft_play.launch.recovery import restarts
-from sft_play.plan.plan import Plan
+from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
-from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
+from sft_play.runs.stamp import Stamp, compare, refuse
 from sft_play.training.faults import Program, contain, end
 from sft_play.training.heartbeat import Heartbeat, beating
 from sft_play.training.process import check_launch, import_libraries, launched_world, log_alone, quiet_libraries

@@ -19,8 +19,8 @@ def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", pl
     from sft_play.config.load import load_config, save_config
     from sft_play.model.load import load_for_training
     from sft_play.model.resolve import resolve_model
+    from sft_play.plan.plan import make_stamp
     from sft_play.runs.prepared import Prepared
-    from sft_play.runs.stamp import make_stamp
 
     path.mkdir(parents=True)
     run, document = RunFolder(path), path.parent / f"{path.name}.yaml"

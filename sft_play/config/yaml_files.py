@@ -118,6 +118,7 @@ def parse_yaml(text: str, name: str) -> Node:
     """Parses one document; `name` is the place in errors. Raises `UserError`."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return _Builder(name).build(root, None) if root is not None else Node(None, line=1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -128,7 +129,6 @@ def parse_yaml(text: str, name: str) -> Node:
         raise UserError(f"not YAML: {error.reason} (character {error.character!r})", place=f"{name}:{line}") from error
     except (RecursionError, ValueError, OverflowError) as error:  # `"\UFFFFFFFF"` is no character
         raise UserError("not YAML that can be read: nested too deeply, or a character out of range", place=name) from error
-    return _Builder(name).build(root, None) if root is not None else Node(None, line=1)
 
 
 def _syntax_hint(error: yaml.MarkedYAMLError) -> str | None:
@@ -148,27 +148,20 @@ class _Builder:
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
-        self.open: set[int] = set()
 
     def build(self, node: yaml.Node, line: int | None) -> Node:
         """`line` is that of the value's key; a value may start further down."""
         line = node.start_mark.line + 1 if line is None else line
         self.count += 1
-        if id(node) in self.open or len(self.open) > 50:
-            raise UserError("an alias contains itself, or values are nested too deeply", place=f"{self.name}:{line}")
         if self.count > LARGEST_NODES:
             raise UserError(f"more than {LARGEST_NODES} values once aliases are written out", place=f"{self.name}:{line}")
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, line)
         self._refuse_tag(node)
-        self.open.add(id(node))
-        try:
-            if isinstance(node, yaml.SequenceNode):
-                return Node([self.build(part, None) for part in node.value], line=line)
-            assert isinstance(node, yaml.MappingNode)
-            return Node(self.mapping(node), line=line)
-        finally:
-            self.open.discard(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            return Node([self.build(part, None) for part in node.value], line=line)
+        assert isinstance(node, yaml.MappingNode)
+        return Node(self.mapping(node), line=line)
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
         found: dict[str, Node] = {}

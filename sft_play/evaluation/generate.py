@@ -21,7 +21,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import Answer, AnswerSettings, answer_batch, refills, use_our_settings
 from sft_play.evaluation.results import GenerationResult, Prediction
-from sft_play.evaluation.scores import DEFAULT_METRICS, ROUGE, Interval, Scored, metrics_for, score_answers, without_words
+from sft_play.evaluation.scores import DEFAULT_METRICS, ROUGE, Interval, Scored, score_answers, without_words
 from sft_play.plan.shape import VARLEN
 from sft_play.training.ranks import Ranks
 from sft_play.training.stopping import StopOnRequest
@@ -168,7 +168,7 @@ def _scored(metrics: Sequence[str], references: Sequence[str], texts: Sequence[s
     found: dict[str, Any] = {}
     if ranks.first:
         try:
-            found = {"scored": asdict(score_answers(metrics_for(metrics), references, texts))}
+            found = {"scored": asdict(score_answers(metrics, references, texts))}
         except DataError as error:  # the others wait for it
             found = {"problem": {"message": error.message, "place": error.place, "hint": error.hint}}
     found = ranks.broadcast(found)

@@ -13,9 +13,9 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -75,51 +75,33 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval.around(float(array.mean()), means, n=len(array))
 
 
-class Metric(Protocol):
-    """One entry of `eval.metrics`. Its numbers depend on references and answers alone, in the order of the rows."""
-
-    name: str
-    """What files call it."""
-
-    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[Sequence[float] | None, Interval]:
-        """Returns a score for each answer alone (`None` where a single answer has none), and the score of all."""
-        ...
+Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float] | None, Interval]]
+"""Gives, of references and answers in the order of the rows, a score for each answer alone (`None` where one has none), and the score of all."""
 
 
-class MeanMetric:
-    """A score of single answers (0 to 1), whose mean is the score of all."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-        score = OF_SINGLE_ANSWERS.get(self.name) or (lambda reference, answer: rouge(reference, answer)[self.name])
-        each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
-        return each, mean_interval(each)
+def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
+    """Returns scores of single answers (0 to 1), whose mean is the score of all."""
+    score = OF_SINGLE_ANSWERS.get(name) or (lambda reference, answer: rouge(reference, answer)[name])
+    each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
+    return each, mean_interval(each)
 
 
-class CorpusMetric:
-    """BLEU or chrF (0 to 100): a score of all answers from their summed statistics, not a mean of single scores."""
+def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
+    """Returns sacrebleu's BLEU or chrF (0 to 100): sentence scores (BLEU with effective order), and the corpus score with its interval.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    The latter is of the answers' summed statistics, no mean. Its interval is that of Koehn (2004), "Statistical Significance Tests for
+    Machine Translation Evaluation", over resampled answers' statistics, as sacrebleu's `--confidence` makes it, with our own draws.
+    """
+    single = _sacrebleu(name, sentence=True)
+    each = [float(single.sentence_score(a, [r]).score) for r, a in zip(references, answers, strict=True)]
+    scorer = _sacrebleu(name)
+    statistics = np.asarray(scorer._extract_corpus_statistics(list(answers), [list(references)]))
 
-    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-        """Returns sacrebleu's sentence scores (BLEU with effective order), and the corpus score with its interval.
+    def total(part: Any) -> float:
+        return float(scorer._compute_score_from_stats(part.sum(axis=0).tolist()).score)
 
-        The interval is that of Koehn (2004), "Statistical Significance Tests for Machine Translation Evaluation", over resampled answers'
-        summed statistics, as sacrebleu's `--confidence` makes it, with our own draws.
-        """
-        single = _sacrebleu(self.name, sentence=True)
-        each = [float(single.sentence_score(a, [r]).score) for r, a in zip(references, answers, strict=True)]
-        scorer = _sacrebleu(self.name)
-        statistics = np.asarray(scorer._extract_corpus_statistics(list(answers), [list(references)]))
-
-        def total(part: Any) -> float:
-            return float(scorer._compute_score_from_stats(part.sum(axis=0).tolist()).score)
-
-        again = [total(statistics[picks]) for picks in resamples(len(answers))]
-        return each, Interval.around(total(statistics), again, n=len(answers))
+    again = [total(statistics[picks]) for picks in resamples(len(answers))]
+    return each, Interval.around(total(statistics), again, n=len(answers))
 
 
 def rouge(reference: str, answer: str) -> dict[str, float]:
@@ -204,7 +186,7 @@ class LibraryMetric:
 
     def __init__(self, metric: str) -> None:
         """Loads it. Raises `DataError` when it cannot be loaded, or computes no number from texts."""
-        self.metric, self.name = metric, short_name(metric)
+        self.metric = metric
         self.where, self.wanted = library_parts(metric)
         self._module = _load(self.metric, self.where)
 
@@ -298,28 +280,24 @@ class Scored:
     """Metric -> score of all answers."""
 
 
-def metrics_for(names: Sequence[str]) -> list[Metric]:
-    """Returns the metrics that `eval.metrics` names. Raises `DataError` for one that the `evaluate` library cannot load."""
-    found: list[Metric] = []
-    for name in names:
-        if name.startswith(LIBRARY):
-            found.append(LibraryMetric(name))
-        else:
-            assert name in OF_ANSWERS, "the rules of the configuration know every metric"
-            found.append(CorpusMetric(name) if name in CORPUS else MeanMetric(name))
-    return found
+def scorer_of(name: str) -> Score:
+    """Returns what computes an entry of `eval.metrics`. Raises `DataError` for one that the `evaluate` library cannot load."""
+    if name.startswith(LIBRARY):
+        return LibraryMetric(name).score
+    assert name in OF_ANSWERS, "the rules of the configuration know every metric"
+    return partial(corpus_scores if name in CORPUS else single_scores, name)
 
 
-def score_answers(metrics: Sequence[Metric], references: Sequence[str], answers: Sequence[str]) -> Scored:
-    """Returns what `metrics` say of `answers`. Raises `ValueError` for no answers."""
+def score_answers(names: Sequence[str], references: Sequence[str], answers: Sequence[str]) -> Scored:
+    """Returns what the metrics of these names (`eval.metrics`) say of `answers`. Raises `ValueError` for no answers."""
     if not answers:
         raise ValueError("no answers to score")
     each: list[dict[str, float]] = [{} for _ in answers]
     intervals: dict[str, Interval] = {}
-    for metric in metrics:
-        single, intervals[metric.name] = metric.score(references, answers)
-        for row, score in zip(each, single or (), strict=single is not None):
-            row[metric.name] = score
+    for name, score in [(short_name(name), scorer_of(name)) for name in names]:
+        single, intervals[name] = score(references, answers)
+        for row, value in zip(each, single or (), strict=single is not None):
+            row[name] = value
     return Scored(each=tuple(each), intervals=intervals)
 
 

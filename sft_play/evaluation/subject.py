@@ -15,12 +15,12 @@ from sft_play.errors import CheckpointError, UserError
 from sft_play.files import file_sha256
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.model.resolve import check_trained, weights_sha256
-from sft_play.plan.plan import Plan
+from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import label_of, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder, data_name, runs_folder
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
-from sft_play.runs.stamp import Purpose, Stamp, compare, make_stamp, refuse
+from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call

@@ -34,13 +34,12 @@ from sft_play.launch.watch import is_terminal, shown_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.measured import Probed, load, save
-from sft_play.plan.plan import Plan
+from sft_play.plan.plan import Plan, divided
 from sft_play.plan.show import show_plan
 from sft_play.plan.sources import memory_of
 from sft_play.runs.folder import OWN, RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
-from sft_play.runs.stamp import divided
 
 
 def worker_arguments(

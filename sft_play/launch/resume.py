@@ -25,14 +25,14 @@ from sft_play.launch.run_folder import NEEDED, first_launch, has_started, last_l
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
-from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
+from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, make_stamp
 from sft_play.plan.request import global_rows, group_size
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.manifest import check_states, read_facts
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, kept_settings, make_stamp, refuse
+from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, kept_settings, refuse
 from sft_play.text import plural
 
 

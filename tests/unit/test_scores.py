@@ -19,7 +19,6 @@ from sft_play.evaluation.scores import (
     check_library_metrics,
     exact_match,
     how_scored,
-    metrics_for,
     normalised,
     paired_difference,
     resamples,
@@ -69,7 +68,7 @@ def test_bleu_and_chrf_are_sacrebleus_own(name: str) -> None:
     scorer = BLEU(force=True) if name == "bleu" else CHRF()
     sentences = BLEU(effective_order=True, force=True) if name == "bleu" else CHRF()
     references, answers = REFERENCES * 5, ANSWERS * 4 + REFERENCES
-    scored = score_answers(metrics_for([name]), references, answers)
+    scored = score_answers([name], references, answers)
     interval = scored.intervals[name]
     own = scorer.corpus_score(answers, [references], n_bootstrap=1000)
     assert interval.mean == pytest.approx(own.score, abs=1e-12)
@@ -135,7 +134,7 @@ def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> 
     share = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
     length = library_metric(tmp_path, "my_length", '{"ratio": lengths, "total": len(each)}') + ":ratio"
     check_library_metrics([share, length])
-    scored = score_answers(metrics_for([share, length]), REFERENCES, ANSWERS)
+    scored = score_answers([share, length], REFERENCES, ANSWERS)
     assert set(scored.intervals) == {"my_share", "my_length_ratio"}
     equal = [float(reference == answer) for reference, answer in PAIRS]
     assert scored.intervals["my_share"] == bootstrap(equal)

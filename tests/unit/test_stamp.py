@@ -15,10 +15,11 @@ from sft_play.config.schema import Config, DataConfig, LoraSettings, ModelConfig
 from sft_play.errors import CheckpointError
 from sft_play.files import write_json
 from sft_play.launch.resume import compare_early
+from sft_play.plan.plan import make_stamp
 from sft_play.runs.manifest import FORMAT, StatesFacts
 from sft_play.runs.origin import git_state
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, SourceFacts
-from sft_play.runs.stamp import RULES, Purpose, Stamp, compare, make_stamp, refuse
+from sft_play.runs.stamp import RULES, Purpose, Stamp, compare, refuse
 from tests.documents import ROOT, on_page
 from tests.plans import rank_plan, simple_plan
 
