@@ -45,6 +45,7 @@ PATTERNS = {
     "folder": (r"(?!~/(\.$|\.\.))(~/|/[^/\x00-\x1f])[^\x00-\x1f]*", "an absolute path below `/`, or `~/...` for a folder in the user's home there"),
     "python": (r"[^\s\x00-\x1f-][^\x00-\x1f]*", "a Python interpreter"),
 }  # fmt: skip
+OVER_IPV4 = "ranks meet over IPv4 only: `ip -4 -br address` there lists its IPv4 addresses; `ssh` may be an IPv6 address"
 ALONE = "a name or an IP address alone"
 AN_ADDRESS = "`address: 192.168.1.10`, the address by which the others reach it"
 
@@ -350,8 +351,7 @@ def _fault_of_address(key: str, text: str) -> tuple[str, str | None]:
     if name and port.isdecimal():
         return ALONE, f"the port goes into `port:`: `{key}: {name}, port: {port}`"
     if key == "address" and ":" in text:
-        hint = "ranks meet over IPv4 only: `ip -4 -br address` there lists its IPv4 addresses; `ssh` may be an IPv6 address"
-        return "an IPv4 address, or a name that has one", hint
+        return "an IPv4 address, or a name that has one", OVER_IPV4
     if NUMBERS.fullmatch(text) and (key == "address" or "." in text):
         with contextlib.suppress(ValueError):
             ipaddress.IPv4Address(text)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sft_play.cluster.hosts import require_master_here
 from sft_play.cluster.inventory import Host, inventory_path, read_inventory
 from sft_play.cluster.ssh import NO_FOLDER, SSH_FAILED, arguments, in_folder, is_here, trouble
 from sft_play.errors import UserError
@@ -229,3 +232,23 @@ def test_what_ssh_says(tmp_path: Path, message: str, name: str) -> None:
     why = trouble(inventory.master, SSH_FAILED, message)
     assert why.id == name
     assert why.remedy
+
+
+def test_a_name_without_an_ipv4_address_is_refused_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that cannot be resolved here is left to the machines that must reach it."""
+
+    def resolved(host: str, *_: object, **__: object) -> list[tuple[Any, ...]]:
+        known = {"one.lan": (socket.AF_INET, ("127.0.0.1", 0)), "six.lan": (socket.AF_INET6, ("fd00::2", 0, 0, 0))}
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        family, address = known[host]
+        return [(family, socket.SOCK_STREAM, 6, "", address)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    path = written(tmp_path, "hosts:\n  a: one.lan\n  b: six.lan\n  c: three.lan\n")
+    with pytest.raises(UserError, match=r"host `b`: `six.lan` has no IPv4 address") as error:
+        require_master_here(read_inventory(path))
+    assert "IPv4 only" in (error.value.hint or "") and error.value.place == f"{path}:3"
+    require_master_here(read_inventory(path, {"CLUSTER_HOSTS": "a c"}))
