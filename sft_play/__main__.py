@@ -185,8 +185,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "sweep": Command(
         "sft_play.sweep:main",
-        "a run for each combination of values in SWEEP, planned first, ranked at the end",
-        COMMON | {"SWEEP", "RUN_NAME", "NUM_GPUS", "PRICE_PER_HOUR"},
+        "a run for each combination of values in SWEEP, planned first, ranked at the end; SLURM=1 for a job array",
+        COMMON | {"SWEEP", "RUN_NAME", "NUM_GPUS", "PRICE_PER_HOUR", "SLURM", "SUBMIT", "HARDWARE", "NUM_NODES"},
     ),
     "stop": Command("sft_play.launch.runs:stop", "save and stop a RUN", RUN, overrides=False),
     "logs": Command(

@@ -13,26 +13,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.call import Call
-from sft_play.config.keys import find_key, schema_keys
+from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import load_config, read_config
 from sft_play.config.metrics import OF_LOSS
 from sft_play.config.reader import INVALID, Mismatch, Positive, closest_word, read_record, shown
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import Node, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import typed_path
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import read_options
+from sft_play.launch.rehearse import planned_ahead
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.summary import Summary, summary_of
 from sft_play.plan.detect import detect
+from sft_play.plan.plan import command_of
 from sft_play.plan.scaling import parse_price
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.schedulers.slurm import queued, write_job
 from sft_play.text import duration, figure, table
 
 STOPPED = (130, 143)
+OF_SLURM = ("SUBMIT", "HARDWARE", "NUM_NODES")
+"""Options that only a job takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,31 +97,37 @@ class Result:
 
 
 def main(call: Call) -> int:
-    """Plans all runs, trains them in turn, and prints them in order of their scores. The same command continues where it was stopped."""
+    """Plans all runs, trains them in turn or as a Slurm array, and prints them in order of their scores. The same command continues where
+    it was stopped."""
     for name, example in (("CONFIG", "CONFIG=my.yaml"), ("SWEEP", "SWEEP=sweep.yaml")):
         if name not in call.options:
             raise UserError(f"`make sweep` needs `{name}`", hint=f"make sweep CONFIG=my.yaml SWEEP=sweep.yaml, {example}")
+    if not (slurm := call.flag("SLURM")) and (given := [name for name in OF_SLURM if name in call.options]):
+        raise UserError(
+            f"`{given[0]}` is for a sweep by Slurm", hint="SLURM=1, or omit it: runs are trained here, one after the other"
+        )
     path, config = typed_path(call.options["SWEEP"]), config_path(call.options["CONFIG"])
     sweep = read_sweep(path)
-    if typed := [one for one in call.overrides if one.key in sweep.keys]:
+    if typed := [one for one in call.overrides if one.key in sweep.keys or (slurm and one.key == "slurm.array")]:
         raise UserError(f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once")
     base = load_config(config, call.overrides).config.train
-    metric = sweep.metric or (base.metric_for_best_model if base.eval_strategy != "no" else "loss")
-    metric = metric if metric == "loss" or metric.startswith("eval_") else f"eval_{metric}"
-    if metric != "loss" and base.eval_strategy == "no":
-        raise UserError(
-            f"runs are ranked by `{metric}`, and `train.eval_strategy` is `no`", place=str(path), hint="TRAIN_EVAL_STRATEGY=epoch"
-        )
-    if sweep.method == "halving" and base.max_steps < 1:
-        raise UserError(
-            "`method: halving` shortens runs, so it must know their steps", place=str(path), hint="TRAIN_MAX_STEPS=1000"
-        )
+    metric = _metric(sweep, base, path)
+    if sweep.method == "halving" and (slurm or base.max_steps < 1):
+        text, hint = "shortens runs, so it must know their steps", "TRAIN_MAX_STEPS=1000"
+        if slurm:
+            text, hint = "needs the scores of a round before the next, and an array trains all runs at once", "omit SLURM=1"
+        raise UserError(f"`method: halving` {text}", place=str(path), hint=hint)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
         Trial(name=f"{name}-{index:02d}", values=values, origin=str(path)) for index, values in enumerate(combinations(sweep), 1)
     ]
     rounds = list(lengths(len(trials), base.max_steps)) if sweep.method == "halving" else [(len(trials), None)]
     say_plan(call, trials, rounds)
+    return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, rounds, metric)
+
+
+def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int | None]], metric: str) -> int:
+    """Trains the runs of each round one after the other, and ranks those of the last. Returns the exit code."""
     results: list[Result] = []
     for number, (count, steps) in enumerate(rounds, 1):
         if number > 1:
@@ -128,18 +139,62 @@ def main(call: Call) -> int:
         results = []
         for place, trial in enumerate((replace(one, steps=steps) for one in trials), 1):
             print(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}", file=sys.stderr, flush=True)
-            _, outcome = start_run(_call(call, trial), "auto")
+            _, outcome = start_run(_call(call, trial.name, *trial.overrides()), "auto")
             if outcome.code in STOPPED:
                 print("stopped; the same command continues the sweep", file=sys.stderr)
                 return outcome.code
             if outcome.message:
                 print(outcome.message, file=sys.stderr)
-            results.append(Result(trial=trial, summary=summary_of(RunFolder(runs_folder() / trial.name))))
-        if metric != "loss" and not any(metric in one.summary.scores for one in results):
-            print(f"note: no run has `{metric}`; ranked by the loss of training", file=sys.stderr)
-            metric = "loss"
+            results.append(result_of(trial))
+        metric = usable(metric, results)
     show(call, ranked(results, metric), metric)
     return 0 if any(one.summary.state == "finished" for one in results) else 75
+
+
+def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
+    """Returns the score by which runs are ranked. Raises `UserError` where no run will have it."""
+    metric = sweep.metric or (base.metric_for_best_model if base.eval_strategy != "no" else "loss")
+    metric = metric if metric == "loss" or metric.startswith("eval_") else f"eval_{metric}"
+    if metric != "loss" and base.eval_strategy == "no":
+        raise UserError(
+            f"runs are ranked by `{metric}`, and `train.eval_strategy` is `no`", place=str(path), hint="TRAIN_EVAL_STRATEGY=epoch"
+        )
+    return metric
+
+
+def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int:
+    """Ranks the finished runs, and writes an array of the others, which `SUBMIT=1` submits."""
+    results = [result_of(trial) for trial in trials]
+    done = [one for one in results if one.summary.state == "finished"]
+    if done and not (call.json and len(done) < len(trials)):
+        metric = usable(metric, done)
+        show(call, ranked(done, metric), metric)
+    tasks = {
+        index: (one.trial.name, [f"{variable_name(key)}={text}" for key, text in one.trial.values.items()])
+        for index, one in enumerate(results, 1)
+        if one not in done
+    }
+    if not tasks:
+        return 0
+    if call.flag("SUBMIT") and queued(name):
+        raise UserError(
+            f"the sweep `{name}` is in the queue already", hint=f"squeue --me --name={name}; once it ended, type the same again"
+        )
+    array = Override(key="slurm.array", text=",".join(map(str, tasks)), origin=call.options["SWEEP"])
+    return write_job(_call(call, name, array), tasks)
+
+
+def result_of(trial: Trial) -> Result:
+    """Returns what became of a trial so far."""
+    return Result(trial=trial, summary=summary_of(RunFolder(runs_folder() / trial.name)))
+
+
+def usable(metric: str, results: Sequence[Result]) -> str:
+    """Returns the metric by which the runs can be ranked; says so where it is another."""
+    if metric == "loss" or any(metric in one.summary.scores for one in results):
+        return metric
+    print(f"note: no run has `{metric}`; ranked by the loss of training", file=sys.stderr)
+    return "loss"
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -228,11 +283,19 @@ def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, in
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     for trial in trials:
         check_unchanged(trial)
-    hardware, seconds = detect(), list[float | None]()
+    hardware, seconds, targets = detect(), list[float | None](), set[str]()
     for trial in trials:
-        ours = _call(call, trial)
-        options, loaded = read_options(ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto")
-        seconds.append(plan_for(loaded, hardware, options.request).total_seconds)
+        ours = _call(call, trial.name, *trial.overrides())
+        if call.flag("SLURM"):
+            plan = planned_ahead(ours).plan
+        else:
+            options, loaded = read_options(ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto")
+            plan = plan_for(loaded, hardware, options.request)
+        targets.add(command_of(plan.strategy))
+        seconds.append(plan.total_seconds)
+    if call.flag("SLURM") and len(targets) > 1:
+        hint = "type LAUNCH_STRATEGY=, or make a sweep for each"
+        raise UserError(f"all runs of an array start by one command, and these need {' and '.join(sorted(targets))}", hint=hint)
     count = sum(runs for runs, _ in rounds)
     parts = (
         f" in {len(rounds)} rounds: " + ", ".join(f"{runs} of {steps} steps" for runs, steps in rounds) if rounds[0][1] else ""
@@ -279,11 +342,11 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
         print(f'\nmore: make compare RUNS="{" ".join(best)}"')
 
 
-def _call(call: Call, trial: Trial) -> Call:
-    options = {name: text for name, text in call.options.items() if name not in ("SWEEP", "PRICE_PER_HOUR")}
-    ours = trial.overrides()
+def _call(call: Call, run_name: str, *ours: Override) -> Call:
+    """Returns the call of one run, or of the job for all."""
+    options = {name: text for name, text in call.options.items() if name not in ("SWEEP", "PRICE_PER_HOUR", "SLURM")}
     typed = [one for one in call.overrides if one.key not in {each.key for each in ours}]
-    return replace(call, options={**options, "RUN_NAME": trial.name}, overrides=(*typed, *ours))
+    return replace(call, options={**options, "RUN_NAME": run_name}, overrides=(*typed, *ours))
 
 
 def _text(node: Node) -> str:

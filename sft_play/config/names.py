@@ -177,6 +177,7 @@ VARIABLES: Mapping[str, str] = {
     "SCALE": "figures by number of devices, such as `1..4,8`, see docs/forecast.md",
     "PRICE_PER_HOUR": "price of one machine, for the cost of the run, see docs/forecast.md",
     "SWEEP": "YAML file of a sweep: `method`, `metric`, `keys` with their values; see docs/watching.md",
+    "SLURM": "`1` makes a sweep one Slurm job array, see docs/slurm.md",
     "WHY": "`1` shows the plan's reasons and the launch's variables; `plan` shows reasons unless it is `0`",
     "TENSORBOARD_PORT": "instead of 6006; the next free port if taken",
     "MIXED_PRECISION": "answer for `setup-accelerate`: `no`, `bf16` or `fp16`",

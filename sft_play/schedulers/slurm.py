@@ -22,11 +22,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sft_play.config.call import FALSE, TRUE, Call
+from sft_play.config.call import Call
 from sft_play.config.load import DEFAULT, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
@@ -80,6 +80,10 @@ UNREACHABLE = re.compile(
 )
 
 
+Tasks = Mapping[int, tuple[str, Sequence[str]]]
+"""Of a sweep: index in the array -> the run's name and the words that only this task's command has. Else empty: the index ends the name."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchJob:
     """All that a script is made of."""
@@ -100,6 +104,7 @@ class BatchJob:
     logs: Path
     """Folder of the job's own output, seen by all nodes."""
     slurm: SlurmConfig
+    tasks: Tasks = field(default_factory=dict)
 
     @property
     def cpus(self) -> int:
@@ -109,23 +114,26 @@ class BatchJob:
 
 def main(call: Call) -> int:
     """Writes the script and returns 0; what does not fit is shown part by part before the error."""
+    return write_job(call, {})
+
+
+def write_job(call: Call, tasks: Tasks) -> int:
+    """The same for the runs of a sweep, which `slurm.array` counts."""
     ahead = planned_ahead(call)
     _refuse_unlike(ahead)
-    submitting = call.options.get("SUBMIT", "").lower()
-    if submitting not in TRUE | FALSE:
-        raise UserError(f"`SUBMIT` is `{call.options['SUBMIT']}`; expected `1` or `0`")
+    submitting = call.flag("SUBMIT")
     name = choose_name(call.options.get("RUN_NAME"), ahead.loaded.path)
     if ahead.loaded.config.slurm.array:
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's own name must be one too
     script = _script(call, name)
     environment, withheld = _environment(os.environ)
-    job = _job(ahead, name, script, environment)
+    job = replace(_job(ahead, name, script, environment), tasks=tasks)
     _write(ahead, script, render(job))
     for notice in [*ahead.options.notices, *_notes(call, ahead, name, withheld)]:
         print(f"note: {notice}", file=sys.stderr)
     if not call.json:
         print(f"{show_plan(ahead.plan)}\n\n{_show(job, script)}", flush=True)
-    number = submit(script, ahead.loaded.origins) if submitting in TRUE else None
+    number = submit(script, ahead.loaded.origins) if submitting else None
     if call.json:
         facts = {
             "run": name, "script": str(script), "config": str(_beside(script, "config")), "nodes": job.nodes, "processes_per_node": job.processes,
@@ -141,7 +149,7 @@ def render(job: BatchJob) -> str:
     """Returns the script, its last line ended. Raises `UserError` for a value that holds a control character."""
     values = [
         ("`RUN_NAME`", job.run_name), ("the path of the working folder", str(job.folder)), ("the path of the output", str(job.logs)),
-        *(("a word of the command", word) for word in job.words),
+        *(("a word of the command", word) for words in (job.words, *(more for _, more in job.tasks.values())) for word in words),
         *((f"the environment variable `{name}`", value) for name, value in job.environment.items()),
     ]  # fmt: skip
     for name, text in values:
@@ -162,15 +170,22 @@ def render(job: BatchJob) -> str:
         ],
         "@SETUP@": job.slurm.setup,
         "@JOB@": [
-            f'run_name={quoted(job.run_name + "-")}"$SLURM_ARRAY_TASK_ID"' if array else f"run_name={quoted(job.run_name)}",
+            f"words=() run_name={quoted(job.run_name)}" + ('-"$SLURM_ARRAY_TASK_ID"' if array and not job.tasks else ""),
+            *_cases(job.tasks),
             f"job_id={number}",
             f"log={quoted(str(job.logs) + '/slurm-')}\"$job_id\"",
             f"most_requeues={job.slurm.max_requeues} cpus={job.cpus}",
-            f'command=({shlex.join(job.words)} RUN_NAME="$run_name" LAUNCH_AUTO_RESUME=true)',
+            f'command=({shlex.join(job.words)} "${{words[@]}}" RUN_NAME="$run_name" LAUNCH_AUTO_RESUME=true)',
         ],
     }  # fmt: skip
     body = re.sub("@[A-Z]+@", lambda mark: "\n".join(parts[mark[0]]), TEMPLATE.read_text(encoding="utf-8"))
     return "\n".join(["#!/bin/bash", HEADER, *(f"#SBATCH {line}" for line in options(job)), "", body])
+
+
+def _cases(tasks: Tasks) -> list[str]:
+    """Returns the shell lines that give each task of a sweep its own run."""
+    lines = [f"  {index}) run_name={shlex.quote(name)} words=({shlex.join(words)}) ;;" for index, (name, words) in tasks.items()]
+    return ["case $SLURM_ARRAY_TASK_ID in", *lines, "esac"] if tasks else []
 
 
 def options(job: BatchJob) -> list[str]:
@@ -240,6 +255,16 @@ def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str])
         f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}",
         place=str(script) if origin == DEFAULT else origin, hint=hint,
     )  # fmt: skip
+
+
+def queued(name: str) -> bool:
+    """Whether a job of this user and name waits or runs; without `squeue`, `submit` says what is missing."""
+    program = shutil.which("squeue")
+    words = ["--me", "--noheader", f"--name={name}"]
+    return bool(
+        program
+        and subprocess.run([program, *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False).stdout
+    )
 
 
 def first_index(array: str) -> int:
@@ -359,7 +384,8 @@ def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str
 def _show(job: BatchJob, script: Path) -> str:
     ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else plural(job.processes, "process")
     nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, {job.slurm.time}"
-    tasks = f", tasks {job.slurm.array}: runs {job.run_name}-INDEX" if job.slurm.array else ""
+    named = f"{plural(len(job.tasks), 'run')} of the sweep" if job.tasks else f"runs {job.run_name}-INDEX"
+    tasks = f", tasks {job.slurm.array}: {named}" if job.slurm.array else ""
     return f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_beside(script, 'config')} (frozen: later edits elsewhere change nothing)"
 
 

@@ -163,6 +163,44 @@ def test_one_task_of_an_array_is_queued_again_and_the_others_train_on(site: Site
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_a_sweep_is_an_array_whose_unfinished_runs_are_submitted_again(site: Site) -> None:
+    (site.folder / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n")
+
+    def sweep() -> Done:
+        words = [
+            "sweep",
+            f"CONFIG={site.config}",
+            "SWEEP=rates.yaml",
+            "SLURM=1",
+            "HARDWARE=cpu",
+            "NUM_GPUS=1",
+            "TRAIN_MAX_STEPS=120",
+        ]
+        return run_program([*words, "SUBMIT=1", "JSON=1"], site.environment, cwd=site.folder, timeout=120)
+
+    done, logs = sweep(), site.runs / "demo-rates" / "slurm"
+    assert done.code == 0 and "sweep of 2 runs" in done.err, done.err
+    number = done.json["job"]
+    for task in (1, 2):
+        site.wait_for_step(f"demo-rates-0{task}", f"{number}_{task}", 3)
+    done = sweep()
+    assert done.code == 2 and "the sweep `demo-rates` is in the queue already" in done.err, done.err
+    site.slurm.run("scancel", f"{number}_1")
+    states = [site.slurm.ended(f"{number}_{task}", seconds=240, logs=logs)["JobState"] for task in (1, 2)]
+    assert states == ["CANCELLED", "COMPLETED"], site.said("demo-rates")
+
+    number = sweep().json["job"]
+    assert "--array=1\n" in (logs / "job.sbatch").read_text()
+    assert site.slurm.ended(f"{number}_1", seconds=240, logs=logs)["JobState"] == "COMPLETED", site.said("demo-rates")
+    assert [event["event"] for event in site.events("demo-rates-01")] == ["started", "stopped", "resumed", "finished"]
+    assert [event["event"] for event in site.events("demo-rates-02")] == ["started", "finished"]
+    done = sweep()
+    assert done.code == 0 and sorted(one["run"] for one in done.json) == ["demo-rates-01", "demo-rates-02"], done.err
+    assert [one["values"]["train.learning_rate"] for one in done.json] == ["0.05", "1e-5"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_run_of_two_nodes_goes_on_with_one(site: Site) -> None:
     """As after the loss of a node for good: the same `make slurm` with `NUM_NODES=1`, the global batch as before."""
     logs = site.runs / "fewer" / "slurm"

@@ -60,8 +60,13 @@ def test_what_is_asked_of_the_scheduler() -> None:
     assert not any(option.startswith(("--gpu", "--mem", "--partition", "--account", "--array")) for option in asked)
 
 
+SWEEP = {1: ("demo-01", ["TRAIN_SEED=1"]), 3: ("demo-03", ["MODEL_NAME=a b"])}
+BLOCK = ["module load cuda/12", "if true; then", "  :", "fi"]
+
+
 @pytest.mark.parametrize(
-    "changes", [{"nodes": 1}, {"slurm": SlurmConfig(array="0-3", setup=["module load cuda/12", "if true; then", "  :", "fi"])}]
+    "changes",
+    [{"nodes": 1}, {"slurm": SlurmConfig(array="1,3"), "tasks": SWEEP}, {"slurm": SlurmConfig(array="0-3", setup=BLOCK)}],
 )
 def test_bash_and_shellcheck_have_nothing_to_say(changes: dict[str, Any]) -> None:
     text = render(batch_job(**changes))
@@ -213,6 +218,12 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
     assert "slurm job 1234567_3: turn 0" in said and (bench.logs / "slurm-1234567_3.node1.out").exists()
     assert bench.environment(1)["SFT_TRAIN_SEED"] == "3" and "SFT_TRAIN_EPOCHS" not in bench.environment(1)
     assert "RUN_NAME=demo-3" in bench.words(1)
+
+
+def test_each_task_of_a_sweep_has_its_own_name_and_values(bench: Bench) -> None:
+    job = batch_job(bench.folder, slurm=SlurmConfig(array="3"), tasks={3: ("demo-03", [f"MODEL_NAME={EVIL}"])}, nodes=1)
+    bench.run((0,), 0, job, SLURM_ARRAY_JOB_ID="1234567", SLURM_ARRAY_TASK_ID="3")
+    assert bench.words(0)[-3:] == [f"MODEL_NAME={EVIL}", "RUN_NAME=demo-03", "LAUNCH_AUTO_RESUME=true"]
 
 
 @pytest.mark.parametrize(
