@@ -21,7 +21,7 @@ STEPS = 2
 CONFIG = """
 model: {{name: {model}, max_seq_len: 64}}
 data: {{train_path: rows.jsonl}}
-train: {{batch_size: 4, dataloader_num_workers: 0, kernels: "off", global_batch_size: 8, max_steps: 2, save_strategy: "no", eval_strategy: "no"}}
+train: {{batch_size: 4, dataloader_num_workers: 0, kernels: "off", global_batch_size: 8, max_steps: 2, save_steps: 2, eval_strategy: "no"}}
 """
 # Fake tensors can neither leave the process that made them, for loaders, nor meet Triton's kernels.
 
@@ -131,7 +131,8 @@ def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping
     for report in reports[name]:
         assert "error" not in report, report["error"]
         assert (report["code"], report["steps"]) == (0, STEPS)
-    assert starts[name][0].run.model.is_dir()
+    run = starts[name][0].run
+    assert run.model.is_dir() and ((run.checkpoints / "step-000002" / "manifest.json").is_file() or len(starts[name]) > 1)
 
 
 @each
@@ -167,7 +168,7 @@ def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Any) -> None
         batches = [wait for wait in waits if "send_to_device" in wait["where"]]
         assert {wait["what"] for wait in batches} <= {"cpu to cuda", "cpu to cuda non_blocking"}
         places = {wait["where"] for wait in waits if wait["phase"] in ("begin", "step") and wait["count"] >= STEPS}
-        places -= {wait["where"] for wait in batches}
+        places -= {wait["where"] for wait in batches} | {place for place in places if "saving.py" in place or "states/" in place}
         assert len(places) <= (13 if len(reports[name]) == 1 else 14), "\n".join(sorted(places))
         if CASES[name].attention == "varlen":
             assert not [wait for wait in waits if wait["phase"] in ("forward", "backward")]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -123,6 +124,13 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
     return self
 
 
+def _numpy(self: torch.Tensor, **_: Any) -> Any:
+    """`Tensor.numpy` of a fake tensor: zeros, and as for a real one only on the CPU."""
+    if self.device.type != "cpu":
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy")
+    return np.zeros(tuple(self.shape), dtype=str(self.dtype).removeprefix("torch."))
+
+
 @contextmanager
 def fake_gpus(cards: Sequence[Card]) -> Iterator[list[int]]:
     """Everything inside sees `cards`; yields the list of those on which a question has made a context, in order."""
@@ -133,6 +141,7 @@ def fake_gpus(cards: Sequence[Card]) -> Iterator[list[int]]:
         "torch.nn.Module._apply": _apply,
         "transformers.utils.import_utils.is_fake_tensor": lambda _: False,  # it would take another way, that of tracing
         "torch.Tensor.pin_memory": lambda self, *_, **__: self,
+        "torch.Tensor.numpy": _numpy,
         "torch.Tensor.new_tensor": lambda self, data, dtype=None, device=None, **_: torch.tensor(
             data, dtype=dtype or self.dtype, device=device or self.device
         ),
