@@ -51,7 +51,11 @@ def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[s
         job = job_of(call, loaded, options)
         run = RunFolder(path)
         path.mkdir(parents=True)
-        prepared = Prepared(model=resolve_model(loaded.config.model), train=make_rows(path / "rows", 24, seed=1), validation=None)
+        prepared = Prepared(
+            model=resolve_model(loaded.config.model),
+            train=make_rows(path / "rows", 24, seed=1),
+            validation=make_rows(path / "held-out", 6, seed=2),
+        )
         prepared.save(run.prepared)
         plan = job.plan(prepared)
         write_launch_files(job, plan, run)
