@@ -270,7 +270,7 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tries:
-    """The tries in a row without a newer checkpoint, the one that is under way included."""
+    """The tries in a row without a newer checkpoint, the one that is under way included; the last four are in a file between two tries."""
 
     run: RunFolder
     limit: int
@@ -280,31 +280,44 @@ class Tries:
     """Of the newest checkpoint when this try began; 0 without one."""
     events: int
     """Of the run when this try began."""
-    began: float | None = None
-    """When the run had its first event, in seconds since 1970; `None` before that."""
+    began: float | None
+    """When the run had its first event, by which it is told from another of that name; `None` before that."""
 
     def end(self, code: int) -> int:
         """Returns the code with which the container ends: `code`, or 3 where another try would be one too many, with the reason on stderr."""
-        if code in (130, 143) or (
-            code == LOST and not any(event["event"] in ("started", "resumed") for event in _events(self.run)[self.events :])
-        ):
-            self._save(self.used - 1)  # somebody asked for it, or others had not come: no failure
+        step, events = _seen(self.run)
+        since = events[self.events :]
+        if code in (130, 143) or (code == LOST and not any(event["event"] in ("started", "resumed") for event in since)):
+            self.save(self.used - 1)  # somebody asked for it, or others had not come: no failure
         elif code < 128 and code != LOST:
             self.run.tries.unlink(missing_ok=True)
-        elif _newest_step(self.run) == self.step and (
-            problem := _hopeless(self.run, self.limit, self.used, self.step, self.events)
-        ):
+        elif step == self.step and (problem := self.hopeless(since)):
             self.run.tries.unlink(missing_ok=True)
             print(f"\n{problem.render()}", file=sys.stderr, flush=True)
             return problem.exit_code
         else:
-            self._save(self.used)
+            self.save(self.used)
         return code
 
-    def _save(self, used: int) -> None:
-        found = {"used": used, "step": self.step, "events": self.events, "began": _began(self.run) or self.began}
+    def save(self, used: int) -> None:
+        """Keeps the count for the next try."""
+        _, events = _seen(self.run)
+        began = events[0].get("time") if events else self.began
         with contextlib.suppress(OSError):  # a full disk ends the run by itself, with its own reason
-            write_json(self.run.tries, found)
+            write_json(self.run.tries, {"used": used, "step": self.step, "events": self.events, "began": began})
+
+    def hopeless(self, since: Sequence[Mapping[str, Any]]) -> HardwareError | None:
+        """Returns why there is no sense in another try; `since`: the events of this one."""
+        missing = f"no newer checkpoint than that of step {self.step}" if self.step else "no checkpoint"
+        if any(event["event"] == "failed" and event.get("cause") == OUT_OF_MEMORY for event in since):
+            why = f"memory ran out for good, and there is {missing}: another try would end in the same way"
+            hint = "docs/reliability.md says what needs less memory; the job can be submitted again when that is fixed"
+        elif self.used > self.limit:
+            why = f"{self.used} tries in a row made {missing}, and `kubernetes.max_restarts` is {self.limit}"
+            hint = f"the reasons are above and in `{self.run.events}`; the count starts over for a job that is submitted again"
+        else:
+            return None
+        return HardwareError(why, place=f"run {self.run.name}", hint=hint)
 
 
 def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
@@ -319,57 +332,25 @@ def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
     run = RunFolder(runs_folder() / name)
     with contextlib.suppress(OSError):
         remove_half_written(run.tries)
-    step, began, (used, step_before, events_before, began_before) = _newest_step(run), _began(run), _saved(run)
-    if step_before != step or began_before not in (None, began):
-        used = 0
-    if used and (problem := _hopeless(run, limit, used, step, events_before)):
-        run.tries.unlink(missing_ok=True)
-        raise problem
-    tries = Tries(run=run, limit=limit, used=used + 1, step=step, events=len(_events(run)), began=began)
-    tries._save(tries.used)
+    (step, events), used = _seen(run), 0
+    began = events[0].get("time") if events else None
+    with contextlib.suppress(OSError, ValueError, TypeError):  # no file, or none of ours
+        before = Tries(run=run, limit=limit, **read_json(run.tries))
+        if before.step == step and before.began in (None, began):
+            used = before.used
+            if used and (problem := before.hopeless(events[before.events :])):
+                run.tries.unlink(missing_ok=True)
+                raise problem
+    tries = Tries(run=run, limit=limit, used=used + 1, step=step, events=len(events), began=began)
+    tries.save(tries.used)
     return tries
 
 
-def _hopeless(run: RunFolder, limit: int, used: int, step: int, events: int) -> HardwareError | None:
-    """Returns why there is no sense in another try."""
-    missing = f"no newer checkpoint than that of step {step}" if step else "no checkpoint"
-    if any(event["event"] == "failed" and event.get("cause") == OUT_OF_MEMORY for event in _events(run)[events:]):
-        why = f"memory ran out for good, and there is {missing}: another try would end in the same way"
-        hint = "docs/reliability.md says what needs less memory; the job can be submitted again when that is mended"
-    elif used > limit:
-        why = f"{used} tries in a row made {missing}, and `kubernetes.max_restarts` is {limit}"
-        hint = f"the reasons are above and in `{run.events}`; the count starts over for a job that is submitted again"
-    else:
-        return None
-    return HardwareError(why, place=f"run {run.name}", hint=hint)
-
-
-def _saved(run: RunFolder) -> tuple[int, int, int, float | None]:
-    """Returns tries, step, events and the run's beginning as the last try left them; no tries where nothing can be read."""
-    try:
-        found = read_json(run.tries)
-        began = found.get("began")
-        return int(found["used"]), int(found["step"]), int(found["events"]), None if began is None else float(began)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        return 0, 0, 0, None
-
-
-def _newest_step(run: RunFolder) -> int:
-    """Returns the step of the newest checkpoint, unchecked; 0 without one."""
+def _seen(run: RunFolder) -> tuple[int, list[dict[str, Any]]]:
+    """Returns the step of the newest checkpoint, unchecked, or 0, and the run's events."""
     with contextlib.suppress(OSError):
-        return max(map(step_of, published(run)), default=0)
-    return 0
-
-
-def _began(run: RunFolder) -> float | None:
-    """Returns the time of the run's first event, by which it is told from another in a folder of that name; `None` without one."""
-    return next((event.get("time") for event in _events(run)), None)
-
-
-def _events(run: RunFolder) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        return read_events(run)
-    return []
+        return max(map(step_of, published(run)), default=0), read_events(run)
+    return 0, []
 
 
 if __name__ == "__main__":
