@@ -20,7 +20,7 @@ import sft_play
 from sft_play.cluster.hosts import ask, mark_in
 from sft_play.cluster.inventory import Host, plain_path
 from sft_play.cluster.probe import Facts, hub_folder
-from sft_play.cluster.ssh import HOME, SSH_FAILED, TIMED_OUT, arguments, run, say, trouble
+from sft_play.cluster.ssh import HOME, SSH_FAILED, TIMED_OUT, arguments, last_word, run, say, trouble
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.runs.checkpoints import step_of
@@ -142,7 +142,7 @@ def _require_done(host: Host, code: int, said: str, what: str) -> None:
     if code:
         hint = "make room on its disk, and type the same command again" if "No space left" in said else None
         hint = "on it: sudo apt install rsync" if "rsync" in what and "not found" in said else hint
-        raise _failed(host, f"{what}: {last_line(said) or f'exit code {code}'}", hint)
+        raise _failed(host, f"{what}: {last_word(said) or f'exit code {code}'}", hint)
 
 
 # ---- rsync
@@ -169,13 +169,6 @@ def rsync(host: Host, words: Sequence[str], *, names: Iterable[str] = (), timeou
         raise HardwareError("there is no `rsync` on this machine", hint="apt install rsync") from None
     _require_done(host, 0 if code == VANISHED else code, said, "rsync failed")
     return out
-
-
-def last_line(said: str) -> str:
-    """Return the line of a program's words that says most: a full disk before what followed from it, else the last that is no summary."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    full = [line for line in lines if "No space left" in line or "quota exceeded" in line.lower()]
-    return (full[:1] or [line for line in lines if not line.startswith("rsync error:")][-1:] or lines[-1:] or [""])[0]
 
 
 def changes(out: bytes) -> list[Change]:
@@ -239,7 +232,7 @@ def _listed(*options: str) -> list[str]:
             hint="git clone the project, `make install` in the clone, and type the command there",
         )
     if code:
-        text = f"`{place}` is no git checkout, so what belongs to the project is not known: {last_line(said)}"
+        text = f"`{place}` is no git checkout, so what belongs to the project is not known: {last_word(said)}"
         raise UserError(text, hint="git init, git add, git commit there")
     return sorted({os.fsdecode(name) for name in out.split(b"\0") if name})
 

@@ -88,8 +88,9 @@ class Session:
         """Send a line; a dead link never makes us wait."""
         self._outbox.put(json.dumps(words) + "\n")
 
-    def next(self, timeout: float | None) -> dict[str, Any]:
-        """Return the next message. Raises `NoAnswer`, after which there are no more."""
+    def call(self, do: str, timeout: float, /, **values: Any) -> dict[str, Any]:
+        """Return the answer to one request, which may be a `problem`. Raises `NoAnswer`, after which there are no more."""
+        self.say(do=do, seconds=timeout, **values)
         try:
             _, found = self.inbox.get(timeout=timeout)
         except queue.Empty:
@@ -99,11 +100,6 @@ class Session:
         if "closed" in found:
             raise NoAnswer("the connection ended")
         return found
-
-    def call(self, do: str, timeout: float, /, **values: Any) -> dict[str, Any]:
-        """Return the answer to one request, which may be a `problem`. Raises `NoAnswer`."""
-        self.say(do=do, seconds=timeout, **values)
-        return self.next(timeout)
 
     def close(self) -> None:
         """End the conversation, and ssh with it."""
@@ -118,14 +114,8 @@ class Session:
             self.err = os.pread(self._errors.fileno(), ERROR_LETTERS, max(0, size - ERROR_LETTERS)).decode(errors="replace")
             self._errors.close()
 
-    def refusal(self) -> UserError:
-        """Return why there is no conversation any more, of a session that is closed."""
-        why = self.trouble()
-        kind = NoEnvironment if why.id == "no-environment" else HardwareError
-        return kind(f"host `{self.host.name}`: {why.text}", place=self.host.place, hint=why.remedy)
-
     def trouble(self) -> Finding:
-        """As `refusal`."""
+        """Return why there is no conversation any more, of a session that is closed."""
         return trouble(self.host, self.code or 0, self.err, self.beside)
 
     def _write(self) -> None:
@@ -178,7 +168,9 @@ def ask(host: Host, do: str, *, timeout: float, variables: Mapping[str, str] | N
         found = session.call(do, timeout, **values)
     except NoAnswer:
         session.close()
-        raise session.refusal() from None
+        why = session.trouble()
+        kind = NoEnvironment if why.id == "no-environment" else HardwareError
+        raise kind(f"host `{host.name}`: {why.text}", place=host.place, hint=why.remedy) from None
     finally:
         session.close()
     if "problem" in found:

@@ -169,8 +169,8 @@ class _Layers:
             raise UserError(f"`extends` goes round in a circle: {' -> '.join(map(str, (*chain, path)))}", place=str(chain[0]))
         found: dict[str, _Given] = {}
         self.take(read_yaml(path), ("extends", "network", "ssh_config", "defaults", "hosts"), "the inventory", path, found)
-        for parent in _parents(found.pop("extends", None)):
-            self.read(parent, (*chain, path))
+        if extends := found.pop("extends", None):
+            self.read(_parent(extends), (*chain, path))
         if defaults := found.pop("defaults", None):
             self.take(defaults.node, DEFAULT_KEYS, "`defaults`", path, self.defaults)
         hosts = found.pop("hosts", None)
@@ -328,18 +328,13 @@ def _listed(words: Sequence[str] | Mapping[str, object]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
-def _parents(given: _Given | None) -> list[Path]:
-    parents = []
-    for entry in [] if given is None else given.node.value if isinstance(given.node.value, list) else [given.node]:
-        assert given is not None
-        name = entry.text or entry.value
-        choices = [given.folder / str(name), given.folder / f"{name}.yaml", INVENTORIES / f"{name}.yaml"]
-        parent = next((choice for choice in choices if is_file_name(str(name)) and choice.is_file()), None)
-        if parent is None:
-            hint = "files are relative to the folder of the file that extends"
-            raise UserError(f"`extends` is `{shown(entry)}`, which is not an inventory", place=given.place, hint=hint)
-        parents.append(parent)
-    return parents
+def _parent(given: _Given) -> Path:
+    name = str(given.node.text or given.node.value)
+    for choice in (given.folder / name, given.folder / f"{name}.yaml", INVENTORIES / f"{name}.yaml"):
+        if is_file_name(name) and choice.is_file():
+            return choice
+    hint = "files are relative to the folder of the file that extends"
+    raise UserError(f"`extends` is `{shown(given.node)}`, which is not an inventory", place=given.place, hint=hint)
 
 
 def _fault_of_address(key: str, text: str) -> tuple[str, str | None]:

@@ -79,7 +79,7 @@ def one_checkpoint(run: str, step: int | None) -> dict[str, Any]:
 
 
 class Log:
-    """A growing file; one that became shorter is read from its beginning."""
+    """A growing file."""
 
     def __init__(self, path: Path, seen: int = 0) -> None:
         self.path, self.seen = path, seen
@@ -88,9 +88,6 @@ class Log:
     def added(self) -> Iterator[str]:
         """Yield what was added since the last call; a letter whose bytes are not all there yet comes with the next piece."""
         with self.path.open("rb") as stream:
-            if self.seen > os.fstat(stream.fileno()).st_size:
-                self.seen = 0
-                self.decoder.reset()
             stream.seek(self.seen)
             while content := stream.read(CHUNK):
                 self.seen += len(content)

@@ -239,7 +239,11 @@ def say(text: str) -> None:
 
 
 def last_word(err: str, out: str = "") -> str:
-    """Return the last line that a host has printed on stderr, else on stdout; sshd's own remark, that there is no home, comes after both."""
+    """Return the line of a program's words that says most: a full disk before what followed from it, else the last on stderr, else on stdout.
+
+    Neither rsync's summary nor sshd's own remark, that there is no home, which comes after all others.
+    """
     lines = [line.strip() for text in (out, err) for line in text.splitlines() if line.strip()]
-    said = [line for line in lines if not line.startswith(NO_HOME)]
-    return (said or lines or [""])[-1]
+    full = [line for line in lines if "No space left" in line or "quota exceeded" in line.lower()]
+    said = [line for line in lines if not line.startswith((NO_HOME, "rsync error:"))]
+    return (full[:1] or said[-1:] or lines[-1:] or [""])[0]

@@ -221,7 +221,7 @@ class Control:
             if one.detached:
                 what = "its ranks continue training while node 0 answers them; their logs come when it has ended"
                 say(f"\nwarning: the SSH connection to `{one.host.name}` has ended: {what}")
-            self._over(one, -1, "no SSH connection" if one.detached else session.refusal().message.partition(": ")[2])
+            self._over(one, -1, "no SSH connection" if one.detached else session.trouble().text)
         one.started |= "started" in message
 
     def _over(self, one: Member, code: int, why: str = "") -> None:

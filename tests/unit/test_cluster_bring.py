@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from sft_play.cluster import bring
-from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, last_line, send_code, send_model
+from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, send_code, send_model
 from sft_play.cluster.hosts import facts_of, forwarded
 from sft_play.cluster.install import install, not_installed, versions
 from sft_play.cluster.inventory import Host
+from sft_play.cluster.ssh import last_word
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.runs.folder import RunFolder
 from tests.cluster_facts import OWN
@@ -124,8 +125,8 @@ def test_a_full_disk_is_named_before_what_followed() -> None:
         'rsync: [receiver] write failed on "/x/m": No space left on device (28)\nrsync error: error in file IO (code 11)\n'
         "rsync: connection unexpectedly closed\nrsync error: error in rsync protocol data stream (code 12)\n"
     )
-    assert last_line(said) == 'rsync: [receiver] write failed on "/x/m": No space left on device (28)'
-    assert last_line("rsync: a\nrsync: b\nrsync error: c\n") == "rsync: b" and last_line("") == ""
+    assert last_word(said) == 'rsync: [receiver] write failed on "/x/m": No space left on device (28)'
+    assert last_word("rsync: a\nrsync: b\nrsync error: c\n") == "rsync: b" and last_word("") == ""
 
 
 def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path) -> None:
