@@ -258,8 +258,8 @@ def command_help(name: str, row: Command) -> str:
 AGENTS = """<!-- Rendered by `make render`; edit `sft_play/config/reference.py`. -->
 # For coding agents
 
-SFT-Play fine-tunes language models: one YAML file, one `make` command, any hardware. [docs/development.md](docs/development.md) shows the tree and
-the call path of a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages are written.
+SFT-Play fine-tunes language models: one YAML file, one `make` command. [docs/development.md](docs/development.md) shows the tree and the call path of
+a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages are written.
 
 ```bash
 make check
@@ -268,14 +268,13 @@ make test TESTS=tests/unit/test_config.py
 make render
 ```
 
-Run `make render` after a change of keys, commands, presets or launch files.
+`make render` belongs to a change of keys, commands, presets or launch files.
 
 - Imports point down only (`pyproject.toml`); `config`, `runs`, `plan`, `launch` do not import torch. Decide in pure functions, act in others.
 - A user's mistake is a `UserError` (`sft_play/errors.py`), without a traceback. Report all problems at once. Our own bugs get a traceback.
 - Nothing that a user typed is ignored. Defaults are in `sft_play/config/schema.py` and nowhere else. A fallback is a reason in the plan.
-- Names carry units (`memory_bytes`, `timeout_seconds`). Comments say why. Docstrings are one imperative sentence.
-- A bug fix starts with the failing test. Tests do not mock our own code.
-- Code, test, documents and a line in `CHANGELOG.md` come in one commit. No secrets in files.
+- Names carry units (`memory_bytes`). Comments say why. Docstrings are one imperative sentence.
+- A bug fix starts with the failing test. Tests do not mock our own code. Code, test, documents and a line in `CHANGELOG.md` come in one commit.
 
 ## Commands
 
