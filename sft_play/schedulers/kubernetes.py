@@ -29,6 +29,7 @@ from sft_play.plan.show import show_plan
 from sft_play.runs.folder import runs_folder
 from sft_play.schedulers import manifests
 from sft_play.schedulers.manifests import Spec, claims
+from sft_play.text import plural
 
 KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job", "skypilot": "SkyPilot task"}
 HEADER = "rendered by: make kubernetes"
@@ -180,11 +181,8 @@ def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str]
     """Returns each pod's node selector, in order of ranks: `node_selector` with its own labels on top. Raises `UserError`."""
     own = settings.replica_selectors
     if own and len(own) != pods:
-        raise UserError(
-            f"`kubernetes.replica_selectors` has {len(own)} entr{'y' if len(own) == 1 else 'ies'}, and the run has {pods} pod"
-            f"{'s' if pods > 1 else ''}",
-            hint="one entry for each pod in order of ranks, `{}` where nothing is asked, or none at all",
-        )
+        text = f"`kubernetes.replica_selectors` has {plural(len(own), 'label set')}, and the run has {plural(pods, 'pod')}"
+        raise UserError(text, hint="one entry for each pod in order of ranks, `{}` where nothing is asked, or none at all")
     return tuple({**settings.node_selector, **labels} for labels in (own or [{}] * pods))
 
 
@@ -238,9 +236,8 @@ def _write(call: Call, rendered: Rendered) -> list[Path]:
 def _pods(spec: Spec) -> str:
     what = "process" if spec.device == "cpu" else "GPU"
     each = sorted(set(zip(spec.cards, spec.processes, strict=True)))
-    plural = {"process": "es", "GPU": "s"}[what]
-    shares = " and ".join(f"{count} {what}{plural if count > 1 else ''} ({card})" for card, count in each)
-    return f"{spec.pods} pod{'s' if spec.pods > 1 else ''} with {shares}{' each' if len(each) == 1 else ''}"
+    shares = " and ".join(f"{plural(count, what)} ({card})" for card, count in each)
+    return f"{plural(spec.pods, 'pod')} with {shares}{' each' if len(each) == 1 else ''}"
 
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:

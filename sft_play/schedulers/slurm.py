@@ -1,7 +1,7 @@
 """`make slurm`: plans, freezes the configuration, writes the batch script, and with `SUBMIT=1` gives it to sbatch.
 
 The script is `slurm.sh` with a head of options, variables and the command. Of the user only `slurm.setup` is given to a shell. All other
-values are quoted, and what holds a control character is refused. What `slurm.sh` does about signals and turns was tried on
+values are quoted. What `slurm.sh` does about signals and turns was tried on
 Slurm 22.05 (`tests/multinode/test_slurm.py`):
 
 - `--signal=B:USR1@N` reaches the batch shell alone; a preemption or `scancel` sends SIGTERM to the tasks alone. srun passes USR1 on, but
@@ -32,9 +32,9 @@ from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Ahead, planned_ahead
-from sft_play.launch.resume import OF_REPLICAS
 from sft_play.launch.run_folder import choose_name, first_launch, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE
+from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.text import plural
@@ -146,20 +146,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
 
 
 def render(job: BatchJob) -> str:
-    """Returns the script, its last line ended. Raises `UserError` for a value that holds a control character."""
-    values = [
-        ("`RUN_NAME`", job.run_name), ("the path of the working folder", str(job.folder)), ("the path of the output", str(job.logs)),
-        *(("a word of the command", word) for words in (job.words, *(more for _, more in job.tasks.values())) for word in words),
-        *((f"the environment variable `{name}`", value) for name, value in job.environment.items()),
-    ]  # fmt: skip
-    for name, text in values:
-        if any(ord(letter) < 32 or 127 <= ord(letter) < 160 or "\ud800" <= letter <= "\udfff" for letter in text):
-            raise UserError(f"{name} holds a control character, which a batch script cannot take: `{ascii(text)[1:-1]}`")
-    if "\\" in str(job.logs):
-        raise UserError(
-            f"the path of the output holds a backslash, and sbatch would then put no job id into its name: `{job.logs}`",
-            hint="choose another OUT=",
-        )
+    """Returns the script, its last line ended."""
     quoted, array = shlex.quote, bool(job.slurm.array)
     # One task's SLURM_JOB_ID is the array's own number, and that alone means all of its tasks.
     number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
@@ -298,12 +285,10 @@ def _target(ahead: Ahead, name: str) -> str:
     """Returns the command that the nodes run: where the run has started already, one that continues it."""
     array = ahead.loaded.config.slurm.array
     run = RunFolder(runs_folder() / (f"{name}-{first_index(array)}" if array else name))
-    if not has_started(run):
-        return ahead.target
-    begun = first_launch(run)["command"]
-    if begun not in OF_REPLICAS:
-        return "train-fsdp" if begun == "fsdp2" else "train-deepspeed"
-    return ahead.target if ahead.plan.strategy in ("single", "ddp") else "train-distributed"
+    begun = first_launch(run)["command"] if has_started(run) else None
+    if begun in ("zero", "fsdp2"):
+        return COMMANDS[begun]
+    return "train-distributed" if begun and ahead.plan.strategy not in ("single", "ddp") else ahead.target
 
 
 def _script(call: Call, name: str) -> Path:
