@@ -10,15 +10,25 @@ import dataclasses
 import enum
 import json
 import os
+import re
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from sft_play.__main__ import COMMANDS  # noqa: E402
+from sft_play.config.call import Command  # noqa: E402
+from sft_play.config.keys import Key, documented, extra_keys, schema_keys, sections  # noqa: E402
+from sft_play.config.layers import ALSO_TAKEN  # noqa: E402
+from sft_play.config.reader import Range, describe, fields_of, limits_of, literals, options, required  # noqa: E402
+from sft_play.config.schema import DataSource  # noqa: E402
+from sft_play.config.yaml_files import scalar_text  # noqa: E402
 
 TABLE = ROOT / "sft_play" / "config" / "training_arguments.json"
 NAMES = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null", dict: "dict", list: "list[str]"}
@@ -71,12 +81,209 @@ def render_table() -> str:
     return json.dumps({**head, **training_arguments()}, indent=1, ensure_ascii=False) + "\n"
 
 
+# `docs/configuration.md` and `configs/schema.json`, from the schema's own documentation.
+
+
+RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
+INTRODUCTION = """# Configuration
+
+One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). All mistakes are reported at once, with their
+place. The default is **bold**, else null; where it is `auto`, the plan decides and gives the reason. An integer is at least 1 unless its row differs.
+
+```bash
+make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
+```
+
+prints every key with the origin of its value.
+
+- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`.
+  Nothing after `=` is null where a key takes it.
+- **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours. Your training data also replace its
+  validation data.
+- **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
+- **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
+"""
+LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+"""Pages link; an editor that shows the schema could not follow."""
+
+
+def render_document() -> str:
+    """Returns the text of `docs/configuration.md`."""
+    lines = [RENDERED, INTRODUCTION]
+    for section, record in sections().items():
+        keys = [key for key in schema_keys().values() if key.name.rpartition(".")[0] == section]
+        if not section or not keys:
+            continue
+        about = (record.__doc__ or "").strip().splitlines()[0]
+        lines += [f"## `{section}`", "", about, "", "| key | value | meaning |", "|---|---|---|"]
+        texts = documented(record)
+        for key in keys:
+            leaf = key.name.rpartition(".")[2]
+            lines.append(f"| `{leaf}` | {_cell(_values(key))} | {_cell(texts.get(leaf, ''))} |")
+        lines.append("")
+        if section == "data":
+            lines += _sources()
+    return "\n".join([*lines, *_extras()]) + "\n"
+
+
+def _sources() -> list[str]:
+    lines = ["### Entries of `data.sources` and `data.validation`", "", "| key | value | meaning |", "|---|---|---|"]
+    texts = documented(DataSource)
+    for name, annotation in fields_of(DataSource).items():
+        lines.append(
+            f"| `{name}` | {_cell(_short(describe(annotation)).removesuffix(', null'))} | {_cell(texts.get(name, ''))} |"
+        )
+    return [*lines, ""]
+
+
+def _extras() -> list[str]:
+    names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in extra_keys().values())
+    about = (
+        "Fields of `transformers.TrainingArguments`, with their defaults (but [`report_to`](watching.md#trackers): `tensorboard`).",
+        "Others are refused with what to use instead.",
+    )
+    return ["## Further keys of `train`", "", *about, "", f"{names}."]
+
+
+def _values(key: Key) -> str:
+    """What a key takes, its default in bold; nothing is said of a default that is null."""
+    shown = str(key.default).lower() if isinstance(key.default, bool) else key.default
+    text, default = _expected(key), f"`{shown}`"
+    if shown is None:
+        return text.removesuffix(", null")
+    return text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **`{scalar_text(key.default)}`**"
+
+
+def _expected(key: Key) -> str:
+    words = literals(key.annotation)
+    if len(words) > 12:
+        return f"one of {len(words)} words, such as `{words[0]}`"
+    return _short(describe(key.annotation))
+
+
+def _short(expected: str) -> str:
+    """The same as the cell of a table: without articles, and without the least that most integers have."""
+    return re.sub(r"integer >= 1(?! and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(" or ", ", ")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def render_schema() -> str:
+    """Returns the text of `configs/schema.json`, a JSON Schema for editors."""
+    root: dict[str, Any] = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$comment": "Rendered by `make render` from sft_play/config/schema.py.",
+        "title": "SFT-Play configuration",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "extends": {"description": "Preset or file, or several, whose keys this file changes.", "type": ["string", "array"]}
+        },
+    }
+    for section, record in sections().items():
+        if section:
+            node = _object(root, section)
+            node["description"] = (record.__doc__ or "").strip().splitlines()[0]
+    for key in [*schema_keys().values(), *extra_keys().values()]:
+        section, _, leaf = key.name.rpartition(".")
+        text = LINK.sub(r"\1", key.help or documented(sections()[section]).get(leaf, ""))
+        _object(root, section)["properties"][leaf] = _json_type(key) | {"description": text}
+    return json.dumps(root, indent=1, ensure_ascii=False) + "\n"
+
+
+def _object(root: dict[str, Any], section: str) -> dict[str, Any]:
+    node = root
+    for part in section.split("."):
+        node = node["properties"].setdefault(part, {"type": "object", "additionalProperties": False, "properties": {}})
+    return node
+
+
+def _json_type(key: Key) -> dict[str, Any]:
+    """Returns the JSON Schema of a key."""
+    choices = _json_choices(key.annotation)
+    choices += [{"type": ALSO_TAKEN[key.name]}] if key.name in ALSO_TAKEN else []
+    return {"anyOf": choices, "default": list(key.default) if isinstance(key.default, (list, tuple)) else key.default}
+
+
+def _json_choices(annotation: Any) -> list[dict[str, Any]]:
+    """Interpolations are text, so every value may be `${...}` too."""
+    parts = [_json_part(part, limits_of(annotation)) for part in options(annotation)]
+    return [{"type": "string", "pattern": r"^\$\{.+\}$"}, *parts]
+
+
+def _json_part(part: Any, limits: Range) -> dict[str, Any]:
+    if typing.get_origin(part) is typing.Literal:
+        return {"enum": list(typing.get_args(part))}
+    if typing.get_origin(part) is list:
+        return {"type": "array", "items": _json_part(typing.get_args(part)[0], Range())}
+    if isinstance(part, type) and dataclasses.is_dataclass(part):
+        texts = documented(part)
+        properties = {
+            name: {"anyOf": _json_choices(annotation), "description": LINK.sub(r"\1", texts.get(name, ""))}
+            for name, annotation in fields_of(part).items()
+        }
+        return {"type": "object", "required": required(part), "additionalProperties": False, "properties": properties}
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+    schema: dict[str, Any] = {"type": names.get(typing.get_origin(part) or part, "object")}
+    if part in (int, float) and limits.also is None:
+        pairs = (
+            ("minimum", limits.minimum),
+            ("maximum", limits.maximum),
+            ("exclusiveMinimum", limits.above),
+            ("exclusiveMaximum", limits.below),
+        )
+        schema |= {word: limit for word, limit in pairs if limit is not None}
+    return schema
+
+
+# AGENTS.md, for agents that write code here.
+
+
+AGENTS = """<!-- Rendered by `make render`; edit `scripts/render_reference.py`. -->
+# For coding agents
+
+SFT-Play fine-tunes language models: one YAML file, one `make` command. [docs/development.md](docs/development.md) shows the tree and the call path of
+a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages are written.
+
+```bash
+make check
+make test TESTS=tests/unit/test_config.py
+.venv/bin/python -m pytest -x -q tests/unit/test_config.py -k name
+make render
+```
+
+`make render` belongs to a change of keys, commands, presets or launch files.
+
+- Imports point down only (`pyproject.toml`); `config`, `runs`, `plan`, `launch` do not import torch. Decide in pure functions, act in others.
+- A user's mistake is a `UserError` (`sft_play/errors.py`), without a traceback. Report all problems at once. Our own bugs get a traceback.
+- Nothing that a user typed is ignored. Defaults are in `sft_play/config/schema.py` and nowhere else. A fallback is a reason in the plan.
+- Names carry units (`memory_bytes`). Comments say why. Docstrings are one imperative sentence.
+- A bug fix starts with the failing test. Tests do not mock our own code. Code, test, documents and a line in `CHANGELOG.md` come in one commit.
+
+## Commands
+
+`make help` describes them, `.venv/bin/python -m sft_play NAME --help` lists the variables of one.
+
+| code | commands |
+|---|---|
+"""
+
+
+def render_agents(commands: Mapping[str, Command]) -> str:
+    """Return the text of AGENTS.md."""
+    modules: dict[str, list[str]] = {}
+    for name, row in commands.items():
+        modules.setdefault(row.target.partition(":")[0], []).append(f"`{name}`")
+    lines = [f"| `{module}` | {', '.join(names)} |" for module, names in modules.items()]
+    return AGENTS + "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Write these files."""
     TABLE.write_text(render_table(), encoding="utf-8")
-    from sft_play.__main__ import COMMANDS
-    from sft_play.config.reference import render_agents, render_document, render_schema
-
     (ROOT / "docs" / "configuration.md").write_text(render_document(), encoding="utf-8")
     (ROOT / "configs").mkdir(exist_ok=True)
     (ROOT / "configs" / "schema.json").write_text(render_schema(), encoding="utf-8")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,11 +42,11 @@ def main(call: Call) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for the result
         merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))
     if call.json:
-        print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
+        print(json.dumps(merged))
     else:
         seconds = time.perf_counter() - started
-        size = f"{merged.parameters:,} parameters, {merged.dtype}, {merged.size_bytes / 2**20:.1f} MiB"
-        print(f"{merged.folder}: {size}, in {seconds:.0f} s", flush=True)
+        size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
+        print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
         print(
             f"next: make infer MODEL={out} PROMPT=..., make serve MODEL={out}, `vllm serve {out}`, or in Python "
             f'`AutoModelForCausalLM.from_pretrained("{out}")` of transformers',

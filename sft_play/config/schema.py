@@ -1,7 +1,7 @@
 """The configuration: frozen, typed, with each key's meaning, unit and default in one place.
 
 People write YAML; `config.load` turns it into a `Config`. The text under each field is its documentation:
-`config.reference` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the plan decides,
+`scripts/render_reference.py` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the plan decides,
 and that `plan.json` keeps the reason. The sections `slurm` and `kubernetes` stand in `config.schedulers`.
 """
 

@@ -16,7 +16,6 @@ from typing import IO, Any
 from sft_play.config.schema import DataSource
 from sft_play.data.encode import Outcome
 from sft_play.data.example import EMPTY, OTHER_FILE, SCANNED, SHOWN_PLACES, Faults
-from sft_play.data.processes import Refusal
 from sft_play.errors import DataError, raise_all
 from sft_play.files import read_json, text_sha256
 from sft_play.runs.manifest import ALGORITHM, damage, digests_of
@@ -291,12 +290,12 @@ class RowProblems:
         """Whether something was found that ends the preparation, so that nothing needs to be written."""
         return bool(self._ended) or (not self.drop and self._faults.rows > 0)
 
-    def add(self, refusal: Refusal) -> None:
+    def add(self, error: DataError) -> None:
         if self._stream is None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self._stream = self.file.open("w", encoding="utf-8", errors="backslashreplace")
-        self._stream.write(" ".join(f"{refusal.place}: {refusal.message}".split()) + "\n")
-        self._faults.add(DataError(refusal.message, place=refusal.place, hint=refusal.hint))
+        self._stream.write(" ".join(f"{error.place}: {error.message}".split()) + "\n")
+        self._faults.add(error)
 
     def add_error(self, error: DataError, place: str) -> None:
         """Keep what ended the reading of a source, which is never skipped."""

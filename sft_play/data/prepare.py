@@ -233,11 +233,11 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, te
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
         chunks = engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction)
         for chunk in _progress(chunks, " and ".join(part.name for part in parts)):
-            problems.good += chunk.examples - sum(not refusal.reading for refusal in chunk.refused)
-            for refusal in chunk.refused:
-                problems.add(refusal)
-                if drop and refusal.reading:  # what is wrong with its tokens was counted as a row, and is left out of the chunk
-                    left[chunk.source].add(BAD, refusal.place)
+            problems.good += chunk.examples - len(chunk.unencoded)
+            for error in (*chunk.unread, *chunk.unencoded):
+                problems.add(error)
+            for error in chunk.unread if drop else ():  # others are counted as rows, and left out of the chunk
+                left[chunk.source].add(BAD, error.place or "")
             if not problems.stops:
                 for gatherer in gatherers:
                     gatherer.take(chunk)

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -170,27 +169,15 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """A row that cannot be prepared."""
-
-    place: str
-    message: str
-    hint: str | None
-    reading: bool
-    """Whether the row itself is wrong; else its tokens are."""
-
-    @staticmethod
-    def of(error: DataError, place: str, *, reading: bool) -> Refusal:
-        return Refusal(place=error.place or place, message=error.message, hint=error.hint, reading=reading)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """What became of the rows of one `Work`, in order. Examples are what was read; each gives no row, one, or several."""
 
     source: int
     forms: Mapping[str, int]
-    refused: Sequence[Refusal]
+    unread: Sequence[DataError]
+    """What is wrong with rows themselves, each with its place."""
+    unencoded: Sequence[DataError]
+    """What is wrong with the tokens of examples."""
     keys: bytes
     """A hash of each example's content, `KEY_BYTES` each."""
     held_out: NDArray[np.bool_]
@@ -222,17 +209,15 @@ class Chunk:
 def make_chunk(work: Work, encoder: Encoder, *, group_by: str | None, fraction: float) -> Chunk:
     """Understand and encode the rows of `work`; what is wrong with a row is in `refused`."""
     examples: list[Example] = []
-    refused: list[Refusal] = []
+    unread: list[DataError] = []
     for placed in work.rows:
         try:
             examples.append(understand(placed, work.source, work.form, group_by=group_by))
         except DataError as error:
-            refused.append(Refusal.of(error, placed[0], reading=True))
+            unread.append(error)
     outcomes = encoder.encode(examples)
     told: dict[int, Outcome] = {}
     for index, outcome in enumerate(outcomes):
-        if outcome.error:
-            refused.append(Refusal.of(outcome.error, outcome.place, reading=False))
         about = replace(outcome, rows=(), error=None, dropped=BAD if outcome.error else outcome.dropped)
         if about != Outcome(place=outcome.place):
             told[index] = about
@@ -244,7 +229,8 @@ def make_chunk(work: Work, encoder: Encoder, *, group_by: str | None, fraction: 
     return Chunk(
         source=work.source,
         forms=Counter(example.form for example in examples),
-        refused=refused,
+        unread=unread,
+        unencoded=[outcome.error for outcome in outcomes if outcome.error],
         keys=b"".join(bytes.fromhex(key[: 2 * KEY_BYTES]) for key in keys),
         held_out=np.fromiter(sides, np.bool_, len(keys)),
         rows_of=_integers(len(outcome.rows) for outcome in outcomes),

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,7 @@ class SplitWriter:
     def __enter__(self) -> SplitWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # a full disk was told already
             self._stream.close()
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +38,11 @@ PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.",
 """What both models are asked for their comparison."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Merged:
-    """What was published."""
-
-    folder: Path
-    dtype: str
-    parameters: int
-    size_bytes: int
-    difference: float | None
-    """Largest difference between the merged and the adapter model's logits in float32; `None` for a copy of a full model."""
-    saved_difference: float | None
-    """The same between the saved model, read again from its files, and the adapter model."""
-    largest_logit: float | None
-
-
-def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
+def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> dict[str, Any]:
     """Publishes the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
 
+    Returns what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference` between the merged and the
+    adapter model's logits in float32, the same of the model read again (`saved_difference`), and the `largest_logit`; else `None` for these.
     Written aside, read again, compared and renamed. `out` must not exist. Raises `HardwareError` for too little disk
     or memory, `CheckpointError` when the merged model answers otherwise than the adapter model.
     """
@@ -81,7 +67,7 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
         raise HardwareError(f"the merged model cannot be written: {error.strerror or error}", place=str(out)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Merged(folder=out, **merged)
+    return {"folder": str(out), **merged}
 
 
 def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:

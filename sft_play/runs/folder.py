@@ -51,6 +51,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")
 
 
+class _Inside:
+    """A path inside a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths inside one run's folder; creates nothing by itself."""
@@ -61,14 +71,9 @@ class RunFolder:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration: `{"config": ..., "origins": ...}`."""
-        return self.path / "config.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
+    config = _Inside("config.json")
+    """The resolved configuration: `{"config": ..., "origins": ...}`."""
+    plan = _Inside("plan.json")
 
     @property
     def prepared(self) -> Path:
@@ -80,44 +85,22 @@ class RunFolder:
         """Returns the folder for what a node other than 0 has of its own where all share this one: the model and data as it finds them."""
         return RunFolder(self.path / "nodes" / str(rank) / self.name)
 
-    @property
-    def stamp(self) -> Path:
-        return self.path / "stamp.json"
-
-    @property
-    def accelerate(self) -> Path:
-        return self.path / "accelerate.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        return self.path / "deepspeed.json"
-
-    @property
-    def events(self) -> Path:
-        """What happened to the run as a whole: started, resumed, finished, failed; one JSON object a line."""
-        return self.path / "events.jsonl"
+    stamp = _Inside("stamp.json")
+    accelerate = _Inside("accelerate.yaml")
+    deepspeed = _Inside("deepspeed.json")
+    events = _Inside("events.jsonl")
+    """What happened to the run as a whole: started, resumed, finished, failed; one JSON object a line."""
 
     @property
     def tries(self) -> Path:
         """What `schedulers.entry` counts, beside the folder: a launch that ends before its workers start takes the folder away."""
         return self.path.with_name(f".{self.name}.tries.json")
 
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def training_metrics(self) -> Path:
-        return self.path / "training_metrics.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def phase(self) -> Path:
-        """What rank 0 is doing, for those who watch: `{"phase": ...}`."""
-        return self.logs / "phase.json"
+    metrics = _Inside("metrics.jsonl")
+    training_metrics = _Inside("training_metrics.json")
+    logs = _Inside("logs")
+    phase = _Inside("logs/phase.json")
+    """What rank 0 is doing, for those who watch: `{"phase": ...}`."""
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
@@ -142,18 +125,10 @@ class RunFolder:
         """What a rank really held: elements of parameters, gradients, optimizer states; rows trained and scored."""
         return self.logs / f"holdings-rank{rank}.json"
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tb"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of profiled ranks, each with its summary."""
-        return self.path / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    tensorboard = _Inside("tb")
+    profile = _Inside("profile")
+    """Traces of profiled ranks, each with its summary."""
+    checkpoints = _Inside("checkpoints")
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
@@ -162,23 +137,12 @@ class RunFolder:
         """Random states of ranks that do not see rank 0's run folder, at the step of a checkpoint of rank 0's."""
         return self.path / "random" / f"step-{step:06d}"
 
-    @property
-    def best(self) -> Path:
-        return self.checkpoints / "best"
-
-    @property
-    def last(self) -> Path:
-        return self.checkpoints / "last"
-
-    @property
-    def report(self) -> Path:
-        """The page that `make report` and the end of a run write."""
-        return self.path / "report.html"
-
-    @property
-    def model(self) -> Path:
-        """The final (or best) weights with tokenizer, template and stamp."""
-        return self.path / "model"
+    best = _Inside("checkpoints/best")
+    last = _Inside("checkpoints/last")
+    report = _Inside("report.html")
+    """The page that `make report` and the end of a run write."""
+    model = _Inside("model")
+    """The final (or best) weights with tokenizer, template and stamp."""
 
     def evaluation(self, step: int, data: str | None = None) -> Path:
         """Where scores and answers are; `data` names rows that are not the run's own validation rows."""

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from scripts import render_reference
 from sft_play.__main__ import COMMANDS
-from sft_play.config import reference
 from sft_play.config.yaml_files import read_plain_yaml
 from tests.conftest import ROOT, Program, environment
 from tests.processor_time import importing, seconds_of
@@ -105,9 +104,9 @@ def test_the_schema_for_editors_knows_the_types_of_a_source() -> None:
 def test_rendered_files_are_up_to_date() -> None:
     rendered = {
         render_reference.TABLE: render_reference.render_table(),
-        ROOT / "docs" / "configuration.md": reference.render_document(),
-        ROOT / "configs" / "schema.json": reference.render_schema(),
-        ROOT / "AGENTS.md": reference.render_agents(COMMANDS),
+        ROOT / "docs" / "configuration.md": render_reference.render_document(),
+        ROOT / "configs" / "schema.json": render_reference.render_schema(),
+        ROOT / "AGENTS.md": render_reference.render_agents(COMMANDS),
     }
     assert [path for path, text in rendered.items() if path.read_text(encoding="utf-8") != text] == [], "run `make render`"
 
