@@ -42,23 +42,25 @@ def last_row(path: Path, since: float) -> Mapping[str, Any]:
             lines = stream.read().decode("utf-8", "replace").splitlines()
         for line in reversed(lines):
             with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict) and row.get("kind") == "train":
+                row: dict[str, Any] = json.loads(line)
+                if row.get("kind") == "train":
                     return row
     return {}
 
 
-def host_speeds(row: Mapping[str, Any], counts: Sequence[int]) -> list[float | None]:
-    """Return the tokens a second of each machine, which has so many ranks: its part of the last row's."""
-    tokens, speed = row.get("rank_tokens"), row.get("tokens_per_second")
-    if not isinstance(tokens, list) or not isinstance(speed, (int, float)) or sum(counts) != len(tokens):
-        return [None] * len(counts)
-    total = sum(tokens) or 1
-    return [speed * sum(tokens[first : first + count]) / total for first, count in zip(_firsts(counts), counts, strict=True)]
+def ranks_of(counts: Sequence[int]) -> list[range]:
+    """Return the ranks of each machine, of which there are so many."""
+    return [range(sum(counts[:place]), sum(counts[: place + 1])) for place in range(len(counts))]
 
 
-def _firsts(counts: Sequence[int]) -> list[int]:
-    return [sum(counts[:place]) for place in range(len(counts))]
+def speed_of(row: Mapping[str, Any], ranks: range) -> float | None:
+    """Return the tokens a second of a machine: its ranks' part of the row's."""
+    tokens, speed = row.get("rank_tokens") or [], row.get("tokens_per_second")
+    return (
+        speed * sum(tokens[ranks.start : ranks.stop]) / (sum(tokens) or 1)
+        if speed and ranks and len(tokens) >= ranks.stop
+        else None
+    )
 
 
 class Board:
@@ -84,8 +86,8 @@ class Board:
         self._at = time.monotonic() if due or not self._at else self._at
         plan = plan_of(self.run)
         working = [name for name, state in now.items() if state == "training"]
-        speeds = host_speeds(row, plan.ranks_by_node) if plan else []
-        say("\n".join(lines(now, new, row, plan.steps if plan else None, dict(zip(working, speeds, strict=False)))))
+        ranks = zip(working, ranks_of(plan.ranks_by_node if plan else ()), strict=False)
+        say("\n".join(lines(now, new, row, plan.steps if plan else None, {name: speed_of(row, own) for name, own in ranks})))
 
 
 def lines(
@@ -172,15 +174,12 @@ def rows_of(
         row = last_row(run.metrics, time.time() - float(one["seconds"]))
         plan, own = plan_of(run), [node for name, node in nodes if name == run.name]
         counts = plan.ranks_by_node if plan and len(plan.ranks_by_node) == len(own) else [0] * len(own)
-        place = own.index(one["node"])
-        first = _firsts(counts)[place]
-        ranks = range(first, first + counts[place])
-        memory = [row.get("rank_memory_gib", [])[rank : rank + 1] for rank in ranks]
+        ranks = ranks_of(counts)[own.index(one["node"])]
         yield {
             "state": "training" if row else "starting", "run": one["run"], "node": one["node"],
-            "ranks": list(ranks), "memory_gib": [one for found in memory for one in found], "loss": row.get("loss"),
+            "ranks": list(ranks), "memory_gib": row.get("rank_memory_gib", [])[ranks.start : ranks.stop], "loss": row.get("loss"),
             "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"),
-            "steps": plan.steps if plan else None, "tokens_per_second": host_speeds(row, counts)[place], "seconds": one["seconds"],
+            "steps": plan.steps if plan else None, "tokens_per_second": speed_of(row, ranks), "seconds": one["seconds"],
         }  # fmt: skip
 
 
