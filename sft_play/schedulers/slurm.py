@@ -15,6 +15,7 @@ Slurm 22.05 (`tests/multinode/test_slurm.py`):
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -245,13 +246,12 @@ def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str])
 
 
 def queued(name: str) -> bool:
-    """Whether a job of this user and name waits or runs; without `squeue`, `submit` says what is missing."""
-    program = shutil.which("squeue")
-    words = ["--me", "--noheader", f"--name={name}"]
-    return bool(
-        program
-        and subprocess.run([program, *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False).stdout
-    )
+    """Whether a job of this user and name waits or runs. Where `squeue` cannot say it, `submit` says what is wrong."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        words = ["squeue", "--me", "--noheader", f"--name={name}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+        return bool(done.stdout.strip())
+    return False
 
 
 def first_index(array: str) -> int:
