@@ -19,7 +19,7 @@ from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Ahead, planned_ahead
+from sft_play.launch.rehearse import Ahead, planned_ahead, require_ours
 from sft_play.launch.run_folder import NAME_PATTERN
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
@@ -216,20 +216,13 @@ def _write(call: Call, rendered: Rendered) -> list[Path]:
     out = call.options.get("OUT")
     folder = typed_path(out) if out else runs_folder() / rendered.spec.name
     paths = [folder / name for name in rendered.files]
-    path = folder
+    for path in paths:
+        require_ours(path, HEADER, "kubernetes")
     try:
-        for path in paths:
-            first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0] if path.exists() else f"# {HEADER}"
-            if not (first.startswith("#") and HEADER in first):
-                raise UserError(
-                    f"`{path}` exists and was not written by `make kubernetes`",
-                    place="OUT",
-                    hint="choose another OUT=, or remove it",
-                )
         for path, text in zip(paths, rendered.files.values(), strict=True):
             write_text(path, text)
     except OSError as error:
-        raise UserError(f"`{path}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes a folder") from error
+        raise UserError(f"`{folder}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes a folder") from error
     return paths
 
 

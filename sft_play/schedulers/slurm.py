@@ -32,7 +32,7 @@ from sft_play.config.load import DEFAULT, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Ahead, planned_ahead
+from sft_play.launch.rehearse import Ahead, planned_ahead, require_ours
 from sft_play.launch.run_folder import choose_name, first_launch, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.plan.plan import COMMANDS
@@ -300,14 +300,7 @@ def _script(call: Call, name: str) -> Path:
         if script.is_dir() or out.endswith("/"):
             script = script / f"{name}.sbatch"
     script = script.absolute()
-    try:
-        ours = HEADER in script.read_text(encoding="utf-8", errors="replace")[:200]
-    except FileNotFoundError:
-        return script
-    except OSError as error:
-        raise UserError(f"`{script}` cannot be written: {error.strerror}", hint="choose another OUT=") from None
-    if not ours:
-        raise UserError(f"`{script}` exists and was not written by `make slurm`", hint="choose another OUT=, or remove it")
+    require_ours(script, HEADER, "slurm")
     return script
 
 
