@@ -49,7 +49,9 @@ def parse_source(text: str | None, default: Source) -> Source:
 
 
 def planned(request: Request, source: Source) -> Plan:
-    """Return the plan by the source that was asked for. Raises as `make_plan`."""
+    """Return the plan by the source that was asked for. Raises as `make_plan`, and `UserError` for a probe of stages."""
+    if source == "probe" and request.config.launch.strategy == "pipeline":
+        raise UserError("`SOURCE=probe` measures whole models, and `launch.strategy` is `pipeline`", hint="omit SOURCE")
     try:
         return _planned(request, source)
     finally:

@@ -101,6 +101,7 @@ def test_saved_by_stages_and_resumed_whole_and_the_reverse(mode: str, config: Pa
         ("train-distributed", ["NUM_GPUS=2", "LAUNCH_STAGES=2"], "LAUNCH_STRATEGY=pipeline"),
         ("train", [*PP], "make train-distributed"),
         ("train-fsdp", ["NUM_GPUS=2", *PP], "make train-distributed"),
+        ("train-distributed", ["NUM_GPUS=2", *PP, "SOURCE=probe"], "`SOURCE=probe` measures whole models"),
     ],
 )
 def test_what_cannot_be_staged_is_refused_before_the_launch(
