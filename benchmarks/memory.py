@@ -33,10 +33,10 @@ NOT_ALLOCATED = ("context", "fragmentation", "free")
 INTRODUCTION = """# Memory: planned and measured
 
 Written by `python -m benchmarks.memory write=docs/memory.md`; do not edit by hand. SmolLM2-135M-Instruct on `builtin:docstrings`, each
-case planned by trace, then probed: two real steps with the longest rows. *Growth* is what comes on top of Python and its libraries
-(on a GPU: of the CUDA context), which the plan counts as `context`.
+case planned by trace, then probed: two real steps with the longest rows. *Growth* comes on top of Python and its libraries, which the plan
+counts as `context`.
 
-GPU: not measured yet (unverified); the same command fills the columns for allocated, reserved and device memory there.
+GPU: not measured yet (unverified).
 """
 
 

@@ -48,9 +48,8 @@ INTRODUCTION = """# Preparation, compared with a plain `datasets.map`
 Written by `python -m benchmarks.preparation write=docs/benchmarks-preparation.md`; do not edit by hand. `make bench-preparation` prints
 the same table; `ROWS=20000` makes it shorter.
 
-Conversations of about 200 tokens, SmolLM2-135M-Instruct's tokenizer and template. Both are complete commands with as many processes. The plain
-one renders and tokenises each row; `make data` also finds the label mask, checks every row, removes copies, counts by source and writes a
-manifest. Memory is the most that all processes held together (PSS).
+Conversations of about 200 tokens, SmolLM2-135M-Instruct's tokenizer and template. The plain command renders and tokenises each row;
+`make data` also finds the label mask, checks every row, removes copies and writes a manifest. Memory is the most that all processes held (PSS).
 """
 
 

@@ -147,9 +147,8 @@ of one run each.
 
 {text}
 
-- *pause*: how long training stands still for a save.
-- *verification*: taking and comparing the checksums of all files. While training waits, that reads what the kernel holds in memory; the
-  disk is read during the next steps. In the background the disk is read first, which keeps no step waiting.
+*Pause*: how long training stands still for a save. *Verification*: taking and comparing the checksums of all files. While training waits,
+that reads what the kernel holds in memory; in the background the disk is read first.
 """
 
 

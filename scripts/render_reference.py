@@ -115,8 +115,7 @@ def render_document() -> str:
         keys = [key for key in schema_keys().values() if key.name.rpartition(".")[0] == section]
         if not section or not keys:
             continue
-        about = (record.__doc__ or "").strip().splitlines()[0]
-        lines += [f"## `{section}`", "", about, "", "| key | value | meaning |", "|---|---|---|"]
+        lines += [f"## `{section}`", "", "| key | value | meaning |", "|---|---|---|"]
         texts = documented(record)
         for key in keys:
             leaf = key.name.rpartition(".")[2]

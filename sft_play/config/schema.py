@@ -116,7 +116,7 @@ class StyleConfig:
     """Text around every turn, in training, evaluation and `make infer` alike."""
 
     system_prefix: str = ""
-    """Before system turns."""
+    """Text before system turns, in training, evaluation and `make infer` alike."""
     system_suffix: str = ""
     """After system turns."""
     user_prefix: str = ""
