@@ -263,7 +263,7 @@ def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequ
     folder = files_folder(facts, task.run, host)
     given = {
         "config": json.dumps(saved_form(task.loaded)),
-        "prepared": json.dumps({"run": task.run.name, "prepared": asdict(there)}),
+        "prepared": json.dumps(asdict(there)),
     }
     given |= {"deepspeed": task.deepspeed} if task.deepspeed else {}
     ask(host, "write", timeout=60, files={f"{folder}/{name}.json": text for name, text in given.items()})

@@ -17,7 +17,7 @@ import psutil
 
 from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
-from sft_play.errors import DataError, HardwareError, RetryableError, UserError
+from sft_play.errors import HardwareError, RetryableError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.deepspeed import resolve, settings_of
 from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
@@ -190,35 +190,13 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
             raise_what_was_heard()
 
 
-def delivered(run: RunFolder) -> Prepared | None:
-    """Returns what another machine has prepared for this run, with where it stands here; `None` where nothing was brought.
-
-    Raises `UserError` where the variable is not meant for this run, `DataError` where what it names is not there.
-    """
-    if not (name := os.environ.get(DELIVERED)):
-        return None
-    try:
-        found = read_json(Path(name))
-        prepared, meant = record_of(found["prepared"], Prepared), str(found["run"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"`{DELIVERED}` does not name what a cluster's master brought: {error}", place=name) from error
-    if meant != run.name:
-        raise UserError(
-            f"`{DELIVERED}` is meant for the run `{meant}`, not for `{run.name}`", place=name, hint=f"unset {DELIVERED}"
-        )
-    folders = [prepared.model.path, *(split.path for split in (prepared.train, prepared.validation) if split)]
-    if missing := [folder for folder in folders if not Path(folder).is_dir()]:
-        raise DataError(f"`{missing[0]}`, which the master should have brought, is not on this machine", place=name)
-    return prepared
-
-
 def prepare(run: RunFolder, *words: str) -> None:
     """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
 
     Where another machine has done so for this one, what it brought is taken.
     """
-    if not words and (prepared := delivered(run)):
-        prepared.save(run.prepared)
+    if not words and (brought := os.environ.get(DELIVERED)):
+        record_of(read_json(Path(brought)), Prepared).save(run.prepared)
         return
     run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
 
