@@ -35,25 +35,17 @@ def saved_files(folder: Path, split: str | None) -> list[Path] | None:
             raise DataError(
                 f"{said}: {', '.join(f'`{name}`' for name in names)}", place=str(folder), hint=f"set `split: {names[0]}`"
             )
-        folder = folder / _inside(str(split), splits)
+        folder = folder / str(split)
     elif not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
         return None
     elif split is not None:
         raise DataError(f"`split: {split}` is given, but the data set in the folder has no splits", place=str(folder))
-    state = folder / "state.json"
-    files = [folder / _inside(name, state) for name in _strings(state, "_data_files")]
+    files = [folder / name for name in _strings(folder / "state.json", "_data_files")]
     for file in files:
         if not file.is_file():
             raise DataError("the file is missing, though `state.json` names it", place=str(file))
     require_inside(files, root)
     return files
-
-
-def _inside(name: str, where: Path) -> str:
-    """Return the name of a file in the folder itself; a path could lead out of it. Raises `DataError`."""
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise DataError(f"names `{name}`, which is not in the folder", place=str(where))
-    return name
 
 
 def _strings(path: Path, key: str) -> list[str]:
@@ -178,7 +170,7 @@ def _docstrings(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield rows with `messages`, shuffled by a fixed seed."""
     counts: Counter[str] = Counter()
     limit = VALIDATION_ROWS if split == "validation" else sys.maxsize
-    pairs = list(_pairs_of(Path(sysconfig.get_paths()["stdlib"])))
+    pairs = list(_pairs(Path(sysconfig.get_paths()["stdlib"])))
     random.Random(0).shuffle(pairs)
     for module, function, code, sentence in pairs:
         if _held_out(module) != (split == "validation") or counts[module] == PER_MODULE[split]:
@@ -201,12 +193,6 @@ def _held_out(module: str) -> bool:
     return int(hashlib.sha256(module.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
 
 
-@functools.cache
-def _pairs_of(root: Path) -> tuple[tuple[str, str, str, str], ...]:
-    """Return `_pairs`, read once for both splits: parsing the library takes seconds."""
-    return tuple(_pairs(root))
-
-
 def _modules(root: Path, left_out: frozenset[str] = LEFT_OUT) -> Iterator[tuple[str, str]]:
     """Yield (module file, its text), without the folders `left_out`."""
     for path in sorted(root.rglob("*.py")):
@@ -219,9 +205,10 @@ def _modules(root: Path, left_out: frozenset[str] = LEFT_OUT) -> Iterator[tuple[
             continue
 
 
-def _pairs(root: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (module file, function, source without its docstring, docstring's first paragraph), each sentence once."""
-    seen: set[str] = set()
+@functools.cache
+def _pairs(root: Path) -> tuple[tuple[str, str, str, str], ...]:
+    """Return (module file, function, source without its docstring, docstring's first paragraph), each sentence once."""
+    found: dict[str, tuple[str, str, str, str]] = {}
     for module, text in _modules(root):
         try:
             tree = ast.parse(text)
@@ -231,9 +218,9 @@ def _pairs(root: Path) -> Iterator[tuple[str, str, str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 pair = _pair(node, lines)
-                if pair and pair[1] not in seen:
-                    seen.add(pair[1])
-                    yield module, node.name, *pair
+                if pair:
+                    found.setdefault(pair[1], (module, node.name, *pair))
+    return tuple(found.values())
 
 
 def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str] | None:

@@ -140,9 +140,7 @@ def _parse(text: str, path: Path, line: int) -> Any:
             place=f"{path}:{line + error.lineno - 1}:{error.colno}",
             hint=f"the line reads: {' '.join(text[:200].split())[:100]}",
         ) from None
-    except RecursionError:
-        raise DataError("is not JSON that can be read: nested too deep", place=f"{path}:{line}") from None
-    except ValueError as error:  # a number of more digits than Python converts
+    except (RecursionError, ValueError) as error:  # nested too deep, or a number of more digits than Python converts
         raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}", place=f"{path}:{line}") from None
 
 

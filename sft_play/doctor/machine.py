@@ -18,7 +18,7 @@ from pathlib import Path
 from sft_play.errors import HardwareError
 from sft_play.plan import torch_check
 from sft_play.plan.detect import all_hidden, detect, is_wsl, open_nvml, other_gpu
-from sft_play.plan.hardware import COMPUTE_MODE_REMEDY, NO_PEER_TO_PEER, Hardware
+from sft_play.plan.hardware import COMPUTE_MODE_REMEDY, NO_PEER_TO_PEER, Hardware, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, runs_folder
 from sft_play.text import Finding
 
@@ -173,14 +173,13 @@ def folders() -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     """Little memory, an address space limit, or little shared memory for data loading and NCCL."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_limit()
-    if min(total, limit or total) < MIN_RAM_BYTES:
-        within = " (this container's limit)" if limit and limit < total else ""
+    total, (usable, _) = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), ram_bytes()
+    if usable < MIN_RAM_BYTES:
+        within = " (this container's limit)" if usable < total else ""
         yield Finding(
             id="memory-low",
             severity="warning",
-            text=f"{min(total, limit or total) / GIB:.1f} GiB of memory{within}; a 135M model needs 4, a 7B model 16 to load",
+            text=f"{usable / GIB:.1f} GiB of memory{within}; a 135M model needs 4, a 7B model 16 to load",
             remedy="choose a small model, and lower model.max_seq_len",
         )
     import resource
@@ -201,16 +200,6 @@ def memory() -> Iterator[Finding]:
             text=f"/dev/shm has {size / 2**20:.0f} MiB; data loaders and NCCL share memory there, and die with a bus error",
             remedy="docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm; or train.dataloader_num_workers: 0",
         )
-
-
-def _cgroup_limit() -> int | None:
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 2**60 else None
-    return None
 
 
 def open_files() -> Iterator[Finding]:

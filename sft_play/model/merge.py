@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from sft_play.config.load import read_config
@@ -22,6 +21,7 @@ from sft_play.model.load import read_model
 from sft_play.model.resolve import stored_numbers
 from sft_play.model.tokenizer import end_of_turn_ids, write_chat
 from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype, tokenizer_of
+from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, model_files
 from sft_play.runs.folder import RunFolder
@@ -228,7 +228,7 @@ def _require_disk(place: Path, needed: int) -> None:
 
 
 def _require_memory(needed: int) -> None:
-    free = psutil.virtual_memory().available
+    free = ram_bytes()[1]
     if free < needed:
         raise HardwareError(
             f"merging in float32 needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free",

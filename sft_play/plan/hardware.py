@@ -339,16 +339,21 @@ def cpu_threads() -> int:
 
 def ram_bytes() -> tuple[int, int]:
     """Return (memory, memory that is available now), limits of this process's cgroups (v2) respected."""
-    import psutil
+    try:  # without psutil: `make doctor` runs where no package is installed
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        facts = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        total, free = facts["MemTotal"], facts["MemAvailable"]
+    except OSError:  # not Linux
+        import psutil
 
-    memory = psutil.virtual_memory()
-    total, free = int(memory.total), int(memory.available)
+        memory = psutil.virtual_memory()
+        total, free = int(memory.total), int(memory.available)
     for group in _cgroups():
         with contextlib.suppress(OSError, ValueError):  # `max` is no limit
             limit = int((group / "memory.max").read_text())
-            facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             # The kernel drops pages of files before it runs out.
-            used = int((group / "memory.current").read_text()) - int(facts.get("inactive_file", 0))
+            used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
             total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
 

@@ -46,7 +46,6 @@ from sft_play.soak.report import (
     compare_runs,
     half_written,
     load_state,
-    write_table,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def main(call: Call) -> int:
         kill_and_continue(soak, KILLS if kills is None else kills)
     state = soak.state
     if "OUT" in call.options:
-        write_table(Path(call.options["OUT"]), state)
+        write_text(Path(call.options["OUT"]), as_text(state) + "\n")
     print(json.dumps(as_json(state), indent=2) if call.json else as_text(state))
     return 0 if all(one.equal for one in state.comparisons) and not state.problems else 1
 

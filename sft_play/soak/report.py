@@ -12,7 +12,7 @@ from typing import Any
 
 from sft_play.config.reader import record_of
 from sft_play.errors import UserError
-from sft_play.files import read_json, read_json_lines, write_json, write_text
+from sft_play.files import read_json, read_json_lines, write_json
 from sft_play.runs.checkpoints import newest_valid, published
 from sft_play.runs.folder import RunFolder
 from sft_play.soak.launches import AGENT, EVERYTHING, LAUNCHER, PHASES, PREPARATION, SAVING
@@ -72,27 +72,6 @@ def as_text(state: State) -> str:
     lines += [f"- run {one['run']}: {text}" for one in result["unequal"] for text in one["problems"]]
     lines += [f"- {text}" for text in state.problems]
     return "\n".join(lines)
-
-
-def write_table(path: Path, state: State) -> None:
-    """Puts the table into a document between its marks (`<!-- soak zero2 -->` to `<!-- end -->`), or writes a new file.
-
-    Raises `UserError` for a file without them.
-    """
-    begin, end = f"<!-- soak {state.settings['strategy']} -->", "<!-- end -->"
-    block = f"{begin}\n{as_text(state)}\n{end}"
-    if not path.exists():
-        write_text(path, block + "\n")
-        return
-    text = path.read_text(encoding="utf-8")
-    whole = re.compile(
-        rf"^{re.escape(begin)}$.*?^{re.escape(end)}$", re.MULTILINE | re.DOTALL
-    )  # a text may speak of these marks, too
-    if not whole.search(text):
-        raise UserError(
-            f"`{path}` exists and has no place for this table", hint=f"put the lines `{begin}` and `{end}` where it belongs"
-        )
-    write_text(path, whole.sub(lambda _: block, text, count=1))
 
 
 # A completed run beside the undisturbed one: metrics to the bit, each step once in `metrics.jsonl` and in TensorBoard.

@@ -467,7 +467,7 @@ def test_a_saved_data_set_names_only_its_own_files(outside: Path) -> None:
     own = state["_data_files"][0]["filename"]
     for name in ("../secret.jsonl", str(outside), "..", "a/../../secret.jsonl"):
         (saved / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name}]}))
-        with pytest.raises(DataError, match="not in the folder"):
+        with pytest.raises(DataError, match=r"outside|is missing"):
             rows(saved)
     (saved / "state.json").write_text(json.dumps(state))
     (saved / own).rename(outside.parent / "moved.arrow")
