@@ -75,15 +75,15 @@ def tightest(plan: Plan) -> tuple[int, int]:
 def table() -> str:
     """Returns a row for every claim: what the plan takes, and what people quote."""
     lines = [
-        "| preset | `HARDWARE=` | plan: micro-batch x accumulation | rows a step | recompute | GiB of room, tightest | people quote | needs GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| preset | `HARDWARE=` | plan: micro-batch x accumulation | recompute | GiB of room, tightest | people quote | needs GiB |",
+        "|---|---|---|---|---|---|---|",
     ]
     for claim in CLAIMS:
         plan = plan_of(claim.preset, claim.hardware)
         peak, room = tightest(plan)
         micro, steps = (_each([getattr(rank, name) for rank in plan.ranks]) for name in ("micro_batch", "accumulation"))
         lines.append(
-            f"| `{claim.preset}` | `{claim.hardware}` | {plan.strategy}, {micro} x {steps} | {plan.global_batch_size} | "
+            f"| `{claim.preset}` | `{claim.hardware}` | {plan.strategy}, {micro} x {steps} | "
             f"{'yes' if plan.gradient_checkpointing else 'no'} | {peak / GIB:.1f} of {room / GIB:.1f} | {_quoted(claim)} |"
         )
     return "\n".join(lines)

@@ -264,10 +264,8 @@ make render
 
 ## Commands
 
-`make help` describes them, `.venv/bin/python -m sft_play NAME --help` lists the variables of one.
+`make help` describes them, `.venv/bin/python -m sft_play NAME --help` lists the variables of one. Where each is:
 
-| code | commands |
-|---|---|
 """
 
 
@@ -276,7 +274,7 @@ def render_agents(commands: Mapping[str, Command]) -> str:
     modules: dict[str, list[str]] = {}
     for name, row in commands.items():
         modules.setdefault(row.target.partition(":")[0], []).append(f"`{name}`")
-    lines = [f"| `{module}` | {', '.join(names)} |" for module, names in modules.items()]
+    lines = [f"- `{module}`: {', '.join(names)}" for module, names in modules.items()]
     return AGENTS + "\n".join(lines) + "\n"
 
 
