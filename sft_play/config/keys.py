@@ -37,13 +37,6 @@ class Key:
     """Type and range."""
     default: Any
     help: str
-    extra: bool = False
-    """Whether it is a field of `TrainingArguments` that the schema does not own."""
-
-    @property
-    def variable(self) -> str:
-        """Its name on a command line: `TRAIN_LEARNING_RATE`."""
-        return variable_name(self.name)
 
 
 def variable_name(key: str) -> str:
@@ -126,7 +119,6 @@ def extra_keys() -> Mapping[str, Key]:
             annotation=Annotated[functools.reduce(operator.or_, parts), RANGES.get(field, Range())],
             default=row["default"],
             help=row["help"],
-            extra=True,
         )
     return found
 

@@ -16,7 +16,7 @@ from sft_play.plan.memory import NF4_BYTES, nf4_experts, rank_memory, trainable_
 from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
 from sft_play.plan.packing import Division, insisted
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
 from sft_play.plan.shape import ModelShape, adapted, check_targets
 from sft_play.plan.shares import costs_of, divide, tell_unequal
@@ -42,7 +42,7 @@ def make_plan(request: Request) -> Plan:
         plan = _decide(request)
     except DoesNotFitError as error:
         raise remedies.with_remedies(request, _decide, error) from None
-    over = _tightest(plan.ranks)
+    over = least_room(plan.ranks)
     if over.peak_bytes <= over.capacity_bytes:
         return plan
     found = remedies.remedies(request, _decide, plan, over.micro_batch, over.peak_bytes)
@@ -101,7 +101,7 @@ def _decide(request: Request) -> Plan:
             f"gradients reduced in each of {batch.accumulation} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
         )
     reasons += waiting(request, setup, batch.accumulation)
-    over = _tightest(rank_plans)
+    over = least_room(rank_plans)
     if over.peak_bytes > over.capacity_bytes:
         reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
     reasons += [*adapted(config, shape), *_experts(request, setup)]
@@ -195,11 +195,6 @@ def _rank_plans(request: Request, division: Division, costs: tuple[Cost, ...]) -
             )
         )  # fmt: skip
     return tuple(found)
-
-
-def _tightest(ranks: tuple[RankPlan, ...]) -> RankPlan:
-    """Return the rank that has least room left."""
-    return max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
 
 
 def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) -> int:

@@ -53,6 +53,16 @@ class RankPlan:
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def least_room(ranks: Sequence[RankPlan]) -> RankPlan:
+    """Return the rank that has least room left, in bytes."""
+    return max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
+
+
+def tightest(ranks: Sequence[RankPlan]) -> RankPlan:
+    """Return the rank whose peak comes nearest to what it may use."""
+    return max(ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """What is computed how: what the memory of a rank depends on, beside configuration and shape."""

@@ -12,7 +12,7 @@ from sft_play.plan.choices import with_chunks
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import OPTIMIZER_BYTES, rank_memory, rank_moments
 from sft_play.plan.network import slow_network
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, least_room, tightest
 from sft_play.plan.request import SHORTEST_ROW, Decide, DoesNotFitError, Remedy, Request, planned
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import token_cost
@@ -78,8 +78,8 @@ def _tried(request: Request, changed: Request, text: str, decide: Decide, setup:
     if isinstance(plan, DoesNotFitError):
         need, capacity, other, rows, fits = plan.need_bytes, plan.capacity_bytes, plan.setup, plan.micro_batch, False
     else:
-        tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
-        need, capacity, other, fits = tightest.peak_bytes, tightest.capacity_bytes, plan, not plan.remedies
+        rank = least_room(plan.ranks)
+        need, capacity, other, fits = rank.peak_bytes, rank.capacity_bytes, plan, not plan.remedies
     if need >= before:
         return None
     slower = None
@@ -171,18 +171,13 @@ NAMES = {"recompute": "the layer that is computed again", "casts": "the cast wei
 
 def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", operation: str = "") -> Plan:
     """Return the plan with its peak in words; `moment` and `operation` as a trace found them, else the formula's worst moment."""
-    rank = tightest(plan)
+    rank = tightest(plan.ranks)
     setup = replace(plan, stage=rank.rank % len(plan.stages) if plan.stages else None)
     if not moment:
         moments = rank_moments(config, shape, setup, rank.worst_rows)
         moment = max(moments, key=lambda name: sum(moments[name].values()))
     remedy = _remedy(config, shape, setup, rank, moment)
     return replace(plan, peak_at=peak_in_words(moment, operation), peak_remedy=remedy)
-
-
-def tightest(plan: Plan) -> RankPlan:
-    """Return the rank whose peak comes nearest to what it may use."""
-    return max(plan.ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
 
 
 def _remedy(config: Config, shape: ModelShape, setup: Setup, rank: RankPlan, moment: str) -> str | None:

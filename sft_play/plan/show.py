@@ -13,7 +13,7 @@ from sft_play.files import read_json
 from sft_play.plan.batch import Cost, rank_seconds, spans
 from sft_play.plan.hardware import GIB
 from sft_play.plan.network import show_exchanges
-from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
 from sft_play.text import duration, figure, gib, plural
@@ -40,9 +40,9 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
     lines += [f"  note     {notice}" for notice in plan.notices]
     lines.append(f"  steps    {_steps(plan)}")
-    tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
+    worst = tightest(plan.ranks)
     lines.append(
-        f"  memory   {gib(tightest.peak_bytes)} of {gib(tightest.capacity_bytes)} at the peak of rank {tightest.rank}: {_parts(tightest)}"
+        f"  memory   {gib(worst.peak_bytes)} of {gib(worst.capacity_bytes)} at the peak of rank {worst.rank}: {_parts(worst)}"
     )
     speed = show_speed(plan)
     if why:

@@ -10,7 +10,7 @@ import pytest
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
-from sft_play.config.keys import find_key, schema_keys
+from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig, load_config, override_config, read_config, save_config
 from sft_play.errors import UserError
@@ -243,4 +243,4 @@ def test_every_key_of_the_schema_can_be_typed(write: Write) -> None:
         if name == "model.name" or key.default is None:
             continue
         assert find_key(name) is key
-        assert load(path, f"{key.variable}={scalar_text(key.default).strip(chr(34))}").config == plain, name
+        assert load(path, f"{variable_name(key.name)}={scalar_text(key.default).strip(chr(34))}").config == plain, name
