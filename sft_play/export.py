@@ -33,11 +33,8 @@ def main(call: Call) -> int:
         raise UserError(
             f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"
         )
-    from transformers.utils import logging
-
     from sft_play.model.merge import merge
 
-    logging.disable_progress_bar()
     started = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for the result
         merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))

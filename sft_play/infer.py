@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sft_play.bars import bar
 from sft_play.data.formats import Question, read_questions
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import write_text
@@ -141,9 +142,6 @@ def _load_plain(call: Call, name: str) -> Ready:
 
 
 def _tell_loading(what: str) -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     print(f"loading {what} ...", file=sys.stderr, flush=True)
 
 
@@ -166,7 +164,8 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
     from sft_play.evaluation.answering import answer_all
 
     asked = [row for row in rows if row.messages]
-    answers = answer_all(*ready, _prompts(ready, asked), progress=_progress if sys.stderr.isatty() else None)
+    with bar("answers", "rows") as show:
+        answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
     lines = [json.dumps(_answered(row, next(coming).text if row.messages else ""), ensure_ascii=False) for row in rows]
     try:
@@ -220,10 +219,6 @@ def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
             problems.append(DataError(message, place=place))
     raise_all(problems[:20])
     return prompts
-
-
-def _progress(done: int, count: int) -> None:
-    print(f"\ranswered {done} of {count}", end="\n" if done == count else "", file=sys.stderr, flush=True)
 
 
 class Conversation:

@@ -107,11 +107,8 @@ def servable(run: RunFolder, weights: Path) -> Path:
     content = "".join(file_sha256(p) for p in sorted(weights.glob("adapter_*")))
     folder = cache_folder() / "merged" / text_sha256(f"{run.path.resolve()} {content}")[:32]
     if not (folder / "stamp.json").is_file():
-        from transformers.utils import logging
-
         from sft_play.model.merge import merge
 
-        logging.disable_progress_bar()
         print("the server needs whole weights: merging the adapters into a copy in the cache ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
             merge(run, weights, folder, lambda text: print(text, file=sys.stderr, flush=True))
@@ -181,7 +178,6 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
     """Loads the model into transformers' server and waits for the end; returns 130 or 143 after a signal."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is here; the server would ask the hub for its revision
     from transformers.cli.serve import Serve
-    from transformers.utils import logging
 
     class Guarded(Serve):  # type: ignore[misc]
         """Puts the check before the application between its making and its first request."""
@@ -197,7 +193,6 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
             config.app = Guard(config.app, token=place.token, address=place.address, pages=PAGES)
             super().start_server()
 
-    logging.disable_progress_bar()
     print(f"loading {name} ...", file=sys.stderr, flush=True)
     from sft_play.model.use import best_device
 

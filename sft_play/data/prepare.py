@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sft_play.bars import bar
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.chat import template_sha256
@@ -114,9 +113,6 @@ def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
 
 
 # Reads, encodes and publishes splits that the cache does not have.
-
-
-PROGRESS_SECONDS = 10
 
 
 class Gatherer:
@@ -232,7 +228,10 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, te
     with ExitStack() as stack:
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
         chunks = engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction)
-        for chunk in _progress(chunks, " and ".join(part.name for part in parts)):
+        show, rows = stack.enter_context(bar(f"preparing {' and '.join(part.name for part in parts)}", "rows")), 0
+        for chunk in chunks:
+            rows += chunk.examples
+            show(rows, None)
             problems.good += chunk.examples - len(chunk.unencoded)
             for error in (*chunk.unread, *chunk.unencoded):
                 problems.add(error)
@@ -316,15 +315,3 @@ def _first_form(rows: Sequence[Placed]) -> str | None:
             except DataError:  # told when the row is understood; a later row's format must not settle what this one leaves open
                 return None
     return None
-
-
-def _progress(chunks: Iterator[Chunk], name: str) -> Iterator[Chunk]:
-    """Say every ten seconds how far it is, so that millions of rows do not look like a hang."""
-    rows, began = 0, time.monotonic()
-    shown = began
-    for chunk in chunks:
-        yield chunk
-        rows += chunk.examples
-        if (now := time.monotonic()) - shown >= PROGRESS_SECONDS:
-            shown = now
-            print(f"preparing {name}: {rows:,} rows, {rows / (now - began):,.0f} a second", file=sys.stderr, flush=True)

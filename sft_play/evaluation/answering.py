@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
+from sft_play.bars import Show
 from sft_play.data.example import Message
 from sft_play.data.templates import check_written, has_tools
 from sft_play.errors import DataError
@@ -91,7 +92,7 @@ def answer_all(
     settings: AnswerSettings,
     prompts: Sequence[Sequence[int]],
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Show | None = None,
 ) -> list[Answer]:
     """Answers prompts (lists of tokens) in batches of similar length, padded on the left; returns answers in the given order."""
     use_our_settings(model)

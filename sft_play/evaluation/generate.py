@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch.distributed.fsdp import FSDPModule
 
+from sft_play.bars import Show
 from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.errors import DataError
@@ -97,7 +98,7 @@ def score_by_generation(
     budget: Budget | None = None,
     ranks: Ranks = ALONE,
     synced: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Show | None = None,
     stop: StopOnRequest | None = None,
     alive: Callable[[], None] | None = None,
 ) -> GenerationResult:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from sft_play.bars import bar
 from sft_play.config.schema import Config
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
@@ -220,14 +221,11 @@ def score_run(
     `weights` is the run's `model/` or a checkpoint; `None` is the base, before any training. `config` is the run's, with what
     the user changed for this evaluation. Raises `CheckpointError` for weights that do not fit their stamp.
     """
-    from transformers.utils import logging
-
     from sft_play.model.kernels import chunk_head
     from sft_play.model.use import best_device
 
     plan = Plan.load(run.plan)
     check_library_metrics(config.eval.metrics)  # before minutes go into answers that nothing could score
-    logging.disable_progress_bar()
     device = best_device()
     rows = Rows(split.path)
     model, tokenizer = load_weights(run, weights, config, device)
@@ -236,19 +234,25 @@ def score_run(
     batch_size = int(settings["batch_size"])
     layout = "unmasked" if plan.attn_implementation == VARLEN else plan.layout  # here it is sdpa, whose mask would be quadratic
 
+    scored = 0
+
     def measure(batch: Batch) -> Tensor:
+        nonlocal scored
+        scored += len(batch["rows"])
+        show(scored, len(rows))
         return loss_and_tokens(model, {name: one.to(device) if torch.is_tensor(one) else one for name, one in batch.items()})
 
     collate = Collator(layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     alone = Ranks(device=torch.device(device))
-    held_out = held_out_loss(rows, split, batch_size=batch_size, collate=collate, measure=measure, ranks=alone)
+    with bar("held-out loss", "rows") as show:
+        held_out = held_out_loss(rows, split, batch_size=batch_size, collate=collate, measure=measure, ranks=alone)
     ready = answerable(rows)
     generate, reason = decide(config, purpose="eval", validation_rows=len(rows), answerable_rows=len(ready))
     print(reason, file=sys.stderr, flush=True)
     result = None
     if generate:
-        progress = _progress if sys.stderr.isatty() else None
-        result = answer_rows(model, tokenizer, rows, ready, config, batch_size=batch_size, ranks=alone, progress=progress)
+        with bar("answers", "batches") as show:
+            result = answer_rows(model, tokenizer, rows, ready, config, batch_size=batch_size, ranks=alone, progress=show)
         for warning in result.warnings:
             print(f"note: {warning}", file=sys.stderr)
     for name in (SCORES, PREDICTIONS):  # never older scores with newer answers
@@ -267,8 +271,3 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
     model = read_base(config, Plan.load(run.plan), base, device)
     tokenizer = load_tokenizer(base.path, base.chat, trust=config.model.trust_remote_code)
     return (model if quantised(model) else model.to(device)).eval(), tokenizer
-
-
-def _progress(done: int, rounds: int) -> None:
-    end = "\n" if done == rounds else ""
-    print(f"\ranswered batch {done} of {rounds}", end=end, file=sys.stderr, flush=True)

@@ -50,9 +50,9 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def trained_on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
+def on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
     terminal = Terminal()
-    command = [sys.executable, "-m", "sft_play", "train-distributed", f"CONFIG={launcher.config}", *words]
+    command = [sys.executable, "-m", "sft_play", *words]
     shown = {"stdin": subprocess.DEVNULL, "stdout": terminal.theirs, "stderr": terminal.theirs, "text": True}
     process = subprocess.Popen(
         command, env=launcher.environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"}, cwd=launcher.folder, **shown
@@ -67,13 +67,15 @@ def trained_on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Ter
 
 def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
-    words = ("NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off",
+    words = ("train-distributed", f"CONFIG={launcher.config}",
+             "NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off",
              "TRAIN_GLOBAL_BATCH_SIZE=8")  # fmt: skip
-    with trained_on_a_terminal(launcher, *words) as (terminal, process):
+    with on_a_terminal(launcher, *words) as (terminal, process):
         run = RunFolder(launcher.runs / "live")
         terminal.wait(lambda: "live: training" in terminal.text, process)
         before = terminal.text[: terminal.text.index("live: ")]
         assert before.count("\n") <= 20, "a run begins in few lines"
+        assert re.search(r"preparing train.*rows", before), "a bar, which goes when the work is done"
         assert "make watch RUN=live" in before and "make stop RUN=live" in before
         with slowed(worker_of(process.pid, 1), 0.05):
             terminal.wait(lambda: SLOW.search(terminal.text), process)
@@ -86,6 +88,9 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
         out, err = watched.communicate(timeout=60)
         assert watched.returncode == 0 and SLOW.search(out) and out.endswith("`live`: stopped\n"), out + err
         process.wait(60)
+    with on_a_terminal(launcher, "eval", "RUN=live", f"DATA={launcher.folder / 'rows.jsonl'}") as (other, process):
+        assert process.wait(120) == 0, other.text
+        assert re.search(r"held-out loss.*of \d+ rows", other.text) and re.search(r"answers.*of \d+ batches", other.text)
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert SLOW.search(page) and '"state":"stopped"' in page.replace(" ", "")
     assert "report: " in terminal.text
