@@ -6,9 +6,10 @@ A range stands on the field: `Annotated[int, Range(minimum=1)]`. What does not f
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -199,12 +200,7 @@ def convert(node: Node, annotation: Any, key: str, problems: list[Mismatch]) -> 
             parts_of = {name: convert(inner, get_args(part)[1], f"{key}.{name}", problems) for name, inner in value.items()}
             return INVALID if any(one is INVALID for one in parts_of.values()) else parts_of
         if isinstance(value, dict) and (get_origin(part) or part) is dict:
-            wrong = [
-                Mismatch(f"{key}{where}", one, f"is `{shown(one)}`; expected a finite number of at most 64 bits")
-                for where, one in _too_large(node)
-            ]
-            problems += wrong
-            return INVALID if wrong else node.plain()
+            return _finite(node, key, problems)
     text = value if isinstance(value, str) else node.text
     if str in parts and value is not None and text is not None:
         return text
@@ -248,21 +244,14 @@ def record_of(value: Any, record: type[T]) -> T:
     return found
 
 
-def _too_large(node: Node, where: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield the numbers in free keys and values that JSON, or who reads it, cannot hold."""
-    value = node.value
-    if isinstance(value, (dict, list)):
-        inner = (
-            [(f".{name}", part) for name, part in value.items()]
-            if isinstance(value, dict)
-            else [(f"[{i}]", part) for i, part in enumerate(value)]
-        )
-        for name, part in inner:
-            yield from _too_large(part, where + name)
-    elif isinstance(value, (int, float)) and not (
-        math.isfinite(value) if isinstance(value, float) else abs(value) <= LARGEST_FREE
-    ):
-        yield where, node
+def _finite(node: Node, key: str, problems: list[Mismatch]) -> Any:
+    plain = node.plain()
+    try:
+        json.dumps(plain, allow_nan=False)
+        return plain
+    except ValueError:
+        problems.append(Mismatch(key, node, f"is `{shown(node)}`; expected finite numbers"))
+        return INVALID
 
 
 def _value_hint(node: Node, annotation: Any) -> str | None:
