@@ -96,12 +96,15 @@ def test_a_mistake_is_found_before_anything_starts(in_process: Program, tmp_path
 def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
+    (mixed := tmp_path / "mixed.yaml").write_text("metric: loss\nkeys: {launch.strategy: [ddp, zero2]}\n")
     (half := tmp_path / "half.yaml").write_text("method: halving\nkeys: {train.seed: [1, 2]}\n")
     for words, said in (
         ((), "needs `CONFIG`"),
         (("CONFIG=quickstart",), "needs `SWEEP`"),
         (("CONFIG=quickstart", f"SWEEP={path}", "TRAIN_SEED=3"), "is typed, and a key of the sweep too"),
         (("CONFIG=quickstart", f"SWEEP={path}", "HARDWARE=4xH100"), "`HARDWARE` is for a sweep by Slurm"),
+        (("CONFIG=quickstart", f"SWEEP={mixed}", "SLURM=1", "HARDWARE=2xH100"), "train-deepspeed and train-distributed"),
+        (("CONFIG=quickstart", f"SWEEP={path}", "SLURM=1", "SLURM_ARRAY=1-2"), "`slurm.array` is typed"),
         (("CONFIG=quickstart", f"SWEEP={half}", "SLURM=1"), "`method: halving` needs the scores of a round before the next"),
         (
             ("CONFIG=quickstart", f"SWEEP={path}", "TRAIN_EVAL_STRATEGY=no"),
