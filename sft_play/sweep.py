@@ -21,6 +21,8 @@ from sft_play.config.reader import INVALID, Mismatch, Positive, closest_word, re
 from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import Node, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all
+from sft_play.evaluation.compare import compare, read_sides
+from sft_play.evaluation.compare import show as show_comparison
 from sft_play.files import typed_path
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import read_options
@@ -339,7 +341,15 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
     print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
     best = [one.trial.name for one in results if one.score is not None][:2]
     if len(best) > 1:
-        print(f'\nmore: make compare RUNS="{" ".join(best)}"')
+        hint = f'make compare RUNS="{" ".join(best)}"'
+        try:
+            compared = compare(read_sides(best, None), None, 0)
+        except UserError:
+            print(f"\nthey have no evaluation in common; `make eval RUN=` makes it, then: {hint}")
+        else:
+            print()
+            show_comparison(compared)
+            print(f"with answers: {hint}")
 
 
 def _call(call: Call, run_name: str, *ours: Override) -> Call:

@@ -17,7 +17,14 @@ from tests.tiny_models import build_tiny_llama
 def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     (tmp_path / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [2, 4]\n")
-    words = ("sweep", f"CONFIG={launcher.config}", "SWEEP=rates.yaml", "TRAIN_MAX_STEPS=30", "PRICE_PER_HOUR=2")
+    answers = (
+        "DATA_VAL_PATH=rows.jsonl",
+        "TRAIN_EVAL_STRATEGY=steps",
+        "TRAIN_EVAL_STEPS=30",
+        "TRAIN_PREDICT_WITH_GENERATE=true",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS=2",
+    )
+    words = ("sweep", f"CONFIG={launcher.config}", "SWEEP=rates.yaml", "TRAIN_MAX_STEPS=30", "PRICE_PER_HOUR=2", *answers)
     process = launcher.start(*words)
     launcher.wait_for_steps(launcher.runs / "demo-rates-02", 2, process)
     process.send_signal(signal.SIGTERM)
@@ -42,6 +49,9 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     config = json.loads((launcher.runs / "demo-rates-03" / "config.json").read_text())["config"]
     assert config["train"]["learning_rate"] == 0.05 and config["tuning"]["lora"]["r"] == 2
 
+    told = launcher(*words).stdout
+    assert "ROUGE-L, paired difference" in told and f'make compare RUNS="{found[0]["run"]} {found[1]["run"]}"' in told
+
     (tmp_path / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n")
     edited = launcher(*words)
     assert edited.returncode == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.stderr, (
@@ -50,11 +60,14 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     assert "begun with 2" in edited.stderr and "sweep of" not in edited.stdout
 
     (tmp_path / "half.yaml").write_text(
-        "method: halving\nruns: 3\nmetric: loss\nkeys: {train.learning_rate: {min: 1e-5, max: 0.1, log: true}}\n"
+        "method: halving\nruns: 3\nmetric: loss\nkeys: {train.learning_rate: [1e-5, 0.05, 1e+30]}\n"
     )
-    halving = launcher("sweep", f"CONFIG={launcher.config}", "SWEEP=half.yaml", "RUN_NAME=half", "TRAIN_MAX_STEPS=8")
+    halving = launcher("sweep", f"CONFIG={launcher.config}", "SWEEP=half.yaml", "RUN_NAME=half", "TRAIN_MAX_STEPS=16")
     assert halving.returncode == 0, halving.stderr
-    assert "sweep of 6 runs in 3 rounds: 3 of 2 steps, 2 of 4 steps, 1 of 8 steps" in halving.stdout
+    assert "sweep of 6 runs in 3 rounds: 3 of 4 steps, 2 of 8 steps, 1 of 16 steps" in halving.stdout
+    crashed = {path.name for path in launcher.runs.glob("half-*") if launcher.events(path.name)[-1]["event"] == "failed"}
+    promoted = {path.name.partition(".")[0] for path in launcher.runs.glob("half-*.*")}
+    assert len(crashed) == 1 and len(promoted) == 2 and not crashed & promoted
     assert len(list(launcher.runs.glob("half-*"))) == 6 and len(list(launcher.runs.glob("half-*.3"))) == 1
 
 
