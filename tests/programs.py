@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 REQUIRED = "SFT_PLAY_TEST_PROGRAMS"
-"""Set to `required` by `.ci/run`, which installs them: then no test may be skipped for want of one."""
+"""Set to `required` by `.ci/run`, which installs them: then no test may be skipped for lack of one."""
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 HOSTS = ("ip", "tc", "ssh", "ssh-keygen", "sshd", "rsync")
 ALL = (*SLURM, *HOSTS, "nft", "ping", "faketime", "shellcheck", "chromium")

@@ -45,7 +45,7 @@ NOTICED = ("sft_play/", "configs/")
 INVENTORIES = "configs/clusters/"
 """Read on the master only: one of your own stays there, and needs no commit."""
 RUN_FILES = ("config.json", "plan.json", "events.jsonl", "stamp.json", "deepspeed.json")
-"""What another machine needs of a run to go on with it, beside a checkpoint."""
+"""What another machine needs of a run to continue it, apart from a checkpoint."""
 OPEN = HOME + (
     'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; echo; df -Pk . | tail -n 1; '
     'if [ -e "$3" ]; then echo same; elif [ -e "$m" ]; then echo ours; elif [ -z "$(ls -A)" ]; then echo empty; else echo foreign; fi'
@@ -115,7 +115,7 @@ def deliver(
     backup = ["--backup", f"--backup-dir={aside}"] if aside else []
     rsync(host, ["--partial", *exactly, *backup, *words], names=names)
     if aside and replaced:
-        say(f"host `{host.name}`: {_shown(replaced)} replaced; what stood there is in `{there}/{aside}`")
+        say(f"host `{host.name}`: {_shown(replaced)} replaced; the old files are in `{there}/{aside}`")
     return True
 
 
@@ -232,7 +232,7 @@ def _listed(*options: str) -> list[str]:
             hint="git clone the project, `make install` in the clone, and type the command there",
         )
     if code:
-        text = f"`{place}` is no git checkout, so what belongs to the project is not known: {last_word(said)}"
+        text = f"`{place}` is not a git checkout, so the project's files are unknown: {last_word(said)}"
         raise UserError(text, hint="git init, git add, git commit there")
     return sorted({os.fsdecode(name) for name in out.split(b"\0") if name})
 
@@ -313,7 +313,7 @@ def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
 
 
 def send_run(host: Host, facts: Facts, run: RunFolder, checkpoint: Path | None) -> None:
-    """Bring what `host` needs to go on with a run from `checkpoint`. Set newer checkpoints there aside."""
+    """Bring what `host` needs to continue a run from `checkpoint`. Set newer checkpoints there aside."""
     if facts.shares_runs:
         return
     there = f"{facts.runs}/{run.name}"
@@ -326,7 +326,7 @@ def send_run(host: Host, facts: Facts, run: RunFolder, checkpoint: Path | None) 
 
 
 def fetch_random_states(host: Host, facts: Facts, run: RunFolder, checkpoint: Path, seconds: float) -> None:
-    """Bring the random states of the ranks of `host` at the step of a checkpoint, so that other machines can go on with them."""
+    """Bring the random states of the ranks of `host` at the step of a checkpoint, so that other machines can continue with them."""
     if facts.shares_runs:
         return
     own = run.random_states(step_of(checkpoint))

@@ -44,7 +44,7 @@ exit 97
 Runs in the project's folder."""
 AGAIN = "then type the same command again"
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What pip writes to a terminal beside letters."""
+"""What pip writes to a terminal apart from letters."""
 _printing = threading.Lock()
 
 
@@ -71,7 +71,7 @@ def main(call: Call) -> int:
         if row["hint"]:
             print(f"        hint: {row['hint']}", file=sys.stderr)
     if failed := [f"`{row['host']}`" for row in rows if not row["ok"]]:
-        hint = "fix what is said above and type the same command again: what is ready is kept"
+        hint = "fix the error above and repeat the command: finished work is kept"
         print(f"\nerror: {', '.join(failed)} cannot be used yet\n\nhint: {hint}", file=sys.stderr)
     return HardwareError.exit_code if failed else 0
 

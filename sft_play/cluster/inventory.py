@@ -46,7 +46,7 @@ PATTERNS = {
     "python": (r"[^\s\x00-\x1f-][^\x00-\x1f]*", "a Python interpreter"),
 }  # fmt: skip
 OVER_IPV4 = "ranks meet over IPv4 only: `ip -4 -br address` there lists its IPv4 addresses; `ssh` may be an IPv6 address"
-ALONE = "a name or an IP address alone"
+ALONE = "only a name or an IP address"
 AN_ADDRESS = "`address: 192.168.1.10`, the address by which the others reach it"
 
 
@@ -240,7 +240,7 @@ class _Layers:
             self.problem("`CLUSTER_HOSTS` names no host", origin, f"the inventory has {_listed(hosts)}")
         for name in dict.fromkeys(names):
             if (count := names.count(name)) > 1:
-                self.problem(f"`{name}` stands there {count} times", origin, "name each host once; the first is the master")
+                self.problem(f"`{name}` is listed {count} times", origin, "name each host once; the first is the master")
             if hosts and name not in hosts:
                 self.problem(
                     f"`{name}` is not a host", origin, _meant(name, list(hosts)) or f"the inventory has {_listed(hosts)}"

@@ -61,7 +61,7 @@ GRACE_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
 """How long the others may take to end after node 0, which waits for all that answer."""
 STATES_SECONDS = 6.0
-"""How long a machine may take to hand over the random states of its ranks; without them they are drawn anew."""
+"""How long a machine may take to hand over the random states of its ranks; without them they are drawn again."""
 MOST_STARTS, EARLY_SECONDS = 3, 60.0
 """How often in a row a machine's launcher may fail within so many seconds before it is not started again."""
 ENDS = {0: "finished", 130: "stopped", 143: "stopped", -9: "killed"}

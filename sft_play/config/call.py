@@ -41,7 +41,7 @@ class Call:
     json: bool = False
     """Whether machine-readable output is wanted on stdout."""
     trusts_code: bool = False
-    """Whether MODEL_TRUST_REMOTE_CODE=true was typed beside `RUN`: this user lets the code of the run's base model run."""
+    """Whether MODEL_TRUST_REMOTE_CODE=true was typed with `RUN`: this user lets the code of the run's base model run."""
 
     def load_config(self, default: str | None = None) -> LoadedConfig:
         """Returns the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to stderr.

@@ -167,7 +167,7 @@ def _command(words: list[str], commands: Mapping[str, Command], targets: Iterabl
     if name in commands:
         return name
     if name.startswith("-") or "=" in name:
-        raise UserError(f"`{name}` stands where the command should", hint="sft-play COMMAND NAME=value ...")
+        raise UserError(f"expected a command, not `{name}`", hint="sft-play COMMAND NAME=value ...")
     if name in (targets or ()):
         raise UserError(f"`make {name}` works in a clone only", hint="`make help` lists the commands that work here too")
     close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
@@ -259,7 +259,7 @@ def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping
     if one.name == "MASTER_KEY":
         hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
         return UserError(
-            "`MASTER_KEY` is taken from the environment alone: every user of a machine sees its command lines", hint=hint
+            "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines", hint=hint
         )
     if SECRET.fullmatch(one.name):
         return UserError(f"unknown variable `{one.name}`", hint=names.SECRETS_HINT)

@@ -247,7 +247,7 @@ class Condition:
             found = value(row)
             if found is True or found is False:
                 return bool(found)
-            raise self._refused(node, f"this is {kind_of(found)}, and neither true nor false")
+            raise self._refused(node, f"this is {kind_of(found)}, not true or false")
 
         return value if isinstance(node, (ast.Compare, ast.BoolOp)) else truth
 

@@ -141,7 +141,7 @@ def variables() -> Mapping[str, str]:
 ROW_ORDER = "`train.seed` fixes the order of rows for any number of processes"
 WHOLE = "a checkpoint is always complete, so that a run can be resumed"
 UPLOAD = "nothing is uploaded while training; `make merge` writes a folder that `hf upload` takes"
-COMMAND = "the command says what is done"
+COMMAND = "the command decides this"
 DEVICE = "hide GPUs with `CUDA_VISIBLE_DEVICES=`"
 SCORES = "evaluation is token-weighted over all ranks, with the scores of `make eval`"
 LAUNCHED = "the launcher sets it"

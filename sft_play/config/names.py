@@ -137,7 +137,7 @@ INSTEAD: dict[str, str] = {
     "multi_gpu": "the command says so: `train-distributed` starts a process on each GPU", "use_deepspeed": OF_DEEPSPEED,
     "use_fsdp": OF_FSDP, "fsdp": OF_FSDP, "cpu": OF_CPU, "use_cpu": OF_CPU,
     "gpu_ids": "`export CUDA_VISIBLE_DEVICES=0,1` chooses GPUs, and each command uses those that it sees",
-    "do_train": "the command says what is done: leave it out", "do_eval": "the command says what is done: leave it out",
+    "do_train": "the command decides this: omit it", "do_eval": "the command decides this: omit it",
     "overwrite_output_dir": "each run has its own folder: omit it",
 }  # fmt: skip
 """Names elsewhere that nothing here stands for -> what there is."""

@@ -21,7 +21,7 @@ FROM_VARIABLE = "environment "
 """How the origin of a key begins that a variable of the environment gave (`config.load`)."""
 FROM_ENVIRONMENT = (
     f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what is in a configuration is kept in "
-    "the run folder; and take a new token, since this one has been written down"
+    "the run folder; and create a new token: this one has been written to a file"
 )
 ELASTIC = re.compile(r"(\d{1,3}):(\d{1,3})")
 SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
@@ -238,7 +238,7 @@ def slow_network(config: Config) -> Iterator[Conflict]:
         )  # fmt: skip
     if config.train.fp16 and launch.local_steps > 1:
         yield Conflict(
-            "launch.local_steps", ", but with `train.fp16` each rank would leave out other steps and scale its loss otherwise",
+            "launch.local_steps", ", but with `train.fp16` each rank would skip other steps and scale its loss differently",
             "set `train.bf16: true` instead of fp16, or `launch.local_steps: 1`",
         )  # fmt: skip
     if config.train.fp16 and launch.compression == "powersgd":
@@ -258,10 +258,10 @@ def stages(config: Config) -> Iterator[Conflict]:
         return
     for other, value in (("sequence_parallel", launch.sequence_parallel), ("tensor_parallel", launch.tensor_parallel)):
         if value > 1:
-            yield Conflict(key, f", but `launch.{other}` is {value}", "leave one of the two out")
+            yield Conflict(key, f", but `launch.{other}` is {value}", "omit one of the two")
     if tuning.backend == "unsloth" or config.model.trust_remote_code:
         who = "`tuning.backend: unsloth`" if tuning.backend == "unsloth" else "`model.trust_remote_code: true`"
-        yield Conflict(key, f", but with {who} the model's layers are not ours to share out", "leave one of the two out")
+        yield Conflict(key, f", but with {who} the model's layers cannot be shared out", "omit one of the two")
 
 
 def layers(config: Config) -> Iterator[Conflict]:
@@ -270,12 +270,12 @@ def layers(config: Config) -> Iterator[Conflict]:
     if launch.tensor_parallel == 1:
         return
     if launch.sequence_parallel > 1:
-        yield Conflict(key, f", but `launch.sequence_parallel` is {launch.sequence_parallel}", "leave one of the two out")
+        yield Conflict(key, f", but `launch.sequence_parallel` is {launch.sequence_parallel}", "omit one of the two")
     if launch.strategy not in (*REPLICAS, "fsdp2"):
         hint = "`launch.strategy: ddp` or `fsdp2` with it, or leave it out: ZeRO shares out the weights itself"
         yield Conflict(key, f", but `launch.strategy` is `{launch.strategy}`", hint)
     for other, value in network_keys(config):
-        yield Conflict(key, f", but `{other}` is {value}", "leave one of the two out")
+        yield Conflict(key, f", but `{other}` is {value}", "omit one of the two")
     if tuning.mode == "qlora" or tuning.backend == "unsloth":
         why = f", but `{'tuning.mode' if tuning.mode == 'qlora' else 'tuning.backend'}: {'qlora' if tuning.mode == 'qlora' else 'unsloth'}`"
         yield Conflict(
@@ -289,7 +289,7 @@ def slices(config: Config) -> Iterator[Conflict]:
     if launch.sequence_parallel == 1:
         return
     if launch.local_steps > 1:
-        hint = "leave one of the two out: ranks with slices of one line cannot step alone"
+        hint = "omit one of the two: ranks with slices of one line cannot step alone"
         yield Conflict(key, f", but `launch.local_steps` is {launch.local_steps}", hint)
     if config.tuning.backend == "unsloth":
         yield Conflict(key, ", but unsloth has its own attention", "`tuning.backend: bnb`")

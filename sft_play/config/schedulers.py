@@ -301,7 +301,7 @@ def sizes(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
             yield Conflict(f"kubernetes.{key}", f"; expected `{least}` or more; a number alone is in bytes", hint)
     memory, shared = found["memory"], found["shm"]
     if memory and shared and shared >= memory >= LEAST["memory"]:
-        text = f"`kubernetes.shm` is {kubernetes.shm}, which leaves nothing of `kubernetes.memory` ({kubernetes.memory})"
+        text = f"`kubernetes.shm` is {kubernetes.shm}, which uses all of `kubernetes.memory` ({kubernetes.memory})"
         yield Conflict(
             "kubernetes.shm", text, "`/dev/shm` counts against the pod's memory: make it smaller, or the memory larger"
         )
@@ -359,7 +359,7 @@ def _toleration_problem(given: Mapping[str, str]) -> str | None:
     if operator == "Exists" and given.get("value"):
         return "with Exists there is no `value`"
     if not LABEL_VALUE.fullmatch(given.get("value", "")):
-        return "`value` is not one that a taint may have"
+        return "`value` is not valid for a taint"
     if seconds is not None and (not re.fullmatch(r"[0-9]{1,9}", seconds) or given.get("effect") != "NoExecute"):
         return "`tolerationSeconds` is an integer, and goes with `effect: NoExecute`"
     return None
@@ -372,7 +372,7 @@ def environment(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
         if not VARIABLE.fullmatch(name):
             yield Conflict(key, f"`{key}` is `{quoted(name)}`; expected names of environment variables")
         elif SECRET_VARIABLE.search(name):
-            text = f"`{key}` holds `{name}`, a secret by its name, which would stand in the manifest"
+            text = f"`{key}` holds `{name}`, a secret by its name, which would be written to the manifest"
             yield Conflict(key, text, "put the hub's token into a Secret and name that: `kubernetes.token_secret`")
         elif OUR_VARIABLES.fullmatch(name):
             yield Conflict(key, f"`{key}` holds `{name}`, which the manifests or the operator set")

@@ -173,7 +173,7 @@ class _Builder:
             self._refuse_tag(key_node)
             key = str(key_node.value)
             if key in found:
-                raise UserError(f"`{key}` stands here and in line {lines[key]}; expected it once", place=f"{self.name}:{line}")
+                raise UserError(f"`{key}` is here and in line {lines[key]}; expected it once", place=f"{self.name}:{line}")
             lines[key] = line
             found[key] = self.build(value_node, line)
         return found

@@ -336,7 +336,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
         )
     for side in sides:
         if left := len(side.answers) - len(asked):
-            notes.append(f"{left} of {len(side.answers)} answers of `{side.name}` are left out: not every side has that row")
+            notes.append(f"{left} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row")
     if len({side.scores["settings"].get("rows_sha256") for side in sides} - {None}) > 1 and not template:
         notes.append("the validation rows are not all the same: losses are of different rows, answers of the common ones")
     for key in ("max_new_tokens", "num_beams"):

@@ -41,11 +41,11 @@ class NodeFacts:
     num_nodes: int
     run: str
     resumed: bool
-    """Whether it goes on with a run, rather than beginning one."""
+    """Whether it continues a run rather than starting one."""
     checkpoint: str | None
-    """Name and manifest of the checkpoint that it goes on from; `None` for the run's start."""
+    """Name and manifest of the checkpoint that it continues from; `None` for the run's start."""
     command: Mapping[str, Any]
-    """What was typed beside the configuration: command, DeepSpeed and FSDP settings."""
+    """What was typed in addition to the configuration: command, DeepSpeed and FSDP settings."""
     config: Mapping[str, Any]
     """Key -> value, as text."""
     versions: Mapping[str, str]
@@ -125,7 +125,7 @@ def disagreements(nodes: Sequence[NodeFacts]) -> list[UserError]:
     if len({node.resumed for node in nodes}) > 1:
         told = _told(nodes, lambda node: "continues the run" if node.resumed else "starts it")
         hint = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
-        found.append(CheckpointError(f"the nodes do not do the same: {told}", hint=hint))
+        found.append(CheckpointError(f"some nodes start the run, others continue it: {told}", hint=hint))
     if len({node.kind for node in nodes}) > 1:
         told = _told(nodes, lambda node: "no GPU" if node.kind == "cpu" else f"{len(node.devices)} x {node.devices[0].name}")
         hint = "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"

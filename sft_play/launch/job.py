@@ -290,7 +290,7 @@ def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
 
 
 def refuse_early(job: Job) -> None:
-    """Raises what the early plan refuses; not yet for want of devices where other nodes are still to come.
+    """Raises what the early plan refuses; not yet for too few devices where other nodes are still to come.
 
     Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
     """

@@ -296,7 +296,7 @@ class MemoryKills:
         """Returns what NVIDIA's driver said of a GPU since (its Xid errors: one off the bus, one whose kernel never ends)."""
         self._read_kernel_log()
         found = XID.findall(self.said)
-        return f"the GPU's driver said: `{found[0].strip()}`" if found else None
+        return f"the GPU driver reported: `{found[0].strip()}`" if found else None
 
     def close(self) -> None:
         """Closes the kernel log."""

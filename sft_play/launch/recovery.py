@@ -134,7 +134,7 @@ def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) 
 
 
 def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int) -> str:
-    """Returns the one line that says what happened, what changes and where it goes on."""
+    """Returns the one line that says what happened, what changes and where it continues."""
     what = re.sub(r" \(\w*Error: .*$", "", outcome.first_line)  # the allocator's own words stand in the rank's log
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
@@ -253,7 +253,7 @@ def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def restart_announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> str:
-    """Returns the one line that says what happened and where it goes on."""
+    """Returns the one line that says what happened and where it continues."""
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
     return f"restarting: {outcome.first_line}; continuing from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
 

@@ -305,7 +305,7 @@ OF_REPLICAS = frozenset({"single", "ddp", "auto"})
 
 
 def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | None:
-    """Returns the run to go on with; `None` where a new one is to be started, in a folder that was only reserved too.
+    """Returns the run to continue; `None` where a new one is to be started, in a folder that was only reserved too.
 
     Raises `UserError` without `RUN_NAME`: a name made of the time would be another one each time; `CheckpointError` for a run without its
     configuration.
@@ -375,7 +375,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
 
 
 def _same_command(first: str, now: str, *, given: bool) -> bool:
-    """Whether a command goes on with what another began: `make train` and `make train-distributed` differ by the number of processes only.
+    """Whether a command continues what another began: `make train` and `make train-distributed` differ by the number of processes only.
 
     `given`: whether `NUM_GPUS` says how many there are to be now.
     """

@@ -129,8 +129,8 @@ def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
 def _without_locks(run: RunFolder, error: OSError) -> str:
     mounted = "mount it with locks (Lustre: `-o flock`; NFS: without `nolock`, or with `local_lock=flock`), or set RUNS_DIR"
     return (
-        f"warning: {run.path}: its disk knows no locks ({error.strerror}), so a second launcher of this run would not be refused: start"
-        f" none\n\nhint: {mounted}"
+        f"warning: {run.path}: this disk has no file locks ({error.strerror}), so a second launcher would not be detected;"
+        f" do not start one\n\nhint: {mounted}"
     )
 
 
@@ -177,7 +177,7 @@ def find_run(name: str) -> RunFolder:
 
 
 def without_config(run: RunFolder) -> CheckpointError:
-    """Returns the error for a run whose `config.json` is lost, so that nothing can go on with it or use it."""
+    """Returns the error for a run whose `config.json` is lost, so that nothing can continue or use it."""
     return CheckpointError(
         f"the run `{run.name}` is there, but its `{run.config.name}` is missing",
         place=str(run.config),

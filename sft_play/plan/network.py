@@ -243,7 +243,7 @@ def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
     exact = "cards with bf16, or TRAIN_BF16=false to compute in fp32 (slower, more memory)"
     if setup.precision == "fp16" and launch.local_steps > 1:
         raise UserError(
-            f"`launch.local_steps` is {launch.local_steps}, but these cards compute in fp16, where each rank would leave out other steps",
+            f"`launch.local_steps` is {launch.local_steps}, but these cards compute in fp16, where each rank would skip other steps",
             hint=f"LAUNCH_LOCAL_STEPS=1 LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
         )
     if setup.precision == "fp16" and launch.compression == "powersgd":

@@ -236,7 +236,7 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
         hint = "`make memory-check` says who holds them; wait, or end those programs"
     else:
         free = sum(device.free_bytes for _, device in usable) / GIB
-        hint = f"{showing(hardware, [index for index, _ in usable])} leaves out what is full: {free:.1f} GiB free on "
+        hint = f"{showing(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
         hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
     raise HardwareError(
         f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of {first.memory_bytes / GIB:.1f} GiB free "

@@ -128,7 +128,7 @@ def _room(plan: Plan) -> str:
             f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {micro} of {plan.longest_row:,}, would fit"
         )
     if plan.peak_at:
-        text += f"; the peak stands {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
+        text += f"; the peak is {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
     return text
 
 

@@ -262,7 +262,7 @@ def read_facts(checkpoint: Path) -> StatesFacts:
         return StatesFacts(**facts)
     except FileNotFoundError:
         raise CheckpointError(
-            f"`{checkpoint.name}` has no `{STATES_NAME}`: an older version wrote it, with states in pickles, which are not read any more"
+            f"`{checkpoint.name}` has no `{STATES_NAME}`: an older version wrote it, with states in pickles, which are no longer read"
             " since loading one can run any program",
             place=str(checkpoint),
             hint="resume it with the version that wrote it (see stamp.json), or start a new run from its weights: set `model.name` to"

@@ -148,7 +148,7 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
     for name, text in (*((f"kubernetes.env: {name}", text) for name, text in settings.env.items()), *files.items()):
         if TOKEN.search(text):
             raise UserError(
-                f"`{name}` holds what looks like an access token, which would stand in a manifest",
+                f"`{name}` holds what looks like an access token, which would be written to a manifest",
                 place=loaded.origins.get("kubernetes.env") if name.startswith("kubernetes.env") else None,
                 hint="put the hub's token into a Secret and name that: `kubernetes.token_secret`",
             )  # fmt: skip

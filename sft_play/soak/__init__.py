@@ -239,7 +239,7 @@ def note_kill(soak: Soak, ended: Ended) -> None:
     if kill.lost > interval:
         problem(state, f"{where}: {kill.lost} steps lost, more than the save interval of {interval}")
     for reason in skipped:
-        problem(state, f"{where}: a published checkpoint is not whole: {reason}")
+        problem(state, f"{where}: a published checkpoint is incomplete: {reason}")
 
 
 def finish_run(soak: Soak, ended: Ended) -> None:

@@ -270,6 +270,8 @@ def load_state(path: Path, settings: dict[str, Any]) -> State:
     if differ:
         said = ", ".join(f"`{name}` was `{state.settings.get(name)}` and is `{settings.get(name)}`" for name in differ)
         raise UserError(
-            f"another soak is kept there: {said}", place=str(path.parent), hint="choose another RUN_NAME, or remove that folder"
+            f"another soak's results are there: {said}",
+            place=str(path.parent),
+            hint="choose another RUN_NAME, or remove that folder",
         )
     return state

@@ -60,7 +60,7 @@ class Finite:
             self._stop(value, loss, "")
         elif self.left_out >= LEFT_OUT_LIMIT or scale <= 1:
             times = f"{self.left_out} updates in a row" if self.left_out > 1 else "this update"
-            self._stop(value, loss, f" (the loss scaler of fp16 has left out {times}, its scale is {scale:g})")
+            self._stop(value, loss, f" (fp16's loss scaler has skipped {times}, its scale is {scale:g})")
 
     def _stop(self, norm: float, loss: Tensor, why: str) -> None:
         """Names the ranks whose loss is no number, where there are such: theirs are the bad rows. Collective."""
@@ -148,7 +148,7 @@ class SpikeGuard(TrainerCallback, ExportableState):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append_json_line(self.path, facts | {"time": time.time()})
         if self.rank == 0:
-            done = "its update is left out" if skipped else "the update is made"
+            done = "its update is skipped" if skipped else "the update is made"
             times = f"{norm / median:.1f} times the median {median:.3g}" if median else f"the median is {median:.3g}"
             said = f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {done}"
             print(f"{said}; rows: {self.path}", flush=True)

@@ -87,9 +87,9 @@ def test_a_full_card_is_named_and_left_out(program: Program, tmp_path: Path) -> 
     words = ("CONFIG=configs/run_bnb.yaml", "TUNING_MODE=lora")
     done = program("plan", *words, env=env)
     assert done.code == 3 and "GPU 1 (NVIDIA H200) is full: 1.0 of 139.8 GiB free = 0.7%" in done.err
-    assert "CUDA_VISIBLE_DEVICES=0,2 leaves out what is full: 260.0 GiB free on 2 of 3 GPUs" in done.err
+    assert "CUDA_VISIBLE_DEVICES=0,2 skips full GPUs: 260.0 GiB free on 2 of 3 GPUs" in done.err
     assert program("plan", *words, env=env | {"CUDA_VISIBLE_DEVICES": "0,2"}).code == 0
     moved = program("plan", *words, env=env | {"CUDA_VISIBLE_DEVICES": "2,1"})  # by the driver's numbers, whatever is hidden
-    assert moved.code == 3 and "GPU 1 (NVIDIA H200) is full" in moved.err and "CUDA_VISIBLE_DEVICES=2 leaves" in moved.err
+    assert moved.code == 3 and "GPU 1 (NVIDIA H200) is full" in moved.err and "CUDA_VISIBLE_DEVICES=2 skips" in moved.err
     alone = program("memory-check", *words, env=env | {"CUDA_VISIBLE_DEVICES": "1"})
     assert alone.code == 3 and "is full" in alone.err

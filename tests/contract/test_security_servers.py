@@ -118,7 +118,7 @@ def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
 
 
 @pytest.mark.parametrize(("typed", "key", "said"), [
-    ("MASTER_KEY=typed-for-all-to-see", "", "taken from the environment alone"), ("", "short-one", "`MASTER_KEY` has 9 characters"),
+    ("MASTER_KEY=typed-for-all-to-see", "", "read from the environment only"), ("", "short-one", "`MASTER_KEY` has 9 characters"),
 ])  # fmt: skip
 def test_a_runs_key_is_neither_typed_nor_weak_nor_repeated(
     typed: str, key: str, said: str, in_process: Program, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

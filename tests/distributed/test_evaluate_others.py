@@ -118,7 +118,7 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
     answers.write_text("".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines)))
     done = place.call("compare", "RUNS=one elsewhere", "JSON=1")
     assert done.code == 0, done.err
-    assert "2 of 7 answers of `elsewhere` are left out" in " ".join(json.loads(done.out)["notes"])
+    assert "2 of 7 answers of `elsewhere` are skipped" in " ".join(json.loads(done.out)["notes"])
     shutil.rmtree(runs / "elsewhere")
 
 

@@ -100,7 +100,7 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(
     assert end["code"] == 4, logs(run)
     assert "the gradient norm of step 17 is" in end["error"], "16 halvings, and once more at a scale of 1"
     assert on_page("loss-is-nan", end["error"])
-    assert "has left out 17 updates in a row, its scale is 1)" in end["error"]
+    assert "has skipped 17 updates in a row, its scale is 1)" in end["error"]
     found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
     assert len(found) == len(ranks) and all(one["step"] == 17 and one["rows"] for one in found)
     assert len(rows(run)) == 16 and not run.model.exists()

@@ -33,7 +33,7 @@ def test_a_jump_is_written_down_and_left_out(tmp_path: Path, capsys: pytest.Capt
     assert (line["step"], line["norm"], line["median"], line["rows"], line["skipped"]) == (12, 5.1, 1.0, [7, 3], True)
     said = capsys.readouterr().out
     assert "step 12: the gradient norm jumps to 5.1, 5.1 times the median 1" in said
-    assert "its update is left out" in said
+    assert "its update is skipped" in said
     assert one.found == [12]
 
 

@@ -93,7 +93,7 @@ def test_what_is_replaced_or_leaves_the_project_is_set_aside(there: Path, here: 
     assert (there / "a.py").read_text() == "second, longer" and (there / "own.py").exists()
     (aside,) = (there / SET_ASIDE).iterdir()
     assert (aside / "a.py").read_text() == "edited on the host"
-    assert f"host `old`: `a.py` replaced; what stood there is in `~/sft-play/{SET_ASIDE}/{aside.name}`" in capsys.readouterr().err
+    assert f"host `old`: `a.py` replaced; the old files are in `~/sft-play/{SET_ASIDE}/{aside.name}`" in capsys.readouterr().err
     assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file()) == sorted(
         ["a.py", "gone.py", *odd[1:]]
     )
@@ -292,7 +292,7 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
 
 
 def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As new as the pins, but without packages: it is installed anew, which fails here for want of pip; with them it is ready."""
+    """As new as the pins, but without packages: it is installed anew, which fails here since it has no pip; with them it is ready."""
     here = Host(name="a", address="127.0.0.1")
     own = facts_of(here)
     files = [name for name in bring.code_files() if name.startswith(("sft_play/", "scripts/")) or "/" not in name]

@@ -139,7 +139,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert inventory.network == "100Mbit"
     for changes, part in (
         ({"CLUSTER_HOSTS": "desktop lapto"}, "did you mean `laptop`?"),
-        ({"CLUSTER_HOSTS": "desktop laptop desktop"}, "`desktop` stands there 2 times"),
+        ({"CLUSTER_HOSTS": "desktop laptop desktop"}, "`desktop` is listed 2 times"),
         ({"CLUSTER_HOSTS": " , "}, "names no host"),
         ({"CLUSTER_NETWORKS": "1Gbit"}, "did you mean `CLUSTER_NETWORK`?"),
         ({"CLUSTER_LAPTOP_GPUS": "many"}, "CLUSTER_LAPTOP_GPUS=many: `gpus` is `many`"),

@@ -98,7 +98,7 @@ def test_no_two_keys_share_a_variable() -> None:
         (["train", "MODEL_NAME=\udcff"], "`MODEL_NAME` is not UTF-8 text"),
         (["gpu-info", "TRAIN_SEED=1"], "takes no configuration keys"),
         (["tain"], "did you mean `train`?"),
-        (["CONFIG=x"], "stands where the command should"),
+        (["CONFIG=x"], "expected a command, not `CONFIG=x`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

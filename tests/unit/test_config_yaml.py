@@ -49,7 +49,7 @@ def test_every_value_knows_the_line_of_its_key() -> None:
         ("a: 1\nb: [1, 2\n", "x.yaml:3:1: not YAML"),
         ("a: 1\n  b: 2\n", "x.yaml:2:4: not YAML"),
         ("a:\n\t- 1\n", "indent with spaces"),
-        ("a: 1\na: 2\n", "x.yaml:2: `a` stands here and in line 1"),
+        ("a: 1\na: 2\n", "x.yaml:2: `a` is here and in line 1"),
         ("a: !!python/object/apply:os.system [echo]\n", "the tag `!!python/object/apply:os.system` is not allowed"),
         ("a: &x [*x]\n", "nested too deeply"),
         ("a: *nothing\n", "x.yaml:1:4: not YAML"),

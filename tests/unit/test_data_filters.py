@@ -71,7 +71,7 @@ def test_what_is_not_in_the_language_is_refused_with_its_place(expression: str, 
     [
         ("missing == 1", "the column `missing`, which is missing; the columns are `lang`, `score`"),
         ("none > 3", "empty and a number cannot be compared"),
-        ("score", "this is a number, and neither true nor false"),
+        ("score", "this is a number, not true or false"),
         ("number(lang) > 1", "`number` of text: `en`"),
     ],
 )

@@ -188,7 +188,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("KUBERNETES_HCA=mlx5",), "which needs `kubernetes.infiniband: true`"),
         (("KUBERNETES_NAMESPACE=My_Team",), "`kubernetes.namespace` is `My_Team`"),
         (("KUBERNETES_MEMORY=64",), "KUBERNETES_MEMORY=64: `kubernetes.memory` is `64`; expected `1Gi` or more; a number alone is in bytes"),
-        (("KUBERNETES_SHM=64Gi",), "leaves nothing of `kubernetes.memory`"),
+        (("KUBERNETES_SHM=64Gi",), "uses all of `kubernetes.memory`"),
         (("NUM_NODES=3", "KUBERNETES_REPLICA_SELECTORS=[{gpu: a}, {gpu: b}, {gpu: c}]"), "its Master may differ"),
         ((UNLIKE, "KUBERNETES_KIND=job"), "one template for all its pods\n\nhint: kubernetes.kind: pytorchjob"),
         (("HARDWARE=A100+L40S@10Gbit",), "A100 and L40S, and nothing says which pod gets which"),

@@ -128,7 +128,7 @@ def test_a_disk_without_locks_refuses_no_run(
     assert holders(run) == []
     with held(run):
         said = capsys.readouterr().err
-        assert f"warning: {run.path}: its disk knows no locks ({os.strerror(number)})" in said and "-o flock" in said
+        assert f"warning: {run.path}: this disk has no file locks ({os.strerror(number)})" in said and "-o flock" in said
         (found,) = holders(run)
         assert found.process is not None and found.process.pid == os.getpid(), "`make stop` finds it all the same"
     assert holders(run) == []
