@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 SECONDS_BETWEEN_LINES = 10.0
 
 Show = Callable[[int, int | None], None]
 """Takes how many are done, and of how many where that is known."""
+_shown: list[Any] = []
+"""The one `rich.progress.Progress` on the terminal, with the bars of all threads; empty while there is none."""
+_lock = threading.Lock()
 
 
 def on_terminal() -> bool:
@@ -29,9 +34,18 @@ def bar(what: str, unit: str) -> Iterator[Show]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None, count="")
+    with _lock:
+        if not _shown:
+            _shown.append(Progress(*columns, console=Console(stderr=True), transient=True))
+            _shown[0].start()
+        progress, task = _shown[0], _shown[0].add_task(what, total=None, count="")
+    try:
         yield lambda done, total: progress.update(task, completed=done, total=total, count=_count(done, total, unit))
+    finally:
+        with _lock:
+            progress.remove_task(task)
+            if not progress.tasks:
+                _shown.pop().stop()
 
 
 def _count(done: int, total: int | None, unit: str) -> str:

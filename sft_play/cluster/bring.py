@@ -11,12 +11,13 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import sft_play
+from sft_play.bars import bar
 from sft_play.cluster.hosts import ask, mark_in
 from sft_play.cluster.inventory import Host, plain_path
 from sft_play.cluster.probe import Facts, hub_folder
@@ -113,7 +114,13 @@ def deliver(
     if not found and not exactly:
         return True
     backup = ["--backup", f"--backup-dir={aside}"] if aside else []
-    rsync(host, ["--partial", *exactly, *backup, *words], names=names)
+    with bar(f"to {host.name}", "MiB") as show:
+
+        def heard(out: bytes) -> None:
+            if numbers := re.findall(rb"([\d,.]+) +\d+% ", out[-500:]):  # bytes so far, of all files
+                show(int(re.sub(rb"\D", b"", numbers[-1])) >> 20, size >> 20)
+
+        rsync(host, ["--partial", "--info=progress2", *exactly, *backup, *words], names=names, heard=heard)
     if aside and replaced:
         say(f"host `{host.name}`: {_shown(replaced)} replaced; the old files are in `{there}/{aside}`")
     return True
@@ -155,8 +162,11 @@ def remote(host: Host, path: str) -> str:
     return f"{f'[{name}]' if ':' in name else name}:{plain if plain == '/' else plain + end}"
 
 
-def rsync(host: Host, words: Sequence[str], *, names: Iterable[str] = (), timeout: float = SECONDS) -> bytes:
-    """Run rsync and return what it prints; `names` are its list of files, in which `#` and `;` begin a comment.
+def rsync(
+    host: Host, words: Sequence[str], *, names: Iterable[str] = (), timeout: float = SECONDS,
+    heard: Callable[[bytes], object] | None = None,
+) -> bytes:  # fmt: skip
+    """Run rsync and return what it prints; `names` are its list of files, in which `#` and `;` begin a comment. `heard`: see `run`.
 
     Raises `HardwareError` with what it says.
     """
@@ -164,7 +174,7 @@ def rsync(host: Host, words: Sequence[str], *, names: Iterable[str] = (), timeou
     argv = ["rsync", "-a", "--no-owner", "--no-group", "-s", "--timeout=60", "-e", shell, *words]
     text = joined(f"./{name}" if name[0] in "#;" else name for name in names)
     try:
-        code, out, said = run(argv, text or None, timeout)
+        code, out, said = run(argv, text or None, timeout, heard=heard)
     except FileNotFoundError:
         raise HardwareError("there is no `rsync` on this machine", hint="apt install rsync") from None
     _require_done(host, 0 if code == VANISHED else code, said, "rsync failed")

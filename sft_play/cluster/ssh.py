@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,19 +112,30 @@ def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     return process
 
 
-def run(argv: Sequence[str], text: bytes | None, timeout: float) -> tuple[int, bytes, str]:
-    """Run a program here to its end; return its exit code (124 after `timeout` seconds), output and messages. Raises as `start`."""
+def run(
+    argv: Sequence[str], text: bytes | None, timeout: float, *, heard: Callable[[bytes], object] | None = None
+) -> tuple[int, bytes, str]:
+    """Run a program here to its end; return its exit code (124 after `timeout` seconds), output and messages. Raises as `start`.
+
+    `heard` gets its output so far, twice a second.
+    """
+    until = time.monotonic() + timeout
     with start(argv, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            out, said = process.communicate(text, timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            process.kill()
-            said = (error.stderr or b"") + f"no answer within {timeout:g} s".encode()
-            return TIMED_OUT, error.stdout or b"", said.decode(errors="replace")
-        except BaseException:
-            process.kill()
-            raise
-    return process.returncode, out, said.decode(errors="replace")
+        while True:
+            try:
+                out, said = process.communicate(text, timeout=min(0.5, timeout) if heard else timeout)
+                return process.returncode, out, said.decode(errors="replace")
+            except subprocess.TimeoutExpired as error:
+                if heard and time.monotonic() < until:
+                    text = None  # it is being written
+                    heard(error.stdout or b"")
+                    continue
+                process.kill()
+                said = (error.stderr or b"") + f"no answer within {timeout:g} s".encode()
+                return TIMED_OUT, error.stdout or b"", said.decode(errors="replace")
+            except BaseException:
+                process.kill()
+                raise
 
 
 def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, Result | UserError]:

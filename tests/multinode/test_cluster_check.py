@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -326,6 +327,22 @@ def test_slow_link_and_cut_link(net: Lan) -> None:
         net.link(2, True)
     assert cut.fails() == {"node1": set(), "node2": set(), "node3": {"unreachable"}}
     assert cut.seconds < 30
+
+
+@pytest.mark.long
+def test_a_machine_that_stops_answering(net: Lan) -> None:
+    """It was met, and then reads from a disk that is gone: it is named, the others are compared all the same."""
+    dead, target = net.folder / "dead", net.folder / "project" / "sft_play" / "report" / "card.py"
+    os.mkfifo(dead)
+    with mounted(net, 1, ("--bind", dead, target)):
+        checked = check(net)
+        lost = checked.found("node2", "fail")
+        os.close(os.open(dead, os.O_RDWR | os.O_NONBLOCK))  # its reader may end
+    assert checked.code == 3
+    assert checked.fails() == {"node1": set(), "node2": {"lost"}, "node3": set()}
+    assert "it stopped answering (facts: no answer within 10 s)" in lost["lost"]
+    assert {(pair["source"], pair["target"]) for pair in checked.json["pairs"]} == {("node1", "node3"), ("node3", "node1")}
+    assert checked.seconds < 35
 
 
 @pytest.mark.long
