@@ -214,7 +214,7 @@ def _never_evaluated(config: Config) -> str:
     """Return why nothing is evaluated while training; empty where something is."""
     if config.train.eval_strategy == "no":
         return "`train.eval_strategy` is `no`"
-    return "there is no `data.validation`" if config.data.validation in (None, 0.0, []) else ""
+    return "there is no `data.validation`" if not config.data.validation else ""
 
 
 def _hint(bare: str, known: tuple[str, ...]) -> str:

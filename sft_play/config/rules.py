@@ -173,7 +173,7 @@ def names(config: Config) -> Iterator[Conflict]:
 
 
 def evaluation(config: Config) -> Iterator[Conflict]:
-    train, held_out = config.train, config.data.validation is not None and config.data.validation != 0.0
+    train, held_out = config.train, bool(config.data.validation)
     validate = "set `data.val_path`, or `data.validation: 0.05`"
     if train.eval_strategy in ("steps", "epoch") and not held_out:
         yield Conflict("train.eval_strategy", ", but there is no validation data", validate)

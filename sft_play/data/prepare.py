@@ -76,7 +76,7 @@ def _parts(config: Config, model: ResolvedModel) -> list[Part]:
     versions = [version(package) for package in ("transformers", "tokenizers")]
     common = [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), *versions]
     train = _part("train", sources, fraction, common)
-    if isinstance(validation, list):
+    if validation and isinstance(validation, list):
         # The training rows are in the key, since the manifest says how many rows of the validation data are among them.
         return [train, _part("validation", validation, 0.0, [*common, train.folder.name])]
     return [train, _part("validation", sources, fraction, common)] if fraction else [train]

@@ -127,6 +127,11 @@ def test_the_program_writes_what_the_run_needs(tmp_path: Path, tiny: Path) -> No
     assert len(shown) == 5
 
 
+def test_an_empty_list_of_validation_sources_is_none(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", pairs(10))
+    assert prepared_by(f"data.train_path: {data}", "data.validation: []").prepared.validation is None
+
+
 def test_held_out_rows_stay_held_out_when_rows_are_added(prepared_by: Prepare, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     write_rows(data, pairs(60))
