@@ -101,9 +101,9 @@ class Result:
 def main(call: Call) -> int:
     """Plans all runs, trains them in turn or as a Slurm array, and prints them in order of their scores. The same command continues where
     it was stopped."""
-    for name, example in (("CONFIG", "CONFIG=my.yaml"), ("SWEEP", "SWEEP=sweep.yaml")):
+    for name in ("CONFIG", "SWEEP"):
         if name not in call.options:
-            raise UserError(f"`make sweep` needs `{name}`", hint=f"make sweep CONFIG=my.yaml SWEEP=sweep.yaml, {example}")
+            raise UserError(f"`make sweep` needs `{name}`", hint="make sweep CONFIG=my.yaml SWEEP=sweep.yaml")
     if not (slurm := call.flag("SLURM")) and (given := [name for name in OF_SLURM if name in call.options]):
         raise UserError(
             f"`{given[0]}` is for a sweep by Slurm", hint="SLURM=1, or omit it: runs are trained here, one after the other"

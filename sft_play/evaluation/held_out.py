@@ -135,16 +135,15 @@ class WhileTraining:
                 raise DataError(f"`train.metric_for_best_model` is `{name}`, which is not measured: {reason}")
 
     def evaluate(self, trainer: Trainer, rows: Any) -> dict[str, float]:
-        """Returns the metrics of an evaluation at this step, on every rank, and says how it was made and how fast."""
+        """Returns the metrics of an evaluation at this step, on every rank, and says of the first how it was made and how fast."""
         config, first, step = self.context.config, self.context.ranks.first, trainer.state.global_step
         held_out = self._loss(trainer, rows)
         metrics = held_out.metrics()
         ready = answerable(rows)
         generate, reason = decide(config, validation_rows=len(rows), answerable_rows=len(ready))
-        if step and not self.said:
-            self.said = True
-            if first:
-                print(f"evaluation: {reason}", flush=True)
+        how_fast, self.said = first and not self.said, self.said or bool(step)
+        if how_fast and step:
+            print(f"evaluation: {reason}", flush=True)
         said = f"evaluation speed: loss {held_out.rows_per_second:,.1f} rows/s"
         if generate:
             result = self._answers(trainer, rows, ready, held_out)
@@ -153,7 +152,7 @@ class WhileTraining:
             said += f", answers {metrics['eval_answers_per_second']:,.2f} rows/s (1 for {slower:,.1f} of loss alone)"
             for warning in result.warnings if first else ():
                 print(f"evaluation: {warning}", file=sys.stderr, flush=True)
-        if first:
+        if how_fast:
             print(said, flush=True)
         return metrics
 

@@ -86,6 +86,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     begun = next((event["time"] for event in events if isinstance(event.get("time"), (int, float))), None)
     seconds = final.get("training_seconds") or (max(0.0, time.time() - age - begun) if begun else None)
     hours = seconds / 3600 if seconds is not None else None
+    peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)  # of a run that goes on
     planned, forecast = plan.get("energy_kwh"), plan.get("total_seconds")
     return Summary(
         name=run.name, state=state, code=events[-1].get("code") if state in FINAL_EVENTS else None,
@@ -94,7 +95,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         model=short_path(str(read_object(run.prepared).get("model", {}).get("name") or config.get("model", {}).get("name") or "")) or None,
         method=config.get("tuning", {}).get("mode"), data=_data(config.get("data", {})), strategy=plan.get("strategy"),
         processes=plan.get("world_size"), tokens_per_second=final.get("tokens_per_second") or train[-1].get("tokens_per_second"),
-        peak_memory_bytes=final.get("peak_memory_bytes"), seconds=seconds,
+        peak_memory_bytes=final.get("peak_memory_bytes") or int(peak * 2**30) or None, seconds=seconds,
         energy_kwh=energy_kwh(train, seconds) or (planned * seconds / forecast if planned and seconds and forecast else None),
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
         age_seconds=age,
@@ -170,7 +171,7 @@ def main(call: Call) -> int:
         writer.writeheader()
         writer.writerows(one.cells() for one in chosen)
     elif not chosen:
-        print(f"no runs in `{runs_folder()}`" if not found else "no run holds `WHERE`")
+        print(f"no runs in `{runs_folder()}`" if not found else "`WHERE` matches no run")
     else:
         lines = [_shown(one) for one in chosen]
         used = [name for name in lines[0] if any(line[name] != "-" for line in lines)]

@@ -83,7 +83,9 @@ def _send(target: str, body: str) -> None:
         subprocess.SubprocessError,
     ) as problem:  # the address, perhaps a secret, is not shown
         code = getattr(problem, "code", None) or getattr(problem, "returncode", None)
-        _not_sent(f"{type(problem).__name__}{f' {code}' if code else ''}")
+        why = code or getattr(getattr(problem, "reason", None), "strerror", None)
+        silent = isinstance(problem, TimeoutError | subprocess.TimeoutExpired)
+        _not_sent(f"no answer within {SECONDS:g} s" if silent else f"{type(problem).__name__}{f' {why}' if why else ''}")
 
 
 def _not_sent(why: str) -> None:

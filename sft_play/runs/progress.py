@@ -105,7 +105,7 @@ def clock(seconds: float) -> str:
 def line_of(rows: Sequence[Row], steps: int | None) -> str:
     """Returns the last of the rows as a line of progress: of steps or of an evaluation."""
     row = rows[-1]
-    step = f"step {row['step']}/{steps}: "
+    step = f"step {row['step']}{f'/{steps}' if steps else ''}: "
     if row.get("kind") == "eval":
         return step + evaluation_line(row)
     left = seconds_left(rows, steps)

@@ -169,7 +169,9 @@ function samples(record, count = 4) {
 function scoresTable(record) {
   const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
   if (!record.evaluations.length) return el("p", { class: "note" }, "No evaluation has been made.");
-  return tableOf([{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true }))], record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name]))]));
+  const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true }))];
+  const rows = record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name]))]);
+  return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null];
 }
 function runView(record, home) {
   const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
@@ -186,8 +188,8 @@ function runView(record, home) {
     failed && s.state === "failed" ? el("p", { class: "error" }, failed.error || "it failed") : null,
     (record.findings || []).map((one) => el("p", { class: "warning" }, `${one.text} – ${one.remedy}`)),
     el("div", { class: "cards" }, card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", number(s.loss)), s.best !== null ? card("best " + s.metric, number(s.best)) : null,
-      card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(final.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
-      card("time", duration(final.training_seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("trained rows", number(train.rows), train.tokens ? number(train.tokens) + " tokens" : null)),
+      card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(s.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
+      card("time", duration(s.seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("trained rows", number(train.rows), train.tokens ? number(train.tokens) + " tokens" : null)),
     el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, curves(record)),
     el("h2", {}, "Scores"), scoresTable(record),
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
