@@ -110,10 +110,8 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
         append_json_line(runs / "b" / "metrics.jsonl", measured)
     [measured] = in_process("runs", "JSON=1", "WHERE=name=b", runs=runs).json
     assert measured["energy_kwh"] == 0.2
-    (runs / "d").mkdir()
-    (runs / "d" / "config.json").write_text("{}")
-    append_json_line(runs / "d" / "metrics.jsonl", {"kind": "train", "step": 1, "rank_memory_gib": [1.0, 2.5]})
-    [going_on] = in_process("runs", "JSON=1", "WHERE=name=d", runs=runs).json
+    append_json_line(runs / "c" / "metrics.jsonl", {"kind": "train", "step": 1, "rank_memory_gib": [1.0, 2.5]})
+    [going_on] = in_process("runs", "JSON=1", "WHERE=name=c", runs=runs).json
     assert going_on["peak_memory_bytes"] == 2.5 * 2**30
     text = in_process("runs", "PRICE_PER_HOUR=3", runs=runs).out
     assert "3.00 GiB" in text and "2 kWh" in text and "30.0 min" in text and "lora" in text and "sums.jsonl" in text
