@@ -43,8 +43,9 @@ def bar(what: str, unit: str) -> Iterator[Show]:
         yield lambda done, total: progress.update(task, completed=done, total=total, count=_count(done, total, unit))
     finally:
         with _lock:
-            progress.remove_task(task)
-            if not progress.tasks:
+            if len(progress.tasks) > 1:
+                progress.remove_task(task)
+            else:
                 _shown.pop().stop()
 
 

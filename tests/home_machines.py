@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import time
@@ -42,11 +43,12 @@ class Home:
         self.inventory = net.inventory(folder / "home.yaml", defaults={"folder": str(folder / "lan" / "project")})
         self.started: list[tuple[subprocess.Popen[str], Path]] = []
 
-    def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
-        """Types a command on the first machine; what it prints can be read by `said`."""
+    def start(self, *words: str, terminal: bool = False, **env: str) -> subprocess.Popen[str]:
+        """Types a command on the first machine, on a `terminal` or not; what it prints can be read by `said`."""
         path = self.folder / f"said{len(self.started)}"
         with path.open("w") as said:
             command = [self.net.python, "-m", "sft_play", *words, f"CLUSTER={self.inventory}"]
+            command = ["script", "-qefc", shlex.join(map(str, command)), "/dev/null"] if terminal else command
             process = self.net.popen(0, command, env=env, stdout=said, stderr=subprocess.STDOUT)
         self.started.append((process, path))
         return process

@@ -49,9 +49,11 @@ from sft_play.launch.node import Stop, signals_noted
 from sft_play.launch.process import ended_by_signals, stop_code
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import LOST
+from sft_play.launch.watch import is_terminal, live_panel
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.progress import PANEL
 
 TICK_SECONDS = 0.2
 POLL_SECONDS = 10.0
@@ -139,6 +141,11 @@ class Control:
     _asked_at: float = field(default_factory=time.monotonic)
     _seeker: threading.Thread | None = None
     _supplying: threading.Lock = field(default_factory=threading.Lock)
+    _on_terminal: bool = field(init=False)
+    """Whether a live panel is shown."""
+
+    def __post_init__(self) -> None:
+        self._on_terminal = is_terminal(sys.stdout) and not self.task.call.json
 
     def train(self, crew: Sequence[tuple[Host, Facts]]) -> tuple[int, str]:
         """Start the launchers and wait until node 0's has ended; return its exit code, and what is to be said besides."""
@@ -149,7 +156,8 @@ class Control:
             resume = is_begun(task.run) and task.resuming
             self._start(rank, host, facts, resume=resume, absent=range(len(crew), self.count))
         problem: tuple[int, str] | None = None
-        with signals_noted(self.stop):
+        shown = live_panel(sys.stdout, task.run, lambda: "running") if self._on_terminal else contextlib.nullcontext()
+        with shown, signals_noted(self.stop):
             while self.members[0].code is None:
                 self._receive()
                 problem = problem or self._unable()
@@ -170,6 +178,7 @@ class Control:
     def _start(self, rank: int, host: Host, facts: Facts, *, resume: bool, absent: Sequence[int] = ()) -> None:
         task, here = self.task, is_here(host)
         variables = node_variables(task, host, facts, absent=absent) | ({VARIABLE: self._key} if self.count > 1 else {})
+        variables |= {PANEL: "1"} if rank == 0 and self._on_terminal else {}
         session = Session(host, variables, inbox=self.inbox)
         session.say(
             do="launch", seconds=0, run=task.run.name, node=rank, token=secrets.token_hex(16),

@@ -138,7 +138,7 @@ def shown_live(run: RunFolder, console: TextIO, *, wanted: bool = True) -> Itera
     from rich.text import Text
 
     out, into = os.pipe()
-    with _live(console, run, lambda: "running") as live:
+    with live_panel(console, run, lambda: "running") as live:
 
         def relay() -> None:
             with os.fdopen(out, encoding="utf-8", errors="replace") as lines:
@@ -155,8 +155,8 @@ def shown_live(run: RunFolder, console: TextIO, *, wanted: bool = True) -> Itera
 
 
 @contextlib.contextmanager
-def _live(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Iterator[Any]:
-    """Shows the panel and keeps it up to date in a thread."""
+def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Iterator[Any]:
+    """Shows the panel on a terminal and keeps it up to date in a thread; what is printed meanwhile comes above it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -183,7 +183,7 @@ def main(call: Call) -> int:
         raise UserError("`make watch` needs `RUN=name-or-folder`", hint="make watch RUN=NAME")
     run = find_run(call.options["RUN"])
     if not call.json and is_terminal(sys.stdout):
-        with _live(sys.stdout, run, lambda: _state_seen(run)):
+        with live_panel(sys.stdout, run, lambda: _state_seen(run)):
             while _state_seen(run) in UNDER_WAY:
                 time.sleep(SECONDS)
     else:

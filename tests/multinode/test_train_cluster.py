@@ -47,6 +47,22 @@ def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iter
         yield Home(net, tmp_path, tiny, net.hosts[0].private[folder / "models"])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_a_panel_on_a_terminal(machines: Home) -> None:
+    """The run's panel stands below the lines of the machines; rank 0's lines of progress are left out."""
+    machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=panel", terminal=True, TERM="xterm", COLUMNS="100")
+    assert machines.end() == 0, machines.said()
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", machines.said())
+    panels = re.findall(r"─ panel: (\w+) ─.*?╯", said, re.DOTALL)
+    assert "loading" in panels, said
+    last = said[said.rindex("─ panel: ") :]
+    assert "4/4" in last and "rank 1" in last and "step-000004" in last, last
+    assert "node2  finished" in said and "done: " in said
+    assert "step 4/4: loss" not in said
+    machines.all_free(0, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_two_machines(machines: Home) -> None:
