@@ -8,7 +8,6 @@ import os
 import queue
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sft_play.cluster.inventory import OVER_IPV4, Host, Inventory
+from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.ssh import (
     TIMED_OUT,
@@ -29,7 +28,7 @@ from sft_play.cluster.ssh import (
     start,
     trouble,
 )
-from sft_play.errors import HardwareError, UserError, mask, raise_all
+from sft_play.errors import HardwareError, UserError, mask
 from sft_play.runs.folder import cache_folder, runs_folder
 from sft_play.text import Finding
 
@@ -226,16 +225,6 @@ def require_master_here(inventory: Inventory) -> None:
             place=inventory.master.place,
             hint='type the command on the first host, or put this machine first in the inventory (`CLUSTER_HOSTS="name name"` orders them)',
         )
-    raise_all([found for found in on_all(inventory.hosts, _require_ipv4).values() if found])
-
-
-def _require_ipv4(host: Host) -> None:
-    families: set[int] = set()
-    with contextlib.suppress(OSError, UnicodeError):  # a name that only the others know
-        families = {entry[0] for entry in socket.getaddrinfo(host.address, None)}
-    if families == {socket.AF_INET6}:
-        text = f"host `{host.name}`: `{host.address}` has no IPv4 address, only IPv6 ones"
-        raise UserError(text, place=host.place, hint=OVER_IPV4)
 
 
 COMMON = re.compile(r"(NCCL|GLOO|TORCH_NCCL|TORCH_FR|SFT)_(?!PLAY_)\w+|OMP_NUM_THREADS")

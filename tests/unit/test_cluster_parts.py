@@ -26,6 +26,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.runs.folder import RunFolder
 from tests.cluster_facts import OWN
+from tests.programs import need
 
 MASTER, LAPTOP = Host(name="desktop", address="127.0.0.1"), Host(name="laptop", address="192.0.2.11")
 INVENTORY = Inventory(hosts=(MASTER,), path=Path("home.yaml"))
@@ -77,6 +78,7 @@ def test_every_fault_is_told_also_of_hosts_that_answer_where_others_do_not(
 def test_an_elastic_run_leaves_out_what_is_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    need("rsync")
     for name, folder in (("RUNS_DIR", "runs"), ("SFT_PLAY_CACHE", "cache"), ("PATH", "bin")):
         monkeypatch.setenv(
             name, f"{tmp_path / folder}{os.pathsep if name == 'PATH' else ''}{os.environ['PATH'] if name == 'PATH' else ''}"
