@@ -328,19 +328,10 @@ def send_run(host: Host, facts: Facts, run: RunFolder, checkpoint: Path | None) 
         return
     there = f"{facts.runs}/{run.name}"
     names = [name for name in RUN_FILES if (run.path / name).is_file()]
-    if checkpoint is not None:
-        states = run.random_states(step_of(checkpoint))
-        names += [str(folder.relative_to(run.path)) for folder in (checkpoint, states) if folder.is_dir()]
+    if checkpoint is not None and checkpoint.is_dir():
+        names.append(str(checkpoint.relative_to(run.path)))
     deliver(host, run.path, there, names, options=["-r", "--ignore-missing-args"])  # it may be rotated away meanwhile
     ask(host, "one_checkpoint", timeout=60, run=run.name, step=step_of(checkpoint) if checkpoint else None)
-
-
-def fetch_random_states(host: Host, facts: Facts, run: RunFolder, checkpoint: Path, seconds: float) -> None:
-    """Bring the random states of the ranks of `host` at the step of a checkpoint, so that other machines can continue with them."""
-    if facts.shares_runs:
-        return
-    own = run.random_states(step_of(checkpoint))
-    fetch(host, f"{facts.runs}/{run.name}/random/{own.name}/", own, seconds)
 
 
 def fetch(host: Host, there: str, here: Path, seconds: float) -> None:

@@ -170,7 +170,6 @@ class Control:
             self._over(one, -1, "lost: no answer")
             one.session.close()
         self._receive()
-        self._gather_states()
         self._gather_logs()
         board.show({one.host.name: one.state for _, one in sorted(self.members.items())})
         return self._ended(problem)
@@ -240,26 +239,13 @@ class Control:
             self._failures[one.host.name] = self._failures.get(one.host.name, 0) + 1 if early else 0
 
     def _fetch(self, one: Member) -> None:
-        """Bring a machine the checkpoint from which all start again, with the random states of the ranks of all."""
+        """Bring a machine the checkpoint from which all start again."""
         with self._supplying:
             try:
-                self._gather_states()
                 bring.send_run(one.host, one.facts, self.task.run, newest_valid(self.task.run)[0])
             except UserError as error:
                 say(f"not ready: {error.message}")
         one.session.say(fetched=True)
-
-    def _gather_states(self) -> None:
-        """Bring the random states of other machines' ranks here, so that others can continue with them."""
-        checkpoint = newest_valid(self.task.run)[0] if self.task.run.checkpoints.is_dir() else None
-        away = {one.host.name: one for one in self.members.values() if not is_here(one.host) and (one.detached or not one.why)}
-
-        def fetch(host: Host) -> None:
-            assert checkpoint is not None
-            bring.fetch_random_states(host, away[host.name].facts, self.task.run, checkpoint, STATES_SECONDS)
-
-        if checkpoint:
-            on_all([one.host for one in away.values()], fetch)  # of a machine that is gone they are missing, and drawn anew
 
     def _gather_logs(self) -> None:
         """Bring the logs of machines whose connection has ended before their launcher."""

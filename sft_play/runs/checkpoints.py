@@ -128,20 +128,6 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
     return removed
 
 
-def rotate_own(run: RunFolder, keep: int | None, step: int) -> None:
-    """Removes what a machine with a run folder of its own keeps of its ranks at older steps than `step`, but the newest `keep`.
-
-    Two stay at least, since the newest checkpoint may turn out to be damaged. Several ranks may call it together.
-    """
-    if keep is None:
-        return
-    named = [path for path in run.random_states(0).parent.glob("step-*") if NAME.fullmatch(path.name)]
-    folders = sorted(named, key=step_of, reverse=True)
-    for folder in folders[max(2, keep) :]:
-        if step_of(folder) < step:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def claim(run: RunFolder) -> int | None:
     """Takes the run's writer lock until this process ends. Returns its descriptor; `None` where the disk knows no locks."""
     path = _lock_file(run)

@@ -133,10 +133,6 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
-    def random_states(self, step: int) -> Path:
-        """Random states of ranks that do not see rank 0's run folder, at the step of a checkpoint of rank 0's."""
-        return self.path / "random" / f"step-{step:06d}"
-
     best = _Inside("checkpoints/best")
     last = _Inside("checkpoints/last")
     report = _Inside("report.html")

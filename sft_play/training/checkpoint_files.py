@@ -41,13 +41,12 @@ class Writing:
     step: int
     folder: Path
     states: States | None
+    """`None` on ranks that do not see rank 0's folder, which writes theirs."""
     weights: dict[str, Any] | None
     trainer_state: str | None
     best: bool
     """Whether this step's evaluation was the best so far."""
     background: bool
-    apart: bool = False
-    """Whether this rank does not see rank 0's folder: what it writes stays in its own run folder, with its own manifest."""
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     """Until everything was on the disk."""
@@ -77,6 +76,8 @@ class Writing:
 
     def run(self, context: TrainContext, trainer: Trainer) -> None:
         """Writes, syncs, lists and reads back; what goes wrong is kept for when the ranks agree."""
+        if self.states is None:
+            return
         try:
             times = [time.perf_counter()]
             files = self._write(context, trainer)
@@ -87,8 +88,7 @@ class Writing:
             sync(files)
             times.append(time.perf_counter())
             self.problem = damage(self.folder, facts, from_disk=self.background)  # in a thread it keeps no step waiting
-            if not self.apart or self.problem is None:
-                write_part(self.folder, context.ranks.rank, facts)
+            write_part(self.folder, context.ranks.rank, facts)
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
             self.verify_seconds = times[2] - times[1] + times[4] - times[3]
@@ -102,9 +102,7 @@ class Writing:
         """Returns the files of this rank."""
         assert self.states is not None
         context.run.path.stat()  # raises where the run's folder is gone: it is not made again
-        self.folder.mkdir(
-            parents=True, exist_ok=True
-        )  # rank 0 made it; on a network disk, or another machine's own, it is not there
+        self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 made it, but a network disk may show that late
         if self.weights is None or self.trainer_state is None:
             return self.states.write(self.folder)
         write_weights(context, trainer, self.weights, self.folder)

@@ -1,7 +1,7 @@
 """Saving a checkpoint so that it appears complete or not at all, and so that a full disk ends no run (contract B8, T7).
 
     space      every rank compares what it will write with what is free; all agree
-    snapshot   states of all ranks, weights gathered to rank 0 (collective)
+    snapshot   states of all ranks; weights, and states of ranks that do not see its folder, sent to rank 0 (collective)
     write      each rank its own files (`training.checkpoint_files`: never collective, in a thread where `train.async_save` says so)
     agree      has every rank succeeded?
     publish    rank 0 joins the lists, renames, moves `last` and `best`
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -29,14 +30,14 @@ from transformers.trainer_callback import ExportableState
 from sft_play.errors import HardwareError
 from sft_play.files import append_json_line, disk_problem, free_bytes, is_gone, side_file
 from sft_play.plan.hardware import ram_bytes
-from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate, rotate_own
+from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
 from sft_play.runs.folder import folder_gone
 from sft_play.runs.manifest import SPARE_MEMORY_BYTES, Room, seal, verify, with_spare
 from sft_play.text import gib
 from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import Exchange, LocalSteps
-from sft_play.training.states import brought_together, collect
+from sft_play.training.states import bring_together, collect
 from sft_play.training.states.layout import bytes_held
 
 CHECK_SECONDS = 10.0
@@ -61,7 +62,7 @@ class Saver(TrainerCallback):
         """The ranks that write into one folder with rank 0 (`ranks_together`)."""
         self._pending: Writing | None = None
         self._check: DiskCheck | None = None
-        self._predicted = 0
+        self._predicted: int | None = None
         self._said_synchronous = False
         self._events: list[dict[str, Any]] = []
 
@@ -151,9 +152,9 @@ class Saver(TrainerCallback):
     def _begin(self, step: int) -> str | None:
         """Makes the partial folder where there is room. Returns why there is none, the same on every rank. Collective."""
         run, ranks, problem = self.context.run, self.context.ranks, None
-        needed = with_spare(self._predicted or self._first_prediction())
+        needed = with_spare(self._first_prediction() if self._predicted is None else self._predicted)
         try:
-            free = free_bytes(run.path)
+            free = float(free_bytes(run.path)) if ranks.rank in self.together else math.inf
             if ranks.first:
                 claim(run)
                 discard(run, step)
@@ -182,18 +183,15 @@ class Saver(TrainerCallback):
         """Returns what is to be written, copied where training continues meanwhile. Collective."""
         context, trainer, local = self.context, self.trainer, self.exchange if isinstance(self.exchange, LocalSteps) else None
         background = context.config.train.async_save and self._memory_allows()
-        apart = context.ranks.rank not in self.together
         with contextlib.nullcontext() if local is None else local.averaged():
             weights = gather_weights(context, trainer, clone=background or (local is not None and local.window > 0))
             average = local.copies() if local is not None and context.ranks.first else {}
         states = collect(context, trainer, self.exchange, self.counters(), clone=background, average=average)
-        if context.plan.copies > 1 and len(self.together) < context.ranks.world:
-            states = brought_together(context.ranks, states, self.together)
+        mine = bring_together(context.ranks, states, self.together) if len(self.together) < context.ranks.world else states
         return Writing(
             step=step,
-            folder=context.run.random_states(step) if apart else partial_folder(context.run, step),
-            apart=apart,
-            states=states,
+            folder=partial_folder(context.run, step),
+            states=mine,
             weights=weights,
             trainer_state=self._trainer_state() if context.ranks.first else None,
             best=trainer.state.best_global_step == step,
@@ -203,7 +201,8 @@ class Saver(TrainerCallback):
     def _memory_allows(self) -> bool:
         """Whether the host's memory holds a copy of the states of all its ranks; says once when it does not. Collective."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, free = (self._predicted or self._first_prediction()) * ranks_here, ram_bytes()[1]
+        predicted = self._first_prediction() if self._predicted is None else self._predicted
+        needed, free = predicted * ranks_here, ram_bytes()[1]
         if not self.context.ranks.any(free - needed < SPARE_MEMORY_BYTES):
             return True
         if not self._said_synchronous:
@@ -238,8 +237,6 @@ class Saver(TrainerCallback):
         if reason is not None:
             self._failed(writing.step, reason, pause=pause)
             return
-        if writing.apart:
-            rotate_own(run, self.context.config.train.save_total_limit, writing.step)
         self._predicted = writing.bytes
         if self.problem is not None:
             self._say(f"checkpoints are saved again: {writing.folder.name[1:].removesuffix('.partial')}")

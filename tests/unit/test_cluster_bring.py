@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from sft_play.cluster import bring
-from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, send_code, send_model
+from sft_play.cluster.bring import MARKER, SET_ASIDE, send_code, send_model
 from sft_play.cluster.hosts import facts_of, forwarded
 from sft_play.cluster.install import install, not_installed, versions
 from sft_play.cluster.inventory import Host
 from sft_play.cluster.ssh import last_word
 from sft_play.errors import DataError, HardwareError, UserError
-from sft_play.runs.folder import RunFolder
 from tests.cluster_facts import OWN
 from tests.programs import need
 
@@ -315,13 +314,11 @@ def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd
     assert listed == len(files)
 
 
-def test_links_and_pipes_do_not_come_from_a_machine(there: Path) -> None:
-    run = RunFolder(there.parent.parent / "here" / "demo")
-    (run.checkpoints / "step-000001").mkdir(parents=True)
-    theirs = there.parent / "runs" / "demo" / "random" / "step-000001"
+def test_links_and_pipes_do_not_come_from_a_machine(there: Path, tmp_path: Path) -> None:
+    theirs = there.parent / "runs" / "demo" / "logs"
     theirs.mkdir(parents=True)
-    (theirs / "rank1.safetensors").write_text("states")
-    (theirs / "rank2.safetensors").symlink_to("/etc/hostname")
-    os.mkfifo(theirs / "rank3.safetensors")
-    fetch_random_states(HOST, replace(OWN, runs=str(there.parent / "runs")), run, run.checkpoints / "step-000001", 20)
-    assert [path.name for path in run.random_states(1).iterdir()] == ["rank1.safetensors"]
+    (theirs / "rank1.log").write_text("words")
+    (theirs / "rank2.log").symlink_to("/etc/hostname")
+    os.mkfifo(theirs / "rank3.log")
+    bring.fetch(HOST, f"{theirs}/", tmp_path / "logs", 20)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank1.log"]

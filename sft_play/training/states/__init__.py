@@ -42,7 +42,7 @@ from sft_play.training.states.facts import (
 )
 from sft_play.training.states.files import INDEX, Kind, Piece, Shelf, dtype_of, write_tensors
 from sft_play.training.states.layout import Bundle, Layout, Share, layout_of, whole_shape
-from sft_play.training.states.per_rank import EXTRA, VALUES, facts_of, kept_apart, restore_exchange, sources_of, take_exchange
+from sft_play.training.states.per_rank import EXTRA, VALUES, facts_of, restore_exchange, sources_of, take_exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +58,14 @@ class States:
     facts: StatesFacts | None
     """On rank 0 only."""
     others: tuple[States, ...] = ()
-    """On rank 0: of ranks that do not see its folder, and hold other parts of the weights."""
+    """On rank 0: of ranks that do not see its folder."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes this rank's files and returns them. Needs no other rank. Raises `OSError`."""
-        written = [folder / random_file(self.rank)]
-        tensors, metadata = self.random
-        write_tensors(written[0], tensors, metadata)
+        """Writes the files of these ranks and returns them. Needs no other rank. Raises `OSError`."""
+        written = []
         for one in (self, *self.others):
+            written.append(folder / random_file(one.rank))
+            write_tensors(written[-1], *one.random)
             if one.pieces is not None:
                 index = {"pieces": [piece.facts() for piece in one.pieces], "values": one.values}
                 written.append(folder / optimizer_file(one.rank))
@@ -109,29 +109,44 @@ def collect(
     )
 
 
-def brought_together(ranks: Ranks, states: States, together: Collection[int]) -> States:
-    """Returns the states of ranks outside `together`, which do not see rank 0's folder, with those of rank 0. Collective."""
-    own = None
-    if ranks.rank not in together and states.pieces is not None:
-        tensors = [[key, list(one.shape), str(one.dtype).removeprefix("torch.")] for key, one in states.tensors.items()]
-        own = {"pieces": [piece.facts() for piece in states.pieces], "values": states.values, "tensors": tensors}
+def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> States | None:
+    """Returns what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to it. Collective.
+
+    Tensors travel as bytes, which every backend sends.
+    """
+    mine = None
+    if ranks.rank not in together:
+        mine = {
+            "tensors": _outline(states.tensors), "values": states.values, "random": [_outline(states.random[0]), states.random[1]],
+            "pieces": None if states.pieces is None else [piece.facts() for piece in states.pieces],
+        }  # fmt: skip
     others = []
-    for rank, facts in enumerate(ranks.gather(own)):
+    for rank, facts in enumerate(ranks.gather(mine)):
         if facts is None:
             continue
         if ranks.rank == rank:
-            for tensor in states.tensors.values():
-                distributed.send(tensor.to(ranks.device), dst=0)
-            states = replace(states, pieces=None, tensors={})
+            for tensor in (*states.tensors.values(), *states.random[0].values()):
+                distributed.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(ranks.device), dst=0)
         elif ranks.first:
-            found = {}
-            for key, shape, dtype in facts["tensors"]:
-                part = torch.empty(shape, dtype=getattr(torch, dtype), device=ranks.device)
-                distributed.recv(part, src=rank)
-                found[key] = part.cpu()
-            pieces = tuple(Piece.read(one, "") for one in facts["pieces"])
-            others.append(States(rank=rank, pieces=pieces, tensors=found, values=facts["values"], random=({}, {}), facts=None))
-    return replace(states, others=tuple(others))
+            tensors, (random, metadata) = _receive(ranks, rank, facts["tensors"]), facts["random"]
+            pieces = None if facts["pieces"] is None else tuple(Piece.read(one, "") for one in facts["pieces"])
+            drawn = _receive(ranks, rank, random), metadata
+            others.append(States(rank=rank, pieces=pieces, tensors=tensors, values=facts["values"], random=drawn, facts=None))
+    return replace(states, others=tuple(others)) if mine is None else None
+
+
+def _outline(tensors: Mapping[str, Tensor]) -> list[tuple[str, list[int], str]]:
+    return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+
+
+def _receive(ranks: Ranks, source: int, outline: Sequence[tuple[str, list[int], str]]) -> dict[str, Tensor]:
+    found = {}
+    for name, shape, kind in outline:
+        dtype = getattr(torch, kind)
+        data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=ranks.device)
+        distributed.recv(data, src=source)
+        found[name] = data.cpu().view(dtype).reshape(shape)
+    return found
 
 
 class _Collector:
@@ -267,7 +282,7 @@ def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpo
     set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
     set_scaler(trainer, facts.scaler)
     set_engine(trainer, facts.engine)
-    missing = context.ranks.gather(_random_file(context, checkpoint) is None)
+    missing = context.ranks.gather(not _random_file(context, checkpoint).is_file())
     fresh = [str(rank) for rank, is_missing in enumerate(missing) if is_missing]
     if fresh and context.ranks.first:
         who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
@@ -288,10 +303,9 @@ def _draws_as(context: TrainContext) -> int:
     return context.ranks.rank - context.ranks.rank % context.plan.tensor_parallel
 
 
-def _random_file(context: TrainContext, checkpoint: Path) -> Path | None:
-    """Returns the file of this rank's random states, in the checkpoint or in what a machine with a separate run folder keeps."""
-    name = random_file(_draws_as(context))
-    return checkpoint / name if (checkpoint / name).is_file() else kept_apart(context, checkpoint, name)
+def _random_file(context: TrainContext, checkpoint: Path) -> Path:
+    """Returns the file of this rank's random states, which a checkpoint of fewer ranks lacks."""
+    return checkpoint / random_file(_draws_as(context))
 
 
 def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:

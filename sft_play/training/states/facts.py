@@ -201,9 +201,9 @@ def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def restore_random_states(path: Path | None, rank: int, *, seed: int, step: int) -> None:
+def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:
     """Puts a rank's states back from its file. Without one (it was not there when the checkpoint was written) it starts from `fresh_seed`."""
-    if path is None:
+    if not path.is_file():
         number = fresh_seed(seed, rank, step)
         random.seed(number)
         numpy.random.seed(number % 2**32)

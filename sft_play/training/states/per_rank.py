@@ -1,9 +1,7 @@
-"""States that differ between ranks although all train the same parameters, and those of ranks that do not see rank 0's folder."""
+"""States that differ between ranks although all train the same parameters: those of local steps and PowerSGD."""
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from sft_play.files import read_json
-from sft_play.runs.checkpoints import step_of
-from sft_play.runs.manifest import Facts, StatesFacts, damage, optimizer_file
+from sft_play.runs.manifest import StatesFacts, optimizer_file
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import ANCHOR, AVERAGE, BASIS, ERROR, MOMENTUM, Exchange, LocalSteps, PowerSgd
 from sft_play.training.states.files import Kind, Shelf
@@ -97,16 +93,15 @@ class Sources:
 def sources_of(context: TrainContext, exchange: Exchange, checkpoint: Path, facts: StatesFacts, shelf: Shelf) -> Sources:
     """Returns the sources; `shelf` is what rank 0 wrote. Collective where ranks have own states.
 
-    A rank takes its own states where they are, in the checkpoint or in what a machine with a separate run folder keeps. One that has none
-    (another number of ranks, a lost machine) takes the mean of those in the checkpoint, and all then begin with the average's weights.
+    A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then begin with the
+    average's weights.
     """
     if facts.own is None:
         return Sources(values=shelf, order=VALUES, states=shelf, errors=shelf, alike=True)
     mine: Shelf | None = None
     if facts.own["world"] == context.ranks.world and exchange is not None:
         name = optimizer_file(context.ranks.rank)
-        path = checkpoint / name if (checkpoint / name).is_file() else kept_apart(context, checkpoint, name)
-        mine = None if path is None else Shelf(checkpoint, 0, only=path)
+        mine = Shelf(checkpoint, 0, only=checkpoint / name) if (checkpoint / name).is_file() else None
     alike = not context.ranks.any(mine is None)
     found = [path for rank in range(facts.own["world"]) if (path := checkpoint / optimizer_file(rank)).is_file()]
     own = mine or MeanShelf([Shelf(checkpoint, 0, only=path) for path in found])
@@ -144,29 +139,3 @@ def restore_exchange(
             if sources.errors.pieces(name, ERROR):
                 sources.errors.fill(error, name, ERROR, 0, error.numel())
             exchange.error[name] = error.view(parameter.shape[0], -1)
-
-
-# Ranks that do not see rank 0's folder write into `random/step-NNNNNN/` of their own run folder, each with its own manifest: several
-# ranks of a machine write there, and a cluster's launcher brings those of all machines together.
-
-
-def kept_apart(context: TrainContext, checkpoint: Path, name: str) -> Path | None:
-    """Returns this rank's own file `name` at the step of a checkpoint; `None` where there is none, or a damaged one, which is said."""
-    folder = context.run.random_states(step_of(checkpoint))
-    return folder / name if (folder / name).exists() and _intact(folder, context.ranks.rank, name) else None
-
-
-@functools.cache
-def _intact(folder: Path, rank: int, name: str) -> bool:
-    """Reads the file once in a process, and says once what is wrong with it."""
-    path = folder / f".manifest-rank{rank}.json"
-    try:
-        facts: Facts = read_json(path)["files"][name]
-        problem = damage(folder, {name: facts})
-    except FileNotFoundError:
-        problem = f"`{name}` is in no manifest: it was never completed"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = f"`{path.name}` cannot be read: {error}"
-    if problem is not None:
-        print(f"note: {folder}: {problem}; it counts as absent", file=sys.stderr, flush=True)
-    return problem is None
