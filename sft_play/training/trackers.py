@@ -7,20 +7,20 @@ import copy
 import os
 import queue
 import re
+import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from transformers import TrainerCallback
 
 from sft_play.config.metrics import AIM, OWN, trackers
 from sft_play.config.schema import Config
 from sft_play.files import free_bytes, read_json, read_object, write_json
-from sft_play.runs.folder import RunFolder, metric_rows, read_predictions
+from sft_play.runs.folder import RunFolder, read_predictions
 
 ROOM_BYTES = 2**20
 """With less a new file is not begun."""
@@ -40,83 +40,72 @@ LETTERS, ANSWERS = 2_000, 3
 class Curves(TrainerCallback):
     """Writes what is logged as scalars into `tb/`; a resumed run continues where its checkpoint was.
 
-    What the disk has no room for is left out (`metrics.jsonl` has it later), and a new file is begun when there is some again.
+    What the disk has no room for is left out (`metrics.jsonl` has it later), and a new file is begun when there is some again. Written
+    without the library's own thread, which would end at a full disk with a traceback.
     """
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.folder = run, run.tensorboard
-        self.writer: Any = None
+        self.stream: BinaryIO | None = None
+        self._files = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        _keep_quiet()
-        put_in_order(self.folder)
-        self.writer = SummaryWriter(str(self.folder), purge_step=state.global_step + 1 if state.global_step else 0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        step = state.global_step
+        if step:  # what earlier files have from the next step on is void
+            self._write(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
         for path in (self.run.config, self.run.plan):
-            with contextlib.suppress(OSError):
-                self.writer.add_text(path.stem, _indented(path.read_text(encoding="utf-8")), state.global_step)
+            self._add_text(path.stem, _indented(path.read_text(encoding="utf-8")), state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if not logs:
-            return
-        try:
-            self._write(logs, state.global_step)
-        except OSError:  # the library's own thread has ended with it: this writer is of no use any more
-            self._lose_writer()
-
-    def _write(self, logs: dict[str, Any], step: int) -> None:
-        if self.writer is None:
-            if free_bytes(self.folder.parent) < ROOM_BYTES:
-                return
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.folder))
-        self._add({curve: value for name, one in logs.items() for curve, value in curves_of(name, one)}, step)
-        # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.
-        self.writer.flush()
-
-    def _add(self, values: Mapping[str, float], step: int) -> None:
-        """Writes all values of a step as one event: `add_scalar` makes one of each, which takes ten times as long."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        parts = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
-        self.writer.file_writer.add_summary(Summary(value=parts), step)
+        curves = {curve: value for name, one in (logs or {}).items() for curve, value in curves_of(name, one)}
+        if curves:
+            self._add(
+                Summary(value=[Summary.Value(tag=name, simple_value=float(value)) for name, value in curves.items()]), state
+            )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Shows some answers of an evaluation, if there are any."""
-        step = state.global_step
         with contextlib.suppress(OSError, ValueError, KeyError):
-            rows = read_predictions(self.run.evaluation(step))[:ANSWERS]
-            for row in rows if self.writer is not None else ():
+            for row in read_predictions(self.run.evaluation(state.global_step))[:ANSWERS]:
                 parts = {"prompt": row["prompt"], "answer": row["answer"], "reference": row.get("reference") or ""}
-                text = "\n\n".join(f"**{name}**\n\n{_indented(str(value)[:LETTERS])}" for name, value in parts.items())
-                self.writer.add_text(f"answers/row {row['row']}", text, step)
+                shown = "\n\n".join(f"**{name}**\n\n{_indented(str(value)[:LETTERS])}" for name, value in parts.items())
+                self._add_text(f"answers/row {row['row']}", shown, state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Adds the hyper-parameters with the final scores, of a training that has ended by itself."""
-        if self.writer is None:
-            return
-        with contextlib.suppress(OSError):
-            found = metric_rows(self.run.metrics) if state.global_step else []
-            rows = [row for row in found if row["kind"] == "eval"] + [row for row in found if row["kind"] == "train"][-1:]
-            final = {name: one for row in rows for name, value in row.items() for name, one in curves_of(name, value)}
-            scores = {name: value for name, value in final.items() if name.startswith(("eval/", "train/loss"))}
-            if scores and state.global_step >= state.max_steps:
-                from torch.utils.tensorboard.summary import hparams
+    def _add_text(self, name: str, text: str, state: Any) -> None:
+        from torch.utils.tensorboard.summary import text as summary_of
 
-                settings = read_object(self.run.config).get("config", {})
-                flat = {f"{part}.{name}": one for part, inner in settings.items() if isinstance(inner, dict)
-                        for name, one in inner.items() if isinstance(one, bool | int | float | str)}  # fmt: skip
-                for part in hparams(flat, scores):
-                    self.writer.file_writer.add_summary(part)
-            self.writer.close()
+        self._add(summary_of(name, text), state)
 
-    def _lose_writer(self) -> None:
-        writer, self.writer = self.writer, None
-        if writer is not None:  # it may be that none could be begun
-            with contextlib.suppress(OSError):
-                writer.close()
+    def _add(self, summary: Any, state: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._write(Event(wall_time=time.time(), step=state.global_step, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        try:
+            if self.stream is None:
+                if free_bytes(self.folder) < ROOM_BYTES:
+                    return
+                self._files += 1
+                name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{self._files}"
+                self.stream = (self.folder / name).open("wb")
+                RecordWriter(self.stream).write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            RecordWriter(self.stream).write(event.SerializeToString())
+            # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.
+            self.stream.flush()
+        except OSError:  # a torn record ends what readers take from a file
+            stream, self.stream = self.stream, None
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
 
 
 def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -127,35 +116,9 @@ def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield NAMES.get(name) or f"eval/{name.removeprefix('eval_')}", value
 
 
-def _keep_quiet() -> None:
-    """Keeps the trace of the library's own thread off the console when a disk is full: its error comes again at the next value."""
-    before = threading.excepthook
-
-    def said(problem: threading.ExceptHookArgs) -> None:
-        if type(problem.thread).__name__ != "_AsyncWriterThread" or not issubclass(problem.exc_type, OSError):
-            before(problem)
-
-    threading.excepthook = said
-
-
 def _indented(text: str) -> str:
     """Returns a text as a block that Markdown shows letter for letter."""
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.(.*)")
-
-
-def put_in_order(folder: Path) -> None:
-    """Gives event files an older time in their names where the clock has been set back since they were written.
-
-    A resumed run's file says which steps of the files before it are void: read before them, it would be void itself.
-    """
-    found = [(path, match) for path in sorted(folder.glob("events.out.tfevents.*")) if (match := NAME.fullmatch(path.name))]
-    if not any(int(match[1]) >= int(time.time()) for _, match in found):
-        return
-    for number, (path, match) in enumerate(found):
-        path.rename(path.with_name(f"events.out.tfevents.{number:010d}.{match[2]}"))
 
 
 # Trackers (W&B, MLflow, Comet, Aim) by callbacks in a thread each: one that fails or hangs is a warning and ends no run.

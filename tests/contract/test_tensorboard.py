@@ -16,8 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.browser import browser
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -106,7 +104,7 @@ def test_unknown_run(tensorboard: TensorBoard) -> None:
     assert not tensorboard.runs.exists()
 
 
-def test_curves_answers_plan_and_hyper_parameters_in_a_browser(tensorboard: TensorBoard, tmp_path: Path) -> None:
+def test_curves_answers_and_plan(tensorboard: TensorBoard) -> None:
     from sft_play.runs.folder import RunFolder
     from sft_play.training.trackers import Curves
 
@@ -119,13 +117,11 @@ def test_curves_answers_plan_and_hyper_parameters_in_a_browser(tensorboard: Tens
         json.dumps({"row": 4, "prompt": "<b>what?</b>", "answer": "that", "reference": "this"})
     )
     logged = {"loss": 1.5, "rank_loss": [1.0, 2.0], "node_network_mb_s": [3.0], "eval_loss": 2.5}
-    run.metrics.write_text("".join(json.dumps({"kind": kind, "step": 2, **logged}) + "\n" for kind in ("eval", "train")))
-    curves, state = Curves(run), SimpleNamespace(global_step=0, max_steps=2)
+    curves, state = Curves(run), SimpleNamespace(global_step=0)
     curves.on_train_begin(None, state, None)
     state.global_step = 2
     curves.on_log(None, state, None, logs=logged)
     curves.on_evaluate(None, state, None)
-    curves.on_train_end(None, state, None)
     url = json.loads(tensorboard.command("tensorboard", "TENSORBOARD_PORT=16006", "JSON=1").stdout)["url"]
 
     def asked(path: str) -> Any:
@@ -140,8 +136,3 @@ def test_curves_answers_plan_and_hyper_parameters_in_a_browser(tensorboard: Tens
         and any("plan" in name for name in texts)
         and any("config" in name for name in texts)
     )
-    with browser(tmp_path / "profile") as page:
-        page.open(f"{url}#hparams")
-        inside = "[...node.childNodes].map((one) => one.textContent + (one.shadowRoot ? all(one.shadowRoot) : '') + all(one))"
-        words = f"(function all(node) {{ return {inside}.join(' '); }})(document.body)"
-        page.wait(f"{words}.includes('train.epochs')")
