@@ -20,11 +20,11 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.files import append_json_line, disk_problem, errno_of, sync_folder, write_text
+from sft_play.files import disk_problem, errno_of, sync_folder, write_text
 from sft_play.model.stages import outline_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import damage, describe, sync, sync_below, verify, write_part
+from sft_play.runs.manifest import describe, sync, sync_below, verify, write_part
 from sft_play.runs.stamp import Stamp
 from sft_play.training.ranks import TrainContext
 from sft_play.training.states import States
@@ -44,18 +44,16 @@ class Writing:
     """`None` on ranks that do not see rank 0's folder, which writes theirs."""
     weights: dict[str, Any] | None
     trainer_state: str | None
-    best: bool
-    """Whether this step's evaluation was the best so far."""
     background: bool
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     """Until everything was on the disk."""
     verify_seconds: float = 0.0
-    """For checksums, and for comparing with them."""
+    """For checksums."""
     bytes: int = 0
     """Of this rank's files."""
     problem: str | None = None
-    """Why the disk did not take them, or gave back something else."""
+    """Why the disk did not take them."""
     error: Exception | None = None
     """What was no disk's fault."""
     thread: threading.Thread | None = field(default=None, repr=False)
@@ -75,7 +73,7 @@ class Writing:
             self.thread.join()
 
     def run(self, context: TrainContext, trainer: Trainer) -> None:
-        """Writes, syncs, lists and reads back; what goes wrong is kept for when the ranks agree."""
+        """Writes, lists and syncs; what goes wrong is kept for when the ranks agree."""
         if self.states is None:
             return
         try:
@@ -86,12 +84,10 @@ class Writing:
             self.bytes = sum(int(one["bytes"]) for one in facts.values())
             times.append(time.perf_counter())
             sync(files)
-            times.append(time.perf_counter())
-            self.problem = damage(self.folder, facts, from_disk=self.background)  # in a thread it keeps no step waiting
             write_part(self.folder, context.ranks.rank, facts)
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
-            self.verify_seconds = times[2] - times[1] + times[4] - times[3]
+            self.verify_seconds = times[2] - times[1]
         except Exception as error:  # noqa: BLE001 - raised by the caller where it is no disk's fault; the ranks agree first
             self.problem = disk_problem(error)
             self.error = None if errno_of(error) is not None else error
@@ -142,28 +138,11 @@ def _of_rank_0(path: Path) -> bool:
     return not path.name.startswith(".") and (match is None or int(match.group(1)) == 0)
 
 
-def choose(run: RunFolder, best_step: int | None) -> tuple[Path | None, list[str]]:
-    """Returns the checkpoint whose weights become `model/`, and why better ones could not be taken.
-
-    The first intact one of the best step's and of the one that `best` names; `None` for the weights in memory, those of the last step.
-    """
-    named = run.checkpoints / run.best.readlink() if run.best.is_symlink() else run.best if run.best.is_dir() else None
-    candidates = [run.checkpoint(best_step)] if best_step else []
-    candidates += [named] if named is not None and named not in candidates else []
-    lost: list[str] = []
-    for checkpoint in candidates:
-        reason = verify(checkpoint)
-        if reason is None:
-            return checkpoint, lost
-        lost.append(f"{checkpoint.name}: {reason}")
-    return None, lost
-
-
 def publish_model(context: TrainContext, trainer: Trainer) -> int:
     """Publishes the last weights, or the best checkpoint's, as `model/`, by rename. Returns their step. Collective.
 
-    Where the best checkpoint is damaged or gone this is reported, and the next best that is intact is taken. Raises `HardwareError` where
-    the model cannot be written.
+    Where the best checkpoint is damaged or gone this is reported, and the last weights are taken. Raises `HardwareError` where the model
+    cannot be written.
     """
     run, ranks, best, step = context.run, context.ranks, None, trainer.state.global_step
     if context.config.train.load_best_model_at_end:
@@ -187,15 +166,15 @@ def publish_model(context: TrainContext, trainer: Trainer) -> int:
 
 
 def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | None, int]:
-    """Returns name and step of the checkpoint to publish, (`None`, the last step) for the weights in memory; warns of better ones."""
-    checkpoint, lost = choose(run, best_step)
-    step = last_step if checkpoint is None else Stamp.load(checkpoint).step
-    if lost:
-        reason = "; ".join(lost)
-        said = f"the best checkpoint cannot be trusted: {reason}; `model/` has the weights of step {step} instead"
-        print(f"warning: {run.checkpoints}: {said}", file=sys.stderr, flush=True)
-        append_json_line(run.events, {"event": "best_lost", "time": time.time(), "node": 0, "reason": reason, "model_step": step})
-    return (checkpoint.name if checkpoint else None), step
+    """Returns name and step of the best checkpoint, (`None`, the last step) for the weights in memory; warns where it is damaged."""
+    if not best_step:
+        return None, last_step
+    best = run.checkpoint(best_step)
+    if (reason := verify(best)) is None:
+        return best.name, best_step
+    said = f"the best checkpoint is damaged: {best.name}: {reason}; `model/` has the weights of step {last_step} instead"
+    print(f"warning: {run.checkpoints}: {said}", file=sys.stderr, flush=True)
+    return None, last_step
 
 
 def _write_model(

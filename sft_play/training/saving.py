@@ -21,14 +21,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import HardwareError
-from sft_play.files import append_json_line, disk_problem, free_bytes, is_gone, side_file
+from sft_play.files import disk_problem, free_bytes, is_gone, side_file
 from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
 from sft_play.runs.folder import folder_gone
@@ -44,8 +43,6 @@ CHECK_SECONDS = 10.0
 """How long a save waits for the reading of the one before, which had an interval's time."""
 END_SECONDS = 600.0
 """How long the end of training waits for it."""
-EVENTS_KEPT = 100
-"""Events that wait for room on the disk, at most."""
 
 
 class Saver(TrainerCallback):
@@ -64,7 +61,6 @@ class Saver(TrainerCallback):
         self._check: DiskCheck | None = None
         self._predicted: int | None = None
         self._said_synchronous = False
-        self._events: list[dict[str, Any]] = []
 
     # ---- What the trainer calls, on every rank alike
 
@@ -118,13 +114,15 @@ class Saver(TrainerCallback):
         if check is None or not check.ended(wait_seconds=wait_seconds):
             return
         self._check = None
-        if check.damage is None:
-            self._remove_old(check.checkpoint)
-        else:
+        if check.damage is not None:
             self._say(
-                f"warning: {check.checkpoint}: the disk does not give back what was written: {check.damage}; older ones stay"
+                f"warning: {check.checkpoint}: it differs on the disk from what was written: {check.damage}; older ones stay"
             )
-            self._event("checkpoint_damaged", checkpoint=check.checkpoint.name, reason=check.damage)
+            return
+        run, step = self.context.run, self.trainer.state.best_global_step
+        with contextlib.suppress(OSError):  # the next save tries again
+            keep = self.context.config.train.save_total_limit
+            rotate(run, keep, check.checkpoint, best=run.checkpoint(step) if step else None)
 
     def link_best(self) -> None:
         """Lets `best` point at the best step's checkpoint, where that is there; rank 0's own work."""
@@ -194,7 +192,6 @@ class Saver(TrainerCallback):
             states=mine,
             weights=weights,
             trainer_state=self._trainer_state() if context.ranks.first else None,
-            best=trainer.state.best_global_step == step,
             background=background,
         )
 
@@ -229,7 +226,8 @@ class Saver(TrainerCallback):
             if ranks.first:
                 try:
                     seal(writing.folder, ranks=self.together)
-                    self._after(publish(run, writing.step), writing)
+                    self._check = DiskCheck(publish(run, writing.step))
+                    self.link_best()
                 except OSError as error:
                     problem = disk_problem(error)
             reason = ranks.first_problem(problem)
@@ -240,7 +238,6 @@ class Saver(TrainerCallback):
         self._predicted = writing.bytes
         if self.problem is not None:
             self._say(f"checkpoints are saved again: {writing.folder.name[1:].removesuffix('.partial')}")
-            self._event("saved_again", step=writing.step)
         self.problem = None
         write, verified, count = zip(*written, strict=True)
         self.context.add_row(
@@ -252,26 +249,6 @@ class Saver(TrainerCallback):
             bytes=int(sum(count)),
             background=writing.background,
         )
-
-    def _after(self, checkpoint: Path, writing: Writing) -> None:
-        """Moves `best`, and lets the disk be read again. The checkpoint is there already, so what fails here only waits."""
-        if writing.best or self.trainer.state.best_global_step == writing.step:
-            with contextlib.suppress(OSError):
-                link(self.context.run.best, checkpoint)
-        if writing.background:  # each rank has read its part from the disk
-            self._remove_old(checkpoint)
-        else:
-            self._check = DiskCheck(checkpoint)
-
-    def _remove_old(self, verified: Path) -> None:
-        """Removes old checkpoints, never the best step's: where the link to it failed it is made first. The next save tries again."""
-        run, step = self.context.run, self.trainer.state.best_global_step
-        best = run.checkpoint(step) if step else None
-        with contextlib.suppress(OSError):
-            if best is not None and run.best.resolve() != best.resolve():
-                self.link_best()
-        with contextlib.suppress(OSError):
-            rotate(run, self.context.config.train.save_total_limit, verified, best=best)
 
     def _failed(self, step: int, reason: str, *, pause: float) -> None:
         """Removes what was written, and warns, once until a save succeeds again. Collective.
@@ -288,19 +265,8 @@ class Saver(TrainerCallback):
         if first:
             goes_on = "training continues and tries again at the next save"
             self._say(f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.kept()}; {goes_on}")
-        self._event("save_failed", step=step, reason=reason)
         self.context.add_row(kind="save", step=step, pause_seconds=pause, failed=reason)
 
     def _say(self, text: str) -> None:
         if self.context.ranks.first:
             print(text, file=sys.stderr, flush=True)
-
-    def _event(self, name: str, **facts: Any) -> None:
-        """Appends to `events.jsonl`; what finds no room there goes with the next one."""
-        if not self.context.ranks.first:
-            return
-        self._events = [*self._events, {"event": name, "time": time.time(), "node": 0, **facts}][-EVENTS_KEPT:]
-        with contextlib.suppress(OSError):
-            while self._events:
-                append_json_line(self.context.run.events, self._events[0])
-                self._events.pop(0)

@@ -138,8 +138,6 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
         assert trained[-1] >= int(newest.name.removeprefix("step-"))
         reasons = [row["failed"] for row in lines if "failed" in row]
         assert any("no space for it on the disk: it needs" in reason for reason in reasons), reasons
-        events = [json.loads(line)["event"] for line in run.events.read_text().splitlines()]
-        assert events.count("saved_again") >= 1 and "save_failed" in events
 
 
 @pytest.fixture(scope="module")
@@ -190,28 +188,14 @@ def compare(synchronous: RunFolder, background: RunFolder, *, ranks: int) -> Non
         assert totals["bytes"] == sum(row["bytes"] for row in saves)
 
 
-LAYOUTS = [
-    ("single", ((8, 1),), "lora"),
-    ("zero2", ((4, 1), (4, 1)), "full"),
-    ("zero3", ((4, 1), (4, 1)), "lora"),
-    ("fsdp2", ((4, 1), (4, 1)), "full"),
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "ranks", "mode"), LAYOUTS)
-def test_in_the_background_under_every_strategy(
-    base: Path, tmp_path: Path, strategy: str, ranks: tuple[tuple[int, int], ...], mode: str
-) -> None:
-    runs = [
-        must_train(
-            make_run(
-                tmp_path / name, base, Trial(ranks=ranks, strategy=strategy, mode=mode, settings=(f"train.async_save: {name}",))
-            )
-        )
+@pytest.mark.parametrize(("strategy", "mode"), [("zero3", "lora"), ("fsdp2", "full")])
+def test_in_the_background_where_states_are_sharded(base: Path, tmp_path: Path, strategy: str, mode: str) -> None:
+    trials = [
+        Trial(ranks=((4, 1), (4, 1)), strategy=strategy, mode=mode, settings=(f"train.async_save: {name}",))
         for name in ("false", "true")
     ]
-    compare(*runs, ranks=len(ranks))
+    compare(*(must_train(make_run(tmp_path / str(number) / "run", base, one)) for number, one in enumerate(trials)), ranks=2)
 
 
 @pytest.mark.slow
