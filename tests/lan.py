@@ -146,14 +146,12 @@ def lan(
     nodes: int = 3,
     rate_mbit: float | None = 1000,
     *,
-    delay_ms: float = 0,
     private: Sequence[Path] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Lan]:
     """Yields `nodes` hosts on one switch, each behind a cable of `rate_mbit` (`None`: as fast as the machine).
 
-    `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host k's);
-    `delay_ms` is the time a frame takes one way, by `lan_switch` in place of a kernel's bridge: then `link` and `rate` do nothing.
+    `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host k's).
     `variables` come on top of `tests.conftest.environment` (cache and runs under `folder`), in SSH sessions too. Skips without root.
     """
     _require()
@@ -162,9 +160,7 @@ def lan(
     env = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1", **(variables or {})})
     net = Lan(folder=folder, ssh_config=folder / "ssh" / "config", variables=env)
     try:
-        _build(net, nodes, None if delay_ms else rate_mbit, private, joined=not delay_ms)
-        if delay_ms:
-            _slow_switch(net, rate_mbit or 1000, delay_ms)
+        _build(net, nodes, rate_mbit, private)
         _serve_ssh(net, variables or {})
         yield net
     finally:
@@ -180,7 +176,7 @@ def _require() -> None:
         unavailable(f"no namespaces here: {tried.stderr.strip()}")
 
 
-def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path], *, joined: bool) -> None:
+def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path]) -> None:
     names = [(f"node{k}", f"192.168.77.{10 + k}") for k in range(1, nodes + 1)]
     hosts_file = net.folder / "hosts"
     hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
@@ -192,8 +188,7 @@ def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path
         own = {path: net.folder / name / f"private{i}" for i, path in enumerate(private)}
         keeper = _keep(net, name, hosts_file, own)
         _inside(keeper, "ip", "link", "set", "lo", "up")
-        if joined:
-            _plug(keeper, net.switch, f"p{k}", address)
+        _plug(keeper, net.switch, f"p{k}", address)
         found.append(LanHost(name=name, address=address, keeper=keeper, private=own))
     net.hosts = tuple(found)
     if rate_mbit is not None:
@@ -207,20 +202,6 @@ def _plug(keeper: int, switch: int, end: str, address: str, device: str = "eth0"
     _inside(keeper, "ip", "addr", "add", f"{address}/24", "dev", device)
     _inside(keeper, "ip", "link", "set", device, "up")
     _inside(switch, "ip", "link", "set", end, "master", bridge, "up")
-
-
-def _slow_switch(net: Lan, rate_mbit: float, delay_ms: float) -> None:
-    """Joins the hosts by a process that keeps every frame for a while."""
-    if not Path("/dev/net/tun").exists():
-        unavailable("no /dev/net/tun: cables that take time cannot be made")
-    ends = [f"{host.keeper}/{host.address}" for host in net.hosts]
-    switch = subprocess.Popen(
-        [sys.executable, "-m", "tests.lan_switch", f"{rate_mbit:g}", f"{delay_ms:g}", *ends],
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True, cwd=ROOT,
-    )  # fmt: skip
-    net.keepers.append(switch)
-    assert switch.stdout is not None
-    assert switch.stdout.readline() == "up\n", "the switch could not be made"
 
 
 def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, Path]) -> int:

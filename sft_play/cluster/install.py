@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from sft_play.cluster.bring import code_files, send_code
-from sft_play.cluster.findings import minor, pinned_apart, versions_remedy
+from sft_play.cluster.findings import minor, other_versions, versions_remedy
 from sft_play.cluster.hosts import facts_of, require_master_here
 from sft_play.cluster.inventory import Host, inventory_for_call
 from sft_play.cluster.probe import Facts
@@ -103,8 +103,8 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         if code:
             raise not_installed(host, own, last, code)
         found = facts_of(host)
-        apart = pinned_apart(own, found)
-        if not set(apart) - set(OPTIONAL) or minor(found) != minor(own):
+        apart = other_versions(own, found)
+        if not set(apart) - set(OPTIONAL) or "Python" in apart:
             break
         if kept == "kept":
             say(host, f"its versions are others: {', '.join(apart.values())}; installing the pinned ones")
@@ -116,10 +116,10 @@ def versions(host: Host, own: Facts, found: Facts) -> str:
     if minor(found) != minor(own):
         text = f"its environment has Python {found.python}, and this machine {own.python}"
         remedy = f"{_python_hint(host, own)}, and remove `{venv_of(host)}` in `{host.folder}` there"
-    elif apart := pinned_apart(own, found):
+    elif apart := other_versions(own, found):
         text = f"other versions than here: {', '.join(apart.values())}"
         both = "make install on this machine, too: both get the pinned versions"
-        remedy = versions_remedy(apart, host, found, own, "here", both)
+        remedy = versions_remedy(apart, both)
     else:
         return f"Python {found.python}, torch {found.packages['torch']}"
     raise HardwareError(text, hint=f"{remedy}; {AGAIN}")

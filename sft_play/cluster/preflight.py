@@ -6,19 +6,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sft_play.cluster.bring import project
-from sft_play.cluster.findings import ADAPTERS, judge, verdict
+from sft_play.cluster.findings import ADAPTERS, Examined, Pair, Seen, Summed, Wanted, judge, sum_seconds, verdict
 from sft_play.cluster.hosts import NoAnswer, Session, require_master_here
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
-from sft_play.cluster.measured import Examined, Pair, Seen, Summed, Wanted, sum_megabytes, sum_seconds
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.ssh import CONNECT_SECONDS, arguments, in_folder, is_here, last_word, on_all, run
 from sft_play.config.call import Call
@@ -43,7 +42,7 @@ TORCH_SECONDS = 13.0
 SUM_SECONDS = 15.0
 BENCH_SECONDS = 1200.0
 """For one machine, the download of a model that it does not have yet included."""
-ROUND_TRIPS, MOST_PAIRS, MOST_DATA = 20, 12, 2_000
+MOST_PAIRS, MOST_DATA = 12, 2_000
 PORT, FAILED = 29500, 3
 BENCH = (
     "import pathlib, sys, tempfile; from sft_play.__main__ import main\n"
@@ -79,9 +78,9 @@ def main(call: Call) -> int:
 
 def wanted_of(config: Config | None, port: int) -> Wanted:
     """Return what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
-    package, here = project() / "sft_play", Path.cwd()
-    files = [path for path in sorted(package.rglob("*")) if path.suffix in SOURCES and path.is_file()]
-    code = {str(path.relative_to(project())): file_sha256(path) for path in files}
+    root, here = project(), Path.cwd()
+    files = [path for path in sorted((root / "sft_play").rglob("*")) if path.suffix in SOURCES and path.is_file()]
+    code = {str(path.relative_to(root)): file_sha256(path) for path in files}
     if config is None:
         return Wanted(port=port, code=code)
     data = sorted(itertools.islice(_data_files(config), MOST_DATA))
@@ -113,30 +112,23 @@ class Examination:
 
     def run(self) -> Examined:
         try:
-            hosts = self.found.hosts.values()
-            self.parallel(partial(self.meet, seen) for seen in hosts)
-            self.network()
-            self.parallel(partial(self.software, seen) for seen in hosts)
+            self.each(self.meet)
+            self.connect()
+            self.each(self.ask_software)
             self.found.all_reduce = self.sum_over_all()
         finally:
-            self.parallel(one.close for one in self.sessions.values())
+            for session in self.sessions.values():
+                session.close()
         self.found.seconds = SECONDS - self.left()
         return self.found
 
     def left(self) -> float:
         return self.until - time.monotonic()
 
-    def parallel(self, calls: Iterable[Callable[[], object]]) -> None:
-        with ThreadPoolExecutor(max_workers=len(self.inventory.hosts)) as pool:
-            started = [pool.submit(call) for call in calls]
-            try:
-                for future in started:
-                    future.result()
-            except BaseException:  # Ctrl-C: whoever waits for an answer gets to know that there will be none
-                self.until = 0.0
-                for one in self.sessions.values():
-                    one.process.kill()
-                raise
+    def each(self, call: Callable[[Seen], object], names: Sequence[str] | None = None) -> None:
+        """Do it for all hosts, or the named ones, at once."""
+        hosts = self.found.hosts
+        on_all([hosts[name].host for name in (hosts if names is None else names)], lambda host: call(hosts[host.name]))
 
     def ask(self, seen: Seen, do: str, most: float, /, **request: Any) -> dict[str, Any]:
         """Return an answer, which may be a `problem`; empty where there is none: a host that is silent once is lost from then on."""
@@ -153,87 +145,73 @@ class Examination:
 
         Where the environment is missing the machine's own Python answers: clock, disks, cards and ports need none.
         """
-        for system in (False, True):
-            one = self.sessions[seen.host.name] = Session(seen.host, system=system)
+        while not seen.answers:
+            session = self.sessions[seen.host.name] = Session(seen.host, system=seen.without)
             try:
-                one.call("clock", max(0.5, min(START_SECONDS, self.left())))
+                session.call("clock", max(0.5, min(START_SECONDS, self.left())))
                 seen.answers = True
-                break
             except NoAnswer:
-                one.close()
-                seen.trouble = seen.trouble or one.trouble()
-                if system or not seen.without:
+                session.close()
+                retried = seen.without
+                seen.trouble = seen.trouble or session.trouble()
+                if retried or not seen.without:
                     return
-        self.clock(seen)
-        master, others = self.inventory.master, [host for host in self.inventory.hosts if host != seen.host]
+        sent = time.time()
+        theirs, received = self.ask(seen, "clock", 5).get("now", sent), time.time()
+        seen.skew_seconds = theirs - (sent + received) / 2
+        master = self.inventory.master
+        others = [host for host in self.inventory.hosts if host != seen.host]
         towards = master if seen.host != master else (others or [master])[0]
-        wanted = self.wanted if not seen.without else Wanted()
-        names = {"code": list(wanted.code), "data": list(wanted.data), "prepared": list(wanted.prepared)}
-        found = self.ask(
-            seen, "facts", 10, towards=towards.address, ports=[0, self.wanted.port][: 1 + (seen.host == master)], **names
-        )
+        ports = [0, self.wanted.port] if seen.host == master else [0]
+        names = {what: list(getattr(self.wanted, what)) for what in ("code", "data", "prepared")}
+        found = self.ask(seen, "facts", 10, towards=towards.address, ports=ports, **names)
         if "problem" in found:
             seen.lose(f"facts: {found['problem']}")
         elif found:
             seen.facts = Facts(**found)
 
-    def clock(self, seen: Seen) -> None:
-        trips = []
-        for _ in range(ROUND_TRIPS):
-            sent = time.time()
-            theirs = self.ask(seen, "clock", 5).get("now")
-            if theirs is None:
-                return
-            received = time.time()
-            trips.append((received - sent, theirs - (sent + received) / 2))
-        shortest, seen.skew_seconds = min(trips)
-        seen.ssh_ms = shortest * 1e3
-
-    def software(self, seen: Seen) -> None:
+    def ask_software(self, seen: Seen) -> None:
         seen.software = self.ask(seen, "software", 20)
 
     # ---- Network
 
-    def facts(self) -> dict[str, Facts]:
-        return {name: seen.facts for name, seen in self.found.hosts.items() if seen.answers and seen.facts}
-
-    def network(self) -> None:
+    def connect(self) -> None:
         """Let all reach all, at the master's port and a random one of each host, then measure pair by pair."""
-        ports = {name: facts.listens[0]["port"] for name, facts in self.facts().items()}
-        if master := self.facts().get(self.inventory.master.name):
-            opened = master.listens[1]
-            self.found.port_held = opened if opened["port"] is None else None
-        self.parallel(partial(self.reach, name, facts, ports) for name, facts in self.facts().items())
+        facts = {name: seen.facts for name, seen in self.found.hosts.items() if seen.answers and seen.facts}
+        ports = {name: one.listens[0]["port"] for name, one in facts.items()}
+        if (master := facts.get(self.inventory.master.name)) and master.listens[1]["port"] is None:
+            self.found.port_held = master.listens[1]
+        addresses = {name: self.addresses(self.found.hosts[name], facts) for name in facts}
+        self.each(lambda seen: self.reach(seen, addresses, ports), list(facts))
         order = list(self.found.hosts)
         self.found.pairs.sort(key=lambda pair: (order.index(pair.source), order.index(pair.target)))
         for ways in (self.found.pairs, self.found.further_ways):
-            for pairs in rounds(list(ports)):
+            for partners in rounds(list(facts)):
                 if self.left() >= TORCH_SECONDS + ROUND_SECONDS:  # the pairs that are left are named
-                    self.parallel(partial(self.measure, ways, {a, b}, ports) for a, b in pairs)
+                    self.each(partial(self.measure, ways, partners, ports), list(partners))
 
-    def addresses(self, name: str) -> list[str]:
+    def addresses(self, seen: Seen, facts: Mapping[str, Facts]) -> list[str]:
         """Return the address at which a host's gloo and NCCL are reached, then those of its further interfaces that no other host has."""
-        seen, facts = self.found.hosts[name], self.facts()
         held = [link["address"] for one in facts.values() for link in one.interfaces.values()]
-        links = facts[name].interfaces
+        links = facts[seen.host.name].interfaces
         usual = links.get(seen.host.interface or "", {}).get("address") or seen.host.address
         further = {link["address"] for link in links.values() if link["address"] and held.count(link["address"]) == 1}
         return [usual, *sorted(further - {usual, seen.route.get("address")})]
 
-    def reach(self, name: str, facts: Facts, ports: Mapping[str, int]) -> None:
+    def reach(self, seen: Seen, addresses: Mapping[str, Sequence[str]], ports: Mapping[str, int]) -> None:
         """Let one host connect to the others."""
-        master = self.inventory.master
-        ways = [Pair(name, other, address=address) for other in ports if other != name for address in self.addresses(other)]
+        name, master = seen.host.name, self.inventory.master
+        ways = [Pair(name, other, address=address) for other in ports if other != name for address in addresses[other]]
         targets = [(pair.address, ports[pair.target]) for pair in ways]
         if name != master.name and master.name in ports and not self.found.port_held:
             targets.append((master.address, self.wanted.port))
-        seen, most = self.found.hosts[name], 2 * CONNECT_LIMIT + 2
+        most = 2 * CONNECT_LIMIT + 2
         answers = self.ask(seen, "reach", most, targets=targets, megabytes=0, timeout=CONNECT_LIMIT).get("ways")
         if answers is None:
             return
         if len(targets) > len(ways):
             self.found.master_port[name] = answers.pop().get("error")
-        links = {link["address"]: link_name for link_name, link in facts.interfaces.items()}
+        links = {link["address"]: link_name for link_name, link in (seen.facts.interfaces if seen.facts else {}).items()}
         usual: dict[str, Pair] = {}
         for pair, answer in zip(ways, answers, strict=True):
             pair.error, pair.interface = answer.get("error"), links.get(answer.get("own"))
@@ -242,56 +220,61 @@ class Examination:
                 self.found.further_ways.append(pair)
         self.found.pairs += usual.values()
 
-    def measure(self, ways: Sequence[Pair], ends: set[str], ports: Mapping[str, int]) -> None:
-        """Measure all ways between two hosts, one after the other."""
+    def measure(self, ways: Sequence[Pair], partners: Mapping[str, str], ports: Mapping[str, int], seen: Seen) -> None:
+        """Measure the ways between a host and its partner, one after the other."""
+        ends = {seen.host.name, partners[seen.host.name]}
         for pair in ways:
             if {pair.source, pair.target} == ends and not pair.error:
-                target, source = (pair.address, ports[pair.target]), self.found.hosts[pair.source]
-                found = self.ask(source, "reach", 20, targets=[target], megabytes=MEGABYTES, timeout=CONNECT_LIMIT)
+                source, targets = self.found.hosts[pair.source], [(pair.address, ports[pair.target])]
+                found = self.ask(source, "reach", 20, targets=targets, megabytes=MEGABYTES, timeout=CONNECT_LIMIT)
                 for way in found.get("ways", ()):
                     pair.error, pair.rtt_ms, pair.mbit = way.get("error"), way.get("rtt_ms"), way.get("mbit")
 
     def sum_over_all(self) -> Summed | None:
         """Let torch sum over all machines as a training does; not where that can only hang."""
-        hosts = self.found.hosts
+        hosts, found = self.found.hosts, self.found
         if len(hosts) < 2:
             return None
         gpus = all(seen.host.gpus != 0 and seen.software.get("usable_gpus") for seen in hosts.values())
-        summed = Summed(backend="nccl" if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and gpus) else "gloo")
-        why_not = [name for name, seen in hosts.items() if not seen.answers or seen.without or not seen.software.get("torch")]
-        if why_not:
-            summed.skipped = f"{', '.join(f'`{name}`' for name in why_not)} cannot take part"
-        elif self.found.port_held or any(self.found.master_port.values()) or any(pair.error for pair in self.found.pairs):
+        summed = Summed("nccl" if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and gpus) else "gloo")
+        needed = "usable_gpus" if summed.backend == "nccl" else "torch"
+        unable = [name for name, seen in hosts.items() if not seen.answers or seen.without or not seen.software.get(needed)]
+        if unable:
+            summed.skipped = f"{', '.join(f'`{name}`' for name in unable)} cannot take part"
+        elif found.port_held or any(found.master_port.values()) or any(pair.error for pair in found.pairs):
             summed.skipped = "not all ports are open"
         elif self.left() < 3:
             summed.skipped = "no time was left"
-        elif summed.backend == "nccl" and not gpus:
-            summed.skipped = "NCCL needs a GPU on every machine"
-        else:
-            summed.megabytes, limit = sum_megabytes(self.found), min(SUM_SECONDS, self.left()) - 1
-            self.parallel(partial(self.sum_now, summed, limit, rank, seen) for rank, seen in enumerate(hosts.values()))
-            summed.seconds = None if summed.errors else summed.seconds
+        if summed.skipped:
+            return summed
+        slowest = min((pair.mbit for pair in found.pairs if pair.mbit), default=1000.0)
+        seconds = sum_seconds(summed.megabytes * 2**20, len(hosts), slowest)
+        summed.megabytes /= math.ceil(seconds)  # so that it takes a second at most
+        limit, ranks = min(SUM_SECONDS, self.left()) - 1, list(hosts)
+
+        def take_part(seen: Seen) -> None:
+            interface = seen.host.interface or seen.route.get("interface") or ""
+            answer = self.ask(
+                seen, "all_reduce", limit + 0.5, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port,
+                rank=ranks.index(seen.host.name), world=len(hosts), interface=interface, stated=bool(seen.host.interface),
+                megabytes=summed.megabytes, timeout=limit,
+            )  # fmt: skip
+            if "seconds" in answer:
+                summed.seconds = max(summed.seconds or 0.0, answer["seconds"])
+            else:
+                summed.errors[seen.host.name] = answer.get("problem") or (seen.trouble.text if seen.trouble else "no answer")
+
+        self.each(take_part)
+        summed.seconds = None if summed.errors else summed.seconds
         return summed
 
-    def sum_now(self, summed: Summed, limit: float, rank: int, seen: Seen) -> None:
-        answer = self.ask(
-            seen, "all_reduce", limit + 0.5, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port, rank=rank,
-            world=len(self.found.hosts), interface=seen.host.interface or seen.route.get("interface") or "", stated=bool(seen.host.interface),
-            megabytes=summed.megabytes, timeout=limit,
-        )  # fmt: skip
-        if "seconds" in answer:
-            summed.seconds = max(summed.seconds or 0.0, answer["seconds"])
-        else:
-            summed.errors[seen.host.name] = answer.get("problem") or (seen.trouble.text if seen.trouble else "no answer")
 
-
-def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+def rounds(names: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield every pair of hosts once, in rounds in which no host stands twice (the circle method of tournaments)."""
-    ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    ring = [*names, *([""] if len(names) % 2 else [])]
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
-        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
-        yield [(a, b) for a, b in pairs if a is not None and b is not None]
+        yield {a: b for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if a and b}
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
@@ -326,14 +309,14 @@ def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: M
 def _row(seen: Seen, word: str) -> tuple[str, ...]:
     if not (facts := seen.facts):
         return (seen.host.name, word, *["-"] * 6)
-    gpus, skew = list(seen.software.get("gpus") or ()), seen.skew_seconds
+    gpus, skew = list(seen.software.get("gpus") or ()), seen.skew_seconds or 0.0
     names = [gpu["name"].removeprefix("NVIDIA ").removeprefix("GeForce ") for gpu in gpus]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
     free = f"{min(gpu['free_bytes'] for gpu in gpus) / GIB:.1f} GiB" if gpus else f"{facts.ram_bytes / GIB:.0f} GiB RAM"
-    clock = "-" if skew is None else f"{skew * 1e3:+.1f} ms" if abs(skew) < 1 else f"{skew:+.1f} s"
-    disk = (facts.disks["runs"] or {}).get("free_bytes")
-    torch, room = str(seen.software.get("torch") or "-"), "-" if disk is None else f"{disk / GIB:.1f} GiB"
-    return (seen.host.name, word, facts.python, torch, shown, free, clock, room)
+    clock = f"{skew * 1e3:+.1f} ms" if abs(skew) < 1 else f"{skew:+.1f} s"
+    disk = (facts.disks["runs"] or {}).get("free_bytes", 0)
+    torch = str(seen.software.get("torch") or "-")
+    return (seen.host.name, word, facts.python, torch, shown, free, clock, f"{disk / GIB:.1f} GiB")
 
 
 def _network(examined: Examined) -> Iterator[str]:
@@ -342,8 +325,6 @@ def _network(examined: Examined) -> Iterator[str]:
         rows = [("from", "to", "round trip", "speed")]
         rows += [(pair.source, pair.target, f"{pair.rtt_ms:.2f} ms", f"{pair.mbit:.0f} Mbit/s") for pair in pairs[:MOST_PAIRS]]
         yield from table(rows)
-        if len(pairs) > MOST_PAIRS:
-            yield f"and {len(pairs) - MOST_PAIRS} faster ways"
         seconds = sum_seconds(ADAPTERS * 4, len(examined.hosts), pairs[0].mbit or 1)
         size = f"{ADAPTERS / 1e6:.1f} M parameters in fp32 ({ADAPTERS * 4 / 1e6:.0f} MB)"
         yield f"gradients of {size} would take {seconds:.2f} s a step at the slowest speed"
@@ -363,7 +344,7 @@ def bench_hosts(inventory: Inventory, loaded: LoadedConfig, able: Sequence[str])
     """Return host -> the JSON of `make bench`, or `{"error": ...}`, for the hosts of `able`."""
     text = json.dumps(saved_form(loaded)).encode()
 
-    def call(host: Host) -> Mapping[str, Any]:
+    def bench(host: Host) -> Mapping[str, Any]:
         if host.name not in able:
             return {"error": "not tried: it cannot take part"}
         words = [sys.executable, "-c", BENCH] if is_here(host) else in_folder(host, [host.python, "-c", BENCH])
@@ -374,24 +355,16 @@ def bench_hosts(inventory: Inventory, loaded: LoadedConfig, able: Sequence[str])
         found: Mapping[str, Any] = json.loads(out)
         return found
 
-    found = on_all(inventory.hosts, call)
+    found = on_all(inventory.hosts, bench)
     return {name: {"error": one.message} if isinstance(one, UserError) else one for name, one in found.items()}
 
 
 def bench_report(benched: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines: speed and memory of each machine beside its plan."""
-    rows: list[Sequence[str]] = [("alone", "tokens/s", "plan", "memory", "plan")]
-    for name, found in benched.items():
-        # The first of each unit is that of the plan as it was before this measurement.
-        by_unit: dict[str, Any] = {row["unit"]: row for row in reversed(found.get("rows", ()))}
-        if by_unit:
-            speed, memory = by_unit["tokens/s"], by_unit["GiB"]
-            expected = f"{speed['expected']:,.0f}" if speed["expected"] else "-"
-            rows.append(
-                (name, f"{speed['measured']:,.0f}", expected, f"{memory['measured']:.1f} GiB", f"{memory['expected']:.1f} GiB")
-            )
-    yield from table(rows) if len(rows) > 1 else ()
+    """Yield a line for each machine: its speed and memory next to its plan."""
     for name, found in benched.items():
         if "error" in found:
             yield f"{name}: no steps: {found['error']}"
+        for unit in ("tokens/s", "GiB") if "rows" in found else ():
+            row = next(row for row in found["rows"] if row["unit"] == unit)  # the first: the plan before this measurement
+            yield f"{name} alone: {row['measured']:,.1f} {unit} (plan: {row['expected'] or 0:,.1f})"
         yield from (f"{name}: note: {note}" for note in found.get("notes", ()))

@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 
 from sft_play.cluster import bring
-from sft_play.cluster.findings import faults
+from sft_play.cluster.findings import Wanted, faults
 from sft_play.cluster.hosts import ask, forwarded, gather, require_master_here, shared_variables
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
-from sft_play.cluster.measured import Wanted
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.ssh import is_here, on_all, say
 from sft_play.config.call import Call
