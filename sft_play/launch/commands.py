@@ -22,7 +22,6 @@ from sft_play.launch.attempt import FETCH, fetch_checkpoint, prepare, probe, run
 from sft_play.launch.environment import indices_of
 from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
 from sft_play.launch.machines import agreed, joined, meet, own_part
-from sft_play.launch.node import remove_left
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
@@ -50,6 +49,7 @@ from sft_play.launch.run_folder import (
     is_finished,
     last_plan,
     record_event,
+    remove_left,
     reserved,
 )
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, stop_recorded, tell_cause

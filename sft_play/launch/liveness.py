@@ -13,11 +13,10 @@ import os
 import re
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -29,8 +28,6 @@ MARK = "SFT_PLAY_LAUNCH"
 LARGEST_BYTES = 4096
 SCALE = "SFT_PLAY_TIME_SCALE"
 """Variable by which tests shorten all `TimeLimits`."""
-CREDENTIALS = struct.Struct("3i")
-"""pid, uid, gid of the sender, as the kernel vouches for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +73,6 @@ class Beat:
     """What a worker says of itself every second."""
 
     rank: int
-    number: int
-    """Counts up; a value that stays is silence."""
     host: str
     pid: int
     phase: str
@@ -95,7 +90,6 @@ class Beat:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Beat:
-        """Raises `ValueError` or `TypeError` for anything else."""
         return cls(**json.loads(content))
 
     def at(self) -> tuple[int, int, int]:
@@ -121,45 +115,30 @@ def address_of(mark: str) -> str:
     return f"\0sft-play-{mark}"
 
 
-def may_beat() -> bool:
-    """Whether this system has what is needed."""
-    return sys.platform == "linux"
-
-
 class Listener:
-    """The launcher's end. Takes beats only from processes of the same user."""
+    """The launcher's end."""
 
     def __init__(self, mark: str) -> None:
         self.latest: dict[int, Beat] = {}
         """Rank -> its last beat."""
         self.heard: dict[int, float] = {}
         """Rank -> when that came (monotonic seconds)."""
-        self._socket = self._open(mark) if may_beat() else None
-
-    @staticmethod
-    def _open(mark: str) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        listener.setblocking(False)
-        listener.bind(address_of(mark))
-        return listener
+        self._socket: socket.socket | None = None
+        if sys.platform == "linux":
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+            self._socket.bind(address_of(mark))
 
     def receive(self) -> set[int]:
-        """Takes up what has come; returns the ranks that sent something themselves."""
+        """Takes up what has come; returns the ranks that sent something."""
         sent: set[int] = set()
         while self._socket is not None:
             try:
-                content, extra, _, _ = self._socket.recvmsg(LARGEST_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
+                beat = Beat.from_bytes(self._socket.recv(LARGEST_BYTES))
             except BlockingIOError:
                 break
-            if any(CREDENTIALS.unpack(data)[1] != os.getuid() for _, kind, data in extra if kind == socket.SCM_CREDENTIALS):
-                continue
-            with contextlib.suppress(ValueError, TypeError):
-                beat = Beat.from_bytes(content)
-                sent.add(beat.rank)
-                before = self.latest.get(beat.rank)
-                if before is None or (before.pid, before.number) != (beat.pid, beat.number):
-                    self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
+            sent.add(beat.rank)
+            self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
         return sent
 
     def quiet(self, rank: int) -> float:
@@ -177,7 +156,7 @@ class Sender:
     def __init__(self, mark: str | None) -> None:
         self._socket: socket.socket | None = None
         self._address = address_of(mark) if mark else ""
-        if mark and may_beat():
+        if mark and sys.platform == "linux":
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
 
@@ -219,63 +198,39 @@ def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[i
 
 def remove_empty(run: RunFolder, ranks: range) -> None:
     """Removes the files of ranks that were never asked."""
-    for rank in ranks:
-        with contextlib.suppress(OSError):
-            if _size(run, rank) == 0:
-                run.rank_stack(rank).unlink()
+    for path in map(run.rank_stack, ranks):
+        if path.is_file() and not path.stat().st_size:
+            path.unlink(missing_ok=True)
 
 
 def _size(run: RunFolder, rank: int) -> int:
-    try:
-        return run.rank_stack(rank).stat().st_size
-    except OSError:
-        return 0
+    path = run.rank_stack(rank)
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _from(run: RunFolder, rank: int, start: int) -> str:
-    try:
-        return run.rank_stack(rank).read_bytes()[start:].decode(errors="replace")
-    except OSError:
-        return ""
+    path = run.rank_stack(rank)
+    return path.read_bytes()[start:].decode(errors="replace") if path.is_file() else ""
 
 
 # ---- What the kernel says
 #
 # A process that the kernel kills can say nothing. SIGKILL alone proves nothing either: a person may have sent it. cgroup v2 counts such kills in
 # `memory.events`, v1 in `memory.oom_control`, both as `oom_kill N` (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
-# The kernel log names the process, and holds what NVIDIA's driver says.
 
 COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
-KERNEL_LOG = Path("/dev/kmsg")
-XID = re.compile(r"NVRM: Xid .*")
 
 
-@dataclass(kw_only=True, slots=True)
 class MemoryKills:
-    """Counters of this process's cgroups and their parents, and of those of every process that is followed, from now on."""
+    """Counters of the cgroups of this process and of every process that is followed, and of their parents, from now on."""
 
-    before: dict[Path, int] = field(default_factory=dict)
-    """Counter file -> kills when it was first looked at."""
-    pids: set[int] = field(default_factory=set)
-    log: int | None = None
-    """Descriptor of the kernel log, at its end when this began; `None` where it may not be read."""
-    said: str = ""
-    """What the kernel log has said since."""
+    def __init__(self) -> None:
+        self.before: dict[Path, int] = {}
+        """Counter file -> kills when it was first looked at."""
+        self.follow(os.getpid())
 
-    @staticmethod
-    def begin() -> MemoryKills:
-        """Takes note of the counters as they are now."""
-        kills = MemoryKills()
-        with contextlib.suppress(OSError):
-            kills.log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
-            os.lseek(kills.log, 0, os.SEEK_END)
-        kills.follow(os.getpid(), ours=False)
-        return kills
-
-    def follow(self, pid: int, *, ours: bool = True) -> None:
-        """Takes note of the cgroups of a process, which may have been moved; its own name in the kernel log counts from now on."""
-        if ours:
-            self.pids.add(pid)
+    def follow(self, pid: int) -> None:
+        """Takes note of the cgroups of a process, which may have been moved."""
         for file in counters_of(pid):
             if file not in self.before and (count := read_counter(file)) is not None:
                 self.before[file] = count
@@ -286,35 +241,7 @@ class MemoryKills:
             now = read_counter(file)
             if now is not None and now > count:
                 return f"`{file}` counts {now - count} kill{'s' if now - count > 1 else ''} for memory"
-        self._read_kernel_log()
-        for pid in map(int, re.findall(r"[Oo]ut of memory: Killed process (\d+)", self.said)):  # ids of the first pid namespace
-            if pid in self.pids:
-                return f"the kernel log says that process {pid} was killed for memory"
         return None
-
-    def driver_errors(self) -> str | None:
-        """Returns what NVIDIA's driver said of a GPU since (its Xid errors: one off the bus, one whose kernel never ends)."""
-        self._read_kernel_log()
-        found = XID.findall(self.said)
-        return f"the GPU driver reported: `{found[0].strip()}`" if found else None
-
-    def close(self) -> None:
-        """Closes the kernel log."""
-        if self.log is not None:
-            os.close(self.log)
-            self.log = None
-
-    def _read_kernel_log(self) -> None:
-        while self.log is not None:
-            try:
-                record = os.read(self.log, 8192).decode("utf-8", errors="replace")
-            except BrokenPipeError:  # records were overwritten before they were read; the next read goes on with the oldest
-                continue
-            except OSError:  # no more records
-                break
-            if not record:
-                break
-            self.said += record
 
 
 def read_counter(file: Path) -> int | None:

@@ -21,9 +21,9 @@ from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagr
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
 from sft_play.launch.job import Job
 from sft_play.launch.meeting import Given
-from sft_play.launch.node import Elsewhere, remove_left
+from sft_play.launch.node import Elsewhere
 from sft_play.launch.rendezvous import Rendezvous
-from sft_play.launch.run_folder import has_started, require_disk_space
+from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
 from sft_play.launch.store import say
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.calibration import Calibration, read_calibration, same_name

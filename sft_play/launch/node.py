@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -18,7 +20,7 @@ import psutil
 
 from sft_play.files import remove_half_written
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
-from sft_play.launch.process import STOPS, adopt_orphans, bound_to_parent, is_alive, kill_descendants, say, signals_to_hear
+from sft_play.launch.process import STOPS, bound_to_parent, say, signals_to_hear
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, Outcome, hang, judge, launcher_log, standing, tail
 from sft_play.runs.folder import RunFolder
@@ -47,15 +49,9 @@ FROZEN = {
 
 Standings = Mapping[str, Mapping[str, Any]]
 """Rank -> what `standing` returns."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Signs:
-    """What a worker showed of life."""
-
-    spent: tuple[float, ...] = ()
-    """Processor time, and bytes that it has read and written."""
-    silent_seconds: float = 0.0
+Share = Callable[[Standings | None], Standings | None]
+"""Of several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks of all
+machines stand once that is so on each of them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,14 +65,13 @@ class Watch:
     beats: Listener
     workers: dict[psutil.Process, int] = field(default_factory=dict)
     """Every worker that was ever seen, with its rank."""
-    signs: dict[psutil.Process, Signs] = field(default_factory=dict)
+    silence: dict[psutil.Process, tuple[tuple[float, ...], float]] = field(default_factory=dict)
+    """What a process had spent (processor time, bytes read and written) when it last showed a sign of life, and seconds since."""
     loss: Loss | None = None
     """What was seen first."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
-    share: Callable[[Standings | None], Standings | None] = lambda mine: mine
-    """On several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks
-    of all machines stand once that is so on each of them."""
+    share: Share = lambda mine: mine
     standing: Standings | None = None
     watched_seconds: float = 0.0
     """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
@@ -110,12 +105,6 @@ class Watch:
         """Whether a rank said just now that it writes a checkpoint."""
         beat = self.beats.latest.get(rank)
         return beat is not None and beat.phase == "saving" and time.monotonic() - self.beats.heard[rank] < FRESH_SECONDS
-
-    def agent_was_killed(self, number: int) -> None:
-        """Takes note that the workers' parent was killed; they leave with it, so no rank is to blame."""
-        name = signal.Signals(number).name
-        text = f"the process that had started the workers (`accelerate launch`) was killed by {name}; all ranks were stopped"
-        self.loss = Loss(cause="agent", rank=None, text=text)
 
     def _find_workers(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -159,14 +148,15 @@ class Watch:
         self, process: psutil.Process, passed: float, *, heard: bool = False, silent: bool = False
     ) -> tuple[str, str] | None:
         """Returns how a process is frozen, and a hint. `silent`: one that sends beats, so that no beat (`heard`) is a sign too."""
-        signs, state = self.signs.setdefault(process, Signs()), process.status()
+        state = process.status()
         spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
-        if heard or state in BUSY or spent != signs.spent or (state not in FROZEN and not silent):
-            signs.spent, signs.silent_seconds = spent, 0.0
+        before, seconds = self.silence.get(process, ((), 0.0))
+        if heard or state in BUSY or spent != before or (state not in FROZEN and not silent):
+            self.silence[process] = spent, 0.0
             return None
-        signs.silent_seconds += passed
-        seconds, how, hint = FROZEN.get(state, SILENT)
-        return (f"{how} for {seconds:.0f} s; all ranks were stopped", hint) if signs.silent_seconds > seconds else None
+        self.silence[process] = spent, seconds + passed
+        limit, how, hint = FROZEN.get(state, SILENT)
+        return (f"{how} for {limit:.0f} s; all ranks were stopped", hint) if seconds + passed > limit else None
 
     def _hanging(self) -> Loss | None:
         """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
@@ -175,20 +165,12 @@ class Watch:
             self.standing = None
         elif self.standing is None:
             alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
-            in_kernel = {rank for rank, worker in alive.items() if _in_kernel(worker)}
             stacks = keep_stacks(self.run, alive)
             self.standing = {
-                str(rank): standing(beat, self.beats.quiet(rank), stacks.get(rank, ""), in_kernel=rank in in_kernel)
-                for rank, beat in beats.items()
+                str(rank): standing(beat, self.beats.quiet(rank), stacks.get(rank, "")) for rank, beat in beats.items()
             }
         everyone = self.share(self.standing)
         return hang({int(rank): facts for rank, facts in everyone.items()}, self.run) if everyone else None
-
-
-def _in_kernel(worker: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(worker.status() == psutil.STATUS_DISK_SLEEP)
-    return False
 
 
 def is_worker(arguments: Sequence[str]) -> bool:
@@ -201,8 +183,6 @@ POLL_SECONDS = 0.1
 Elsewhere = Callable[[bool], Outcome | int | None]
 """Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the workers; told whether this
 machine was asked to stop."""
-Share = Callable[[Standings | None], Standings | None]
-"""What `Watch.share` is on several machines."""
 
 
 def supervise(
@@ -220,7 +200,7 @@ def supervise(
         remove_half_written(run.rank_exit(rank))
     log_starts = {rank: path.stat().st_size for rank in ranks if (path := run.rank_log(rank)).is_file()}
     adopt_orphans()
-    stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills.begin(), set(psutil.Process().children())
+    stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills(), set(psutil.Process().children())
     beats, log = Listener(mark), launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, signals_noted(stop):
         agent_log.write(shown.encode())
@@ -239,24 +219,14 @@ def supervise(
         try:
             ended = _wait(process, stop, watch, others, elsewhere)
         finally:
-            kill_descendants(process, others, LIMITS.kill)
-            memory_kill, driver = kills.evidence(), kills.driver_errors()
-            kills.close()
+            kill_descendants(process, others)
             beats.close()
             remove_empty(run, ranks)
     outcome = judge(
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
-        memory_kill=memory_kill, log_starts=log_starts,
+        memory_kill=kills.evidence(), log_starts=log_starts,
     )  # fmt: skip
-    outcome = ended if ended and outcome.code else outcome
-    return replace(outcome, message=f"{outcome.message}\n\n{driver}") if outcome.message and driver else outcome
-
-
-def remove_left(run: RunFolder, ranks: range) -> None:
-    """Removes what workers of the last attempt were writing when they were killed. No worker may run."""
-    first = (run.stamp, run.training_metrics) if ranks.start == 0 else ()
-    for path in (*map(run.rank_exit, ranks), *first):
-        remove_half_written(path)
+    return ended if ended and outcome.code else outcome
 
 
 def _wait(
@@ -274,26 +244,36 @@ def _wait(
         if stop.wanted and not told:
             told = True
             say("stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
-        late = stop.late(watch) if stop.wanted else []
-        if late and not killed:
-            say(f"ranks {', '.join(map(str, late))} have not left within {LIMITS.leave:.0f} s; killing all workers")
-        if stop.at_once and not killed:
-            say("killing the workers")
         found = None if killed or elsewhere is None else elsewhere(stop.wanted)
         if isinstance(found, int):
             stop.note(found)
         elif found and not stop.wanted and not watch.loss:
             ended = found
-        over = watch.is_over(stopping=stop.wanted)
-        if not killed and (ended or late or stop.at_once or (stop.wanted and stop.is_done(watch)) or over):
+        if not killed and (why := _reason_to_kill(stop, watch, ended)) is not None:
             killed = True
-            if why := ended.first_line if ended else watch.loss.text.partition("\n")[0] if over and watch.loss else "":
-                say(f"stopping all ranks: {why.removesuffix('; all ranks were stopped')}")
-            kill_descendants(process, others, LIMITS.kill)
+            if why:
+                say(why)
+            kill_descendants(process, others)
         time.sleep(POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.wanted:
-        watch.agent_was_killed(-process.returncode)
+        name = signal.Signals(-process.returncode).name  # the workers leave with it, so no rank is to blame
+        text = f"the process that had started the workers (`accelerate launch`) was killed by {name}; all ranks were stopped"
+        watch.loss = Loss(cause="agent", rank=None, text=text)
     return ended
+
+
+def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | None:
+    """Returns why the workers are to be killed now, empty where nobody needs to read it; `None` where they may go on."""
+    if ended:
+        return f"stopping all ranks: {ended.first_line}"
+    if stop.at_once:
+        return "killing the workers"
+    if late := stop.late(watch):
+        return f"ranks {', '.join(map(str, late))} have not left within {LIMITS.leave:.0f} s; killing all workers"
+    if watch.loss and watch.is_over(stopping=stop.wanted):
+        first_line = watch.loss.text.partition("\n")[0].removesuffix("; all ranks were stopped")
+        return first_line and f"stopping all ranks: {first_line}"
+    return "" if stop.is_done(watch) else None
 
 
 def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch) -> bool:
@@ -353,11 +333,11 @@ class Stop:
     def is_done(self, watch: Watch) -> bool:
         """Whether all workers have left and said why: then nobody needs to wait for their parent's clearing up."""
         left = bool(watch.workers) and not any(is_alive(worker) for worker in watch.workers)
-        return left and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
+        return self.wanted and left and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
 
     def late(self, watch: Watch) -> list[int]:
         """Returns the ranks that should have left by now, and do not write a checkpoint."""
-        if time.monotonic() - self.since < LIMITS.leave:
+        if not self.wanted or time.monotonic() - self.since < LIMITS.leave:
             return []
         return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
 
@@ -371,3 +351,47 @@ def signals_noted(stop: Stop) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def adopt_orphans() -> None:
+    """Makes the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
+    if sys.platform == "linux":
+        set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process]) -> None:
+    """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
+    for _ in range(3):  # a process may be forking while its parent is killed
+        family = _descendants(others)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=LIMITS.kill)
+        left = _descendants(others)
+        if not left:
+            break
+    else:
+        names = ", ".join(f"process {member.pid}" for member in left)
+        say(
+            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
+        )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+
+
+def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
+    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`: TensorBoard)."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [] if child in others else [child, *child.children(recursive=True)]
+    return [p for p in found if is_alive(p)]

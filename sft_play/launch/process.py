@@ -7,16 +7,12 @@ import ctypes
 import io
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
-
-if TYPE_CHECKING:
-    import psutil
+from typing import Any, TextIO
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a command to stop: Ctrl-C, a scheduler's or `kill`'s, Slurm's early warning, a terminal that is closed."""
@@ -184,64 +180,3 @@ def end_make(code: int) -> int:
 def say(text: str) -> None:
     """Tells the user, on stderr."""
     print(f"\n{text}", file=sys.stderr, flush=True)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs; a zombie does not."""
-    import psutil
-
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process], seconds: float) -> None:
-    """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough.
-
-    `seconds`: how long they may take to go, each of three times.
-    """
-    import psutil
-
-    for _ in range(3):  # a process may be forking while its parent is killed
-        family = _descendants(others)
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(family, timeout=seconds)
-        left = _descendants(others)
-        if not left:
-            break
-    else:
-        names = ", ".join(_described(member) for member in left)
-        say(
-            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
-        )
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=10)
-
-
-def _described(process: psutil.Process) -> str:
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        return f"process {process.pid} ({process.name()}, {process.status()})"
-    return f"process {process.pid}"
-
-
-def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
-    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`: TensorBoard)."""
-    import psutil
-
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [] if child in others else [child, *child.children(recursive=True)]
-    return [p for p in found if is_alive(p)]
-
-
-def adopt_orphans() -> None:
-    """Makes the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
-    if sys.platform == "linux":
-        set_child_subreaper = 36
-        ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import append_json_line, disk_errors_told, lock, read_json, read_json_lines
+from sft_play.files import append_json_line, disk_errors_told, lock, read_json, read_json_lines, remove_half_written
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
@@ -198,6 +198,12 @@ def exit_records(run: RunFolder, ranks: range) -> dict[int, dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             records[rank] = read_json(run.rank_exit(rank))
     return records
+
+
+def remove_left(run: RunFolder, ranks: range) -> None:
+    """Removes what workers of the last attempt were writing when they were killed. No worker may run."""
+    for path in (*map(run.rank_exit, ranks), run.stamp, run.training_metrics):
+        remove_half_written(path)
 
 
 NEEDED = frozenset({"command", "num_gpus", "num_nodes", "deepspeed", "fsdp"})

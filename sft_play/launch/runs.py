@@ -19,7 +19,7 @@ import psutil
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import lock
-from sft_play.launch.process import is_alive
+from sft_play.launch.node import is_alive
 from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.runs.folder import RunFolder

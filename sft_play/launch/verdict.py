@@ -348,7 +348,7 @@ def main_frames(stacks: str) -> list[tuple[str, str]]:
     return []
 
 
-def standing(beat: Beat, quiet: float, stacks: str, *, in_kernel: bool = False) -> dict[str, Any]:
+def standing(beat: Beat, quiet: float, stacks: str) -> dict[str, Any]:
     """Returns where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks (`None` if unknown), and words.
 
     `quiet` is seconds, `stacks` what it wrote of its threads.
@@ -356,7 +356,6 @@ def standing(beat: Beat, quiet: float, stacks: str, *, in_kernel: bool = False) 
     frames = main_frames(stacks)
     inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
     begun = f", {beat.collectives} collective operations begun" if beat.collectives is not None else ""
-    stuck = " in the kernel (a disk or a GPU that does not answer)" if in_kernel else ""
     return {
         "host": beat.host,
         "quiet": quiet,
@@ -364,7 +363,7 @@ def standing(beat: Beat, quiet: float, stacks: str, *, in_kernel: bool = False) 
         "collectives": beat.collectives,
         "waits": any(COLLECTIVE.search(file) for file, _ in frames) if frames else None,
         "where": beat.where(),
-        "stuck": f"{stuck}{begun}{inner}",
+        "stuck": f"{begun}{inner}",
     }
 
 

@@ -64,7 +64,6 @@ class Heartbeat:
         self.hang_seconds: float | None = None
         self._sender = Sender(os.environ.get(MARK))
         self._parent = os.getppid()
-        self._number = 0
         self._stacks: TextIO | None = None
         self.over = False
         """The training thread has done its work, or failed and says so itself."""
@@ -84,12 +83,11 @@ class Heartbeat:
             roll_call(open_store(launch.timeout_seconds), self.rank, self.host, self.world, launch.timeout_seconds)
 
     def _now(self) -> Beat:
-        self._number += 1
         doing = self.activity
         quiet, limit = time.monotonic() - doing.since, patience(doing.phase, self.hang_seconds, doing.longest_step)
         stands = quiet > max(limit / 2, limit - max(TRACE_SECONDS, TRACE_SHARE * limit))
         return Beat(
-            rank=self.rank, number=self._number, host=self.host, pid=os.getpid(), phase=doing.phase, step=doing.step,
+            rank=self.rank, host=self.host, pid=os.getpid(), phase=doing.phase, step=doing.step,
             micro_step=doing.micro_step, quiet=quiet, limit=limit, collectives=collectives_begun() if stands else None,
         )  # fmt: skip
 

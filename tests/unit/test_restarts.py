@@ -47,7 +47,7 @@ def test_only_after_a_lost_rank(outcome: Outcome) -> None:
 
 
 def beat(rank: int, phase: str, step: int, micro_step: int | None = None) -> Beat:
-    return Beat(rank=rank, number=1, host="here", pid=1, phase=phase, step=step, micro_step=micro_step, quiet=99, limit=1)
+    return Beat(rank=rank, host="here", pid=1, phase=phase, step=step, micro_step=micro_step, quiet=99, limit=1)
 
 
 WAITS = """Thread 0x01 (most recent call first):
