@@ -25,9 +25,8 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.environment import visible_cards
 from sft_play.plan.commands import gpu_facts
-from sft_play.plan.detect import detect
+from sft_play.plan.detect import detect, require_usable
 from sft_play.plan.hardware import Hardware, find_card
-from sft_play.plan.torch_check import require_usable
 from sft_play.runs.origin import git_state
 
 DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "SMALL": ""}

@@ -31,7 +31,7 @@ from sft_play.launch.run_folder import choose_name
 from sft_play.launch.summary import Summary, summary_of
 from sft_play.plan.detect import detect
 from sft_play.plan.plan import command_of
-from sft_play.plan.scaling import parse_price
+from sft_play.plan.show import parse_price
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.schedulers.slurm import queued, write_job

@@ -10,8 +10,8 @@ from typing import Any
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
 from sft_play.errors import HardwareError, UserError
+from sft_play.plan.detect import LACKING_REMEDY, lacking, supports
 from sft_play.plan.hardware import GIB, network_speed
-from sft_play.plan.torch_check import LACKING_REMEDY, lacking, supports
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 from sft_play.text import Finding, plural
 

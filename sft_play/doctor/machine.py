@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from sft_play.errors import HardwareError
-from sft_play.plan import torch_check
-from sft_play.plan.detect import all_hidden, detect, is_wsl, open_nvml, other_gpu
+from sft_play.plan.detect import all_hidden, detect, is_wsl, open_nvml, other_gpu, unusable
 from sft_play.plan.hardware import COMPUTE_MODE_REMEDY, NO_PEER_TO_PEER, Hardware, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, runs_folder
 from sft_play.text import Finding
@@ -81,7 +80,7 @@ def torch_for_gpu() -> Iterator[Finding]:
         yield Finding(id="gpu-blocked", severity="error", text=device.cannot_be_used, remedy=COMPUTE_MODE_REMEDY)
     if not blocked:
         environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        yield from torch_check.unusable(hardware, range(len(hardware.devices)), environment)
+        yield from unusable(hardware, range(len(hardware.devices)), environment)
 
 
 def platform() -> Iterator[Finding]:

@@ -38,13 +38,12 @@ from sft_play.launch.settings import (
 )
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import load_calibration, of_all_nodes
-from sft_play.plan.detect import detect
+from sft_play.plan.detect import detect, require_usable
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
 from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.sources import explained, parse_source, planned
-from sft_play.plan.torch_check import require_usable
 from sft_play.runs.folder import RunFolder, accelerate_default
 from sft_play.runs.prepared import Prepared
 

@@ -21,14 +21,22 @@ from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_earl
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import shape_of
+from sft_play.plan.detect import unasked
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.nodes import devices_of, with_network
 from sft_play.plan.plan import LaunchRequest, Plan, command_of
 from sft_play.plan.request import DoesNotFitError
-from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
-from sft_play.plan.show import misfit_json, show_misfit, show_plan
+from sft_play.plan.show import (
+    misfit_json,
+    parse_price,
+    parse_scale,
+    scale_table,
+    show_misfit,
+    show_plan,
+    show_scale,
+    with_cost,
+)
 from sft_play.plan.sources import hardware_of, needs_several, parse_source, plan_for
-from sft_play.plan.torch_check import unasked
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 
@@ -74,7 +82,7 @@ def _rehearse(call: Call) -> int:
     for problem in unasked(hardware) if plan.device == "cuda" else ():
         print(f"warning: {problem.text}\nhint: {problem.remedy}", file=sys.stderr)
     if call.json:
-        print(json.dumps(plan.to_json() | ({"scale": scale_json(rows)} if counts else {}), indent=2))
+        print(json.dumps(plan.to_json() | ({"scale": rows} if counts else {}), indent=2))
         return 0
     print(show_plan(plan, why=why, details=True))
     if counts:

@@ -22,7 +22,7 @@ from sft_play.errors import DataError, UserError
 from sft_play.files import read_object
 from sft_play.launch.run_folder import FINAL_EVENTS, read_events
 from sft_play.launch.runs import holders
-from sft_play.plan.scaling import parse_price
+from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.progress import energy_kwh
 from sft_play.text import duration, figure, gib, table

@@ -21,11 +21,10 @@ from sft_play.model import quantise
 from sft_play.model.load import first_lines, read_model, tell
 from sft_play.model.resolve import check_trained
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.plan.detect import detect
+from sft_play.plan.detect import detect, unasked
 from sft_play.plan.nodes import devices_for
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.shape import VARLEN
-from sft_play.plan.torch_check import unasked
 from sft_play.runs.checkpoints import kind_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel

@@ -92,7 +92,7 @@ class Calibration:
 
         Among fits of other work the one wins that shares most of `SAME_WORK` and then is nearest in size and threads.
         """
-        same = [fit for fit in self.steps if dict(fit.work) == dict(work)]
+        same = [fit for fit in self.steps if fit.work == work]
         if same:
             return min(same, key=lambda fit: abs(math.log(fit.threads / threads))), True
         if not self.steps:
@@ -104,25 +104,14 @@ class Calibration:
 
         return min(self.steps, key=distance), False
 
-    def with_fit(self, fit: StepFit) -> Calibration:
-        """Return the calibration with `fit` in the place of an older one of the same work and threads."""
-        kept = [one for one in self.steps if (dict(one.work), one.threads) != (dict(fit.work), fit.threads)]
-        return replace(self, steps=(*kept, fit), measured=fit.measured)
-
-    def joined(self, newer: Calibration) -> Calibration:
+    def merge(self, newer: Calibration) -> Calibration:
         """Return `newer` with what only this one has measured."""
-        old = tuple(
-            one
-            for one in self.steps
-            if all((dict(one.work), one.threads) != (dict(fit.work), fit.threads) for fit in newer.steps)
-        )
+        again = [(fit.work, fit.threads) for fit in newer.steps]
         return replace(
-            newer,
-            matmul_flops={**self.matmul_flops, **newer.matmul_flops},
-            bandwidth=newer.bandwidth or self.bandwidth,
+            newer, matmul_flops={**self.matmul_flops, **newer.matmul_flops}, bandwidth=newer.bandwidth or self.bandwidth,
             links={**self.links, **newer.links},
-            steps=(*old, *newer.steps),
-        )
+            steps=(*[fit for fit in self.steps if (fit.work, fit.threads) not in again], *newer.steps),
+        )  # fmt: skip
 
     def save(self) -> Path:
         """Write the file of this device and returns its path. Raise `OSError`."""

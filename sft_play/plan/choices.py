@@ -10,6 +10,7 @@ from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
+from sft_play.plan.groups import for_slices
 from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
 from sft_play.plan.plan import Layout, Precision, Setup, Strategy
@@ -28,7 +29,6 @@ from sft_play.plan.shape import (
     WITHOUT_SDPA,
     ModelShape,
 )
-from sft_play.plan.slices import for_slices
 from sft_play.text import gib
 
 GPU_ONLY_OPTIMIZERS = {

@@ -1,18 +1,26 @@
-"""Looks at this machine (acts): GPUs by NVML, else the CPU. Never imports torch."""
+"""Looks at this machine (acts): GPUs by NVML, else the CPU; and whether torch can use them, asked of a process of its own. Never imports torch."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sft_play.errors import HardwareError
-from sft_play.plan.hardware import GIB, Device, Hardware, cpu_only, cpu_threads, device_of, find_card, ram_bytes
-from sft_play.plan.torch_check import VISIBLE, VISIBLE_REMEDY, gpus_here
+from sft_play.errors import HardwareError, raise_all
+from sft_play.plan.hardware import GIB, Device, Hardware, cpu_only, cpu_threads, find_card, ram_bytes
+from sft_play.runs.origin import torch_version
+from sft_play.text import Finding
+
+if TYPE_CHECKING:
+    from sft_play.plan.hardware import Hardware
 
 NOTHING = ("", "-1", "none", "void", "NoDevFiles")
 """Entries of `CUDA_VISIBLE_DEVICES` that hide GPUs on purpose; the last is Slurm's, for jobs without GPUs."""
@@ -122,7 +130,10 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
             ]
         if not found:
             machine = "no GPU here has it" if name.startswith("MIG-") else gpus_here(count)
-            raise HardwareError(VISIBLE.format(value=text, names=name, machine=machine), hint=VISIBLE_REMEDY)
+            raise HardwareError(
+                f"CUDA_VISIBLE_DEVICES=`{text}` names {name}, but {machine}",
+                hint="unset CUDA_VISIBLE_DEVICES, or name GPUs of `nvidia-smi -L`",
+            )
         if found[0].number in lost:
             raise _no_answer(found[0].number, count, lost[found[0].number])
         shown.setdefault((found[0].number, found[0].mig_uuid), found[0])
@@ -205,13 +216,10 @@ def _device(nvml: Any, gpu: Shown) -> Device:
     name, (total, free), capability = name_of(nvml, gpu), gpu_memory(nvml, gpu), capability_of(nvml, gpu)
     flops = bandwidth = None
     if found := find_card(name.partition(" MIG ")[0]):
-        card = device_of(*found)
-        flops, bandwidth = card.peak_flops, card.bandwidth
+        card = found[1]
+        flops, bandwidth = card.bf16_tflops * 1e12, card.bandwidth_gb_s * 1e9
         if profile := re.search(r" MIG (?:\dc\.)?(\d)g\.", name):  # a slice has so many sevenths, and its share of the memory
-            flops, bandwidth = (
-                found[1].bf16_tflops * 1e12 * int(profile[1]) / 7,
-                found[1].bandwidth_gb_s * 1e9 * total / (found[1].memory_gib * GIB),
-            )
+            flops, bandwidth = flops * int(profile[1]) / 7, bandwidth * total / (card.memory_gib * GIB)
     return Device(
         name=name, memory_bytes=total, free_bytes=free, bf16=capability >= (8, 0), fp8=capability >= (8, 9), compute_capability=capability,
         peak_flops=flops, bandwidth=bandwidth, power_watts=_power_limit(nvml, gpu.handle), number=gpu.number, mig_uuid=gpu.mig_uuid,
@@ -263,3 +271,130 @@ def _power_limit(nvml: Any, handle: Any) -> float | None:
 def text_of(value: Any) -> str:
     """Return what NVML calls something; older bindings answer in bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+TORCH_FACTS = """
+import json, sys, torch
+facts = {"version": torch.__version__, "cuda": torch.version.cuda, "architectures": [], "failures": {}}
+if torch.version.cuda:
+    facts["architectures"] = (torch._C._cuda_getArchFlags() or "").split()
+    for index in range(int(sys.argv[1])):
+        try:
+            torch.ones(1, device=f"cuda:{index}").item()
+        except Exception as error:
+            facts["failures"][index] = str(error).strip().splitlines()[0]
+print(json.dumps(facts))
+"""
+"""One number on each GPU: that is a context, an allocation and a kernel, so what no list of versions tells is found too."""
+ASKING_SECONDS = 180
+OLDEST = {13: "75"}
+"""CUDA's major version -> the oldest compute capability that its compiler still knows."""
+LACKING_REMEDY = "install a torch build for this GPU: a newer one for new cards, an older one for cards that were dropped"
+
+
+def gpus_here(count: int) -> str:
+    """Return how many GPUs a machine has, in words."""
+    return f"this machine has {count} GPU{'' if count == 1 else 's'}"
+
+
+def _fault(name: str, text: str, remedy: str) -> Finding:
+    return Finding(id=name, severity="error", text=text, remedy=remedy)
+
+
+def problems(
+    facts: Mapping[str, Any] | str, devices: Sequence[Device], driver: str | None, driver_cuda: str | None
+) -> list[Finding]:
+    """Return why torch cannot use some of `devices`; `facts` are what `TORCH_FACTS` prints, or the error of importing torch.
+
+    Without `failures` torch was not asked, and versions alone are compared.
+    """
+    if isinstance(facts, str):
+        return [_fault("torch-broken", f"torch cannot be imported: {facts}", "make install")]
+    version, cuda, failures = facts["version"], facts["cuda"], facts.get("failures")
+    if cuda is None:
+        text = f"{gpus_here(len(devices))}, but torch {version} is a build without CUDA: training would use the CPU"
+        remedy = "install torch's CUDA build: remove .venv, unset a CPU-only index in pip's settings, make install"
+        return [_fault("torch-without-cuda", text, remedy)]
+    if failures == {}:
+        return []
+    # Minor versions of CUDA are compatible within a major one.
+    if driver_cuda and number(cuda)[0] > number(driver_cuda)[0]:
+        text = f"torch {version} is built for CUDA {cuda}, driver {driver} is for {driver_cuda}"
+        return [_fault("driver-too-old", text, "update the NVIDIA driver, or install a torch built for an older CUDA")]
+    capabilities = [".".join(map(str, device.compute_capability or ())) for device in devices]
+    built = facts["architectures"] or [f"compute_{OLDEST.get(number(cuda)[0], '00')}"]
+    without = {capability for capability in capabilities if not supports(built, capability)}
+    faults = []
+    for capability in sorted(without):
+        names = ", ".join(sorted({device.name for device, own in zip(devices, capabilities, strict=True) if own == capability}))
+        faults.append(
+            _fault("torch-lacks-architecture", lacking(version, facts["architectures"], names, capability), LACKING_REMEDY)
+        )
+    look = "look at `nvidia-smi`: its processes, compute mode and errors; then restart the machine"
+    faults += [
+        _fault("gpu-unusable", f"torch {version} cannot use GPU {index} ({devices[int(index)].name}): {error}", look)
+        for index, error in (failures or {}).items()
+        if capabilities[int(index)] not in without
+    ]
+    return faults
+
+
+@cache
+def _torch_facts(count: int, environment: tuple[tuple[str, str], ...]) -> dict[str, Any] | str:
+    """Ask the installed torch, once, about the first `count` GPUs; return what `TORCH_FACTS` prints, or the error of importing it."""
+    try:
+        process = subprocess.run(
+            [sys.executable, "-c", TORCH_FACTS, str(count)],
+            capture_output=True, text=True, timeout=ASKING_SECONDS, check=False, env=dict(environment),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it does not answer within {ASKING_SECONDS} s"
+    if process.returncode:
+        return process.stderr.strip().splitlines()[-1] if process.stderr.strip() else f"exit code {process.returncode}"
+    facts: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
+    return facts
+
+
+def unasked(hardware: Hardware) -> list[Finding]:
+    """Return what versions alone tell, without a process: of what is installed here and the driver."""
+    found = torch_version()
+    if found is None or hardware.driver is None:
+        return []
+    facts: dict[str, Any] = {"version": found[0], "cuda": found[1], "architectures": []}
+    return problems(facts, hardware.devices, hardware.driver, hardware.driver_cuda)
+
+
+def unusable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
+    """Ask torch, under the workers' environment, for these GPUs; return all that is wrong."""
+    facts = _torch_facts(len(indices), tuple(sorted(environment.items())))
+    return problems(facts, [hardware.devices[index] for index in indices], hardware.driver, hardware.driver_cuda)
+
+
+def require_usable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> None:
+    """Raise `HardwareError` with all that is wrong with the GPUs that a plan uses."""
+    raise_all([HardwareError(one.text, hint=one.remedy) for one in unusable(hardware, indices, environment)])
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Return a version as numbers that compare."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def supports(architectures: Sequence[str], capability: str) -> bool:
+    """Whether code for `sm_XY` runs on the card: same major version, minor not newer; or PTX of anything not newer."""
+    card = number(capability)
+    for architecture in architectures:
+        kind, _, digits = architecture.partition("_")
+        digits = re.sub(r"\D.*", "", digits)
+        built = (int(digits[:-1]), int(digits[-1]))
+        if kind == "sm" and built[0] == card[0] and built[1] <= card[1]:
+            return True
+        if kind == "compute" and built <= card:
+            return True
+    return False
+
+
+def lacking(torch: str, architectures: Sequence[str], names: str, capability: str) -> str:
+    """Return the words for cards that a torch has no code for."""
+    text = f"torch {torch} has no code for {names} (compute capability {capability})"
+    return f"{text}; it has {', '.join(architectures)}" if architectures else text

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
-from sft_play.plan import choices, nodes, pipeline, remedies, strategies
+from sft_play.plan import choices, groups, nodes, remedies, strategies
 from sft_play.plan.architecture import check_length, label
 from sft_play.plan.batch import Cost, halve, said_aloud
+from sft_play.plan.groups import check_slices, traffic
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
-from sft_play.plan.host_memory import host_bytes, loading_host_bytes
-from sft_play.plan.memory import NF4_BYTES, nf4_experts, rank_memory, trainable_parameters
+from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
 from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
 from sft_play.plan.packing import Division, insisted
@@ -20,7 +20,6 @@ from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, l
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
 from sft_play.plan.shape import ModelShape, adapted, check_targets
 from sft_play.plan.shares import costs_of, divide, tell_unequal
-from sft_play.plan.slices import check_slices, traffic
 from sft_play.plan.throughput import forecast
 from sft_play.text import plural
 
@@ -86,7 +85,7 @@ def _decide(request: Request) -> Plan:
     settled = strategies.settle(request, setup, fitting, _decide, reasons)
     if isinstance(settled, Plan):
         return settled
-    setup, fitting = settled[0], pipeline.filling(request, *settled)
+    setup, fitting = settled[0], groups.filling(request, *settled)
     _check_loading(request, setup)
 
     # How much at a time: micro-batches, micro-steps, packs.
@@ -153,7 +152,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
     )  # fmt: skip
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
     reasons += check_slow_network_keys(config, setup)
-    return replace(setup, stages=pipeline.stages_of(request, setup, reasons))
+    return replace(setup, stages=groups.stages_of(request, setup, reasons))
 
 
 def _checkpointing(request: Request, setup: Setup, reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:

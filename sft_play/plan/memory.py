@@ -40,6 +40,8 @@ OPTIMIZER_BYTES = {
 """State per trained weight (bitsandbytes holds its 32-bit moments in fp32 whatever the weights are; AdEMAMix has three); everything
 else is taken for Adam: two moments in the type of the weights."""
 ADAM_MOMENTS = 2
+AVERAGED_AT_A_TIME = 2**24
+"""Numbers that local steps average by one message, at most, where a parameter is not larger: 64 MiB."""
 MICRO_STEP = ("activations", "recompute", "logits")
 FIRST_RETURNING = 2 / 3
 """Of the gradients that a layer's backward pass holds at a time, those that exist before it lets go of what it saved (traced)."""
@@ -68,11 +70,10 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     states, tokens = states_bytes(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
     moving = _moving(config, shape, setup, tokens)
     if setup.stages:
-        states["buffers"] += (
-            2.0 * (passing + 1) * tokens * shape.hidden_size * setup.width
-        )  # hidden states that came, and that wait to be sent
+        # Hidden states that came, and that wait to be sent.
+        states["buffers"] += 2.0 * (passing + 1) * tokens * shape.hidden_size * setup.width
         moving = {moment: parts | {"activations": parts["activations"] * passing} for moment, parts in moving.items()}
-    if _quantises(config, shape):
+    if _bits(config, shape):
         expanded = _expanded_bytes(config, shape, setup)
         moving = {moment: parts | {"dequantised": expanded} for moment, parts in moving.items()}
     # What a step of the optimizer needs for itself exists when activations do not.
@@ -134,16 +135,11 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
 
 def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Weights, gradients, optimizer and buffers, after sharding."""
-    trained, shards, full = (
-        trainable_parameters(config, shape),
-        setup.world_size // setup.tensor_parallel,
-        config.tuning.mode == "full",
-    )
+    trained, full = trainable_parameters(config, shape), config.tuning.mode == "full"
+    shards = setup.world_size // setup.tensor_parallel
     width = trained_bytes(config, setup)
-    if full:
-        frozen, quant_state = float(shape.vision_parameters * setup.weight_bytes), 0.0
-    else:
-        frozen, quant_state = frozen_bytes(config, shape, setup)
+    vision = float(shape.vision_parameters * setup.weight_bytes)
+    frozen, quant_state = (vision, 0.0) if full else frozen_bytes(config, shape, setup)
     weights, gradients = float(trained * width), float(trained * gradient_bytes(config, setup))
     # DeepSpeed steps fp32 master weights and moments, whatever the weights are.
     step_width = 4 if setup.zero else width
@@ -210,15 +206,6 @@ def gathered_share(setup: Setup) -> float:
     return setup.width / setup.weight_bytes if setup.strategy == "fsdp2" and setup.weights_dtype == "float32" else 1.0
 
 
-def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
-    alone = setup.tensor_parallel
-    whole = states_bytes(
-        config, shape.sliced(alone), replace(setup, world_size=alone, offload_optimizer=False, offload_parameters=False)
-    )
-    return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
-
-
 def nf4_experts(config: Config, shape: ModelShape, strategy: str) -> bool:
     """Whether this model has fused experts and they are quantised."""
     return shape.expert_parameters > 0 and not shape.quantized_bits and quantises_experts(config.tuning, strategy)
@@ -247,7 +234,7 @@ def _expanded_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 def frozen_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:
     """Return bytes of the frozen base and of its quantisation state."""
-    bits, weight = _bits(config, shape) if _quantises(config, shape) else 0, setup.weight_bytes
+    bits, weight = _bits(config, shape), setup.weight_bytes
     if not bits:
         return float(shape.parameters * weight), 0.0
     quantised = quantised_parameters(config, shape, setup.strategy)
@@ -259,16 +246,14 @@ def frozen_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float
 
 
 def _bits(config: Config, shape: ModelShape) -> int:
-    """Return the bits of a quantised weight."""
-    return shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization]
-
-
-def _quantises(config: Config, shape: ModelShape) -> bool:
-    return shape.quantised_parameters > 0 and (config.tuning.mode == "qlora" or bool(shape.quantized_bits))
+    """Return the bits of a quantised weight; 0 where none is quantised."""
+    if not shape.quantised_parameters:
+        return 0
+    return shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization] * (config.tuning.mode == "qlora")
 
 
 def _by_row(setup: Setup) -> bool:
-    """Whether attention is computed one row at a time (`model.kernels` on a CPU)."""
+    # `model.kernels` on a CPU computes attention one row at a time.
     return setup.device == "cpu" and setup.attn_implementation in BY_LENGTHS
 
 
@@ -281,15 +266,13 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
     h, w = shape.hidden_size, setup.width
     ffn = shape.ffn_size * max(1, shape.experts_per_token)
     attention, kv = shape.heads * shape.head_dim, math.lcm(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
-    inputs: float
     norms = shape.norms_per_layer * 4 * h + (4 * (attention + kv) if shape.qk_norm else 0)
-    heads = (
-        w * ((3 if _by_row(setup) else 2) * attention + 2 * kv) + 4 * shape.heads + 8
-    )  # row by row: all rows' outputs in one more
+    outputs = 3 if _by_row(setup) else 2  # row by row: all rows' outputs in one more
+    heads = w * (outputs * attention + 2 * kv) + 4 * shape.heads + 8
     inner = (3 if shape.gated else 2) * w * ffn
     if config.tuning.mode == "full":
-        inputs = shape.norms_per_layer * w * h + 2 * w * h + w * ffn
-        inputs += 10 * h if setup.autocast else 0  # the residual stream is fp32
+        residual = 10 * h if setup.autocast else 0  # it is fp32
+        inputs = float(shape.norms_per_layer * w * h + 2 * w * h + w * ffn + residual)
     else:
         inputs = _adapter_inputs(config, shape, setup)
     return norms + heads + inner + inputs + _mask_bytes(shape, setup, tokens)
@@ -330,7 +313,7 @@ def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
 
     Its autograd function keeps the input as an attribute, which checkpointing's hooks do not see (bitsandbytes 0.50, traced).
     """
-    if not _quantises(config, shape) or _bits(config, shape) != 8:
+    if _bits(config, shape) != 8:
         return 0.0
     maps = shape.linear_maps()
     shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
@@ -354,18 +337,11 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
 
 
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels none.
-
-    An offloaded optimizer is DeepSpeed's own, on the host.
-    """
-    if setup.device != "cuda" or setup.optim != "adamw_torch" or (setup.zero and setup.offload_optimizer):
+    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels none."""
+    if setup.device != "cuda" or setup.optim != "adamw_torch" or (setup.zero and setup.offload_optimizer):  # then on the host
         return 0.0
     shards = setup.world_size // setup.tensor_parallel if setup.strategy not in ("single", "ddp") else 1
     return trainable_parameters(config, shape) * 4 / shards
-
-
-AVERAGED_AT_A_TIME = 2**24
-"""Numbers that local steps average by one message, at most, where a parameter is not larger: 64 MiB."""
 
 
 def slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -> float:
@@ -398,3 +374,25 @@ def logit_bytes(config: Config, shape: ModelShape, setup: Setup, labels: float) 
     logits = setup.loss_chunk * shape.vocab_size * each
     head = shape.vocab_size * shape.hidden_size * (4 + hidden) if config.tuning.mode == "full" else 0
     return min(whole, logits + labels * shape.hidden_size * hidden + head)
+
+
+def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
+    """Return what DeepSpeed keeps in the machine's memory for one rank instead of on its GPU."""
+    if not (setup.offload_optimizer or setup.offload_parameters) or not setup.zero or setup.device != "cuda":
+        return 0
+    whole = states_bytes(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
+    left = states_bytes(config, shape, setup)
+    return int(sum(whole.values()) - sum(left.values()))
+
+
+def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:
+    """Return the bytes of a machine's memory that its processes take while they load, beside files that are mapped.
+
+    Under FSDP2 each process makes what trains fp32 there, or quantises a base there, before it is shared out. Frozen weights in the type
+    of their file stay in the file's pages (2 of 237 MiB, measured with /proc/self/smaps_rollup); other strategies read onto the card.
+    """
+    if setup.device != "cuda" or setup.strategy != "fsdp2" or shape.quantized_bits or config.tuning.mode == "lora":
+        return 0
+    full = config.tuning.mode == "full"
+    weights = 4.0 * shape.parameters if full else sum(frozen_bytes(config, shape, setup))
+    return int(processes * (weights + CONTEXT_BYTES["cpu"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sft_play.config.rules import network_keys
@@ -15,7 +16,14 @@ from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.plan.calibration import Calibration, Link
 from sft_play.plan.hardware import Device, Hardware, rate_in_words
-from sft_play.plan.memory import AVERAGED_AT_A_TIME, gradient_bytes, sent_weights, trainable_parameters, trained_bytes
+from sft_play.plan.memory import (
+    AVERAGED_AT_A_TIME,
+    gathered_share,
+    gradient_bytes,
+    states_bytes,
+    trainable_parameters,
+    trained_bytes,
+)
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
@@ -146,6 +154,13 @@ def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: in
     if setup.strategy not in GATHERING:
         return 0.0
     return gather_seconds(gathering_passes(setup) * sent_weights(config, shape, setup), ranks, link)
+
+
+def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Return the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
+    alone = replace(setup, world_size=setup.tensor_parallel, offload_optimizer=False, offload_parameters=False)
+    whole = states_bytes(config, shape.sliced(setup.tensor_parallel), alone)
+    return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
 
 
 def gathering_passes(setup: Setup) -> int:

@@ -18,7 +18,7 @@ from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Hardware
-from sft_play.plan.host_memory import host_bytes
+from sft_play.plan.memory import host_bytes
 from sft_play.plan.network import GATHERING, gathering_arithmetic, may_quantise, slow_network
 from sft_play.plan.nodes import showing
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, Strategy

@@ -23,7 +23,7 @@ from sft_play.launch.rehearse import Ahead, planned_ahead, require_ours
 from sft_play.launch.run_folder import NAME_PATTERN
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
-from sft_play.plan.host_memory import host_bytes
+from sft_play.plan.memory import host_bytes
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import runs_folder

@@ -338,7 +338,7 @@ def test_every_finding_is_documented_and_provoked() -> None:
     for file in (ROOT / "sft_play" / "doctor").glob("*.py"):
         text = file.read_text(encoding="utf-8")
         ids |= {part.split('"')[1] for part in text.replace('id="', '\x00"').split("\x00")[1:]}
-    ids |= set(re.findall(r'_fault\(\s*"([\w-]+)"', (ROOT / "sft_play/plan/torch_check.py").read_text(encoding="utf-8")))
+    ids |= set(re.findall(r'_fault\(\s*"([\w-]+)"', (ROOT / "sft_play/plan/detect.py").read_text(encoding="utf-8")))
     ids |= {"runs-folder", "cache-folder", "port-29500", "port-6006"}
     documented = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
     assert len(ids) >= 25

@@ -15,8 +15,7 @@ from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import Calibration, Link, StepFit, calibration_path, load_calibration
 from sft_play.plan.hardware import BOARD_WATTS, GIB, Device, Hardware, energy_kwh, parse_hardware
 from sft_play.plan.plan import LaunchRequest, Plan
-from sft_play.plan.scaling import parse_price, parse_scale, scale_table, show_scale, with_cost
-from sft_play.plan.show import beside_forecast, show_speed
+from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_table, show_scale, show_speed, with_cost
 from sft_play.plan.throughput import flops_per_token
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -110,18 +109,18 @@ def table(hardware: str, counts: tuple[int, ...], config: Config, **launch: Any)
 def test_each_row_is_a_plan_of_its_own() -> None:
     config = config_of(LLAMA3, seq=512, global_batch_size=64, max_steps=100)
     rows, text = table("RTX4090@1Gbit", (1, 2, 4, 8), replace(config, tuning=TuningConfig(mode="qlora")))
-    assert [row.count for row in rows] == [1, 2, 4, 8] and rows[0].efficiency == 1.0 and rows[0].communication_share == 0
-    shares, efficiencies = [row.communication_share for row in rows], [row.efficiency for row in rows]
+    assert [row["count"] for row in rows] == [1, 2, 4, 8] and rows[0]["efficiency"] == 1.0 and rows[0]["communication_share"] == 0
+    shares, efficiencies = [row["communication_share"] for row in rows], [row["efficiency"] for row in rows]
     assert shares == sorted(shares) and efficiencies == sorted(efficiencies, reverse=True)
-    assert rows[3].cost == pytest.approx(2.0 * 8 * rows[3].total_seconds / 3600) and rows[3].strategy == "ddp"
+    assert rows[3]["cost"] == pytest.approx(2.0 * 8 * rows[3]["total_seconds"] / 3600) and rows[3]["strategy"] == "ddp"
     own = plan_of("4xRTX4090@1Gbit", replace(config, tuning=TuningConfig(mode="qlora")))
-    assert rows[2].tokens_per_second == pytest.approx(own.tokens_per_second)
+    assert rows[2]["tokens_per_second"] == pytest.approx(own.tokens_per_second)
     assert "GPUs" in text and "efficiency" in text and "cost" in text and text.count("\n") == 5
 
 
 def test_a_number_that_does_not_work_says_why() -> None:
     rows, text = table("24GB", (1, 2), config_of(LLAMA3, "full", seq=2048))
-    assert all(row.problem for row in rows) and "does not work: not even one row" in text
+    assert all(row["problem"] for row in rows) and "does not work: not even one row" in text
 
 
 def test_a_speed_far_from_the_forecast_has_a_cause(tmp_path: Path) -> None:
