@@ -31,7 +31,7 @@ def start(world: int, *words: str) -> None:
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
     """Returns every state of every parameter, put together."""
-    shelf = Shelf(folder, read_facts(folder).files)
+    shelf = Shelf(folder, range(read_facts(folder).files))
     found = {}
     for name, shape in SHAPES.items():
         assert sorted(shelf.states(name)) == ["exp_avg", "exp_avg_sq", "master", "step"]

@@ -43,7 +43,7 @@ def write_checkpoint(folder: Path, values: torch.Tensor, cuts: list[tuple[int, i
 def test_files_of_one_world_fill_the_ranges_of_another(worlds: tuple[int, int], tmp_path: Path) -> None:
     values = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
     write_checkpoint(tmp_path, values, [partition(77, rank, worlds[0])[:2] for rank in range(worlds[0])])
-    shelf = Shelf(tmp_path, worlds[0])
+    shelf = Shelf(tmp_path, range(worlds[0]))
     found = []
     for rank in range(worlds[1]):
         start, end, _ = partition(77, rank, worlds[1])

@@ -40,7 +40,7 @@ from sft_play.training.states.facts import (
     set_scaler,
     set_scheduler,
 )
-from sft_play.training.states.files import INDEX, Kind, Piece, Shelf, dtype_of, write_tensors
+from sft_play.training.states.files import INDEX, Kind, Piece, Shelf, write_tensors
 from sft_play.training.states.layout import Bundle, Layout, Share, layout_of, whole_shape
 from sft_play.training.states.per_rank import EXTRA, VALUES, facts_of, restore_exchange, sources_of, take_exchange
 
@@ -266,7 +266,7 @@ def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpo
             place=str(checkpoint),
             hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",
         )
-    shelf = Shelf(checkpoint, facts.files)
+    shelf = Shelf(checkpoint, range(facts.files))
     sources = sources_of(context, exchange, checkpoint, facts, shelf)
     ties: Mapping[str, str] = getattr(trainer.model, "all_tied_weights_keys", None) or {}
     with torch.no_grad():
@@ -316,14 +316,14 @@ def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Se
             _fill(share, target, partial(shelf.fill, parameter=share.name, state=state))
             continue
         aliases = [share.name, *(name for name, source in ties.items() if source == share.name), ties.get(share.name, share.name)]
-        name = next((one for one in aliases if one in shelf.weights), None)
-        if name is None:
+        pieces = next(filter(None, map(shelf.weight, aliases)), [])
+        if not pieces or pieces[0].shape != share.shape:
             raise CheckpointError(
-                f"the checkpoint has no values of `{share.name}`, which this run trains",
+                f"the checkpoint has no values of `{share.name}`, which this run trains, in the shape {list(share.shape)}",
                 place=str(shelf.checkpoint),
                 hint="the tuning mode, the adapter or the model has changed; start a new run",
             )
-        _fill(share, target, partial(shelf.weights.fill, name=name, shape=share.shape))
+        _fill(share, target, partial(shelf.fill_from, pieces, what=f"`{share.name}`"))
 
 
 ROWS_AT_ONCE = 1024
@@ -362,7 +362,7 @@ def _states(shelf: Shelf, bundle: Bundle, optimizer: Any, own_file: str) -> dict
 def _state(shelf: Shelf, bundle: Bundle, name: str, label: str, optimizer: Any, own_file: str) -> Tensor:
     piece = shelf.pieces(label, name)[0]
     if piece.kind in ("slice", "columns"):
-        target = torch.zeros(bundle.local.numel(), dtype=dtype_of(piece), device=bundle.local.device)
+        target = torch.zeros(bundle.local.numel(), dtype=getattr(torch, piece.dtype), device=bundle.local.device)
         for share in bundle.shares:
             part = target[share.offset : share.offset + share.elements]
             _fill(share, part, partial(shelf.fill, parameter=share.name, state=name))

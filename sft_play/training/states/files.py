@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -47,29 +49,16 @@ class Piece:
 
     @staticmethod
     def read(facts: Mapping[str, Any], file: str) -> Piece:
-        """The opposite of `facts`. Raises `CheckpointError` for what is no piece."""
-        try:
-            return Piece(**{**facts, "shape": tuple(facts["shape"]), "file": file})
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"the index of `{file}` is not one of ours: {error}") from error
+        """The opposite of `facts`."""
+        return Piece(**{**facts, "shape": tuple(facts["shape"]), "file": file})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Read:
-    """Elements `[begin, end)` of a piece's own tensor, and where they go, counted from the start of what is wanted."""
+def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> Iterator[tuple[Piece, int, int, int]]:
+    """Yields how to fill the elements `[start, end)` from `pieces`, which may overlap.
 
-    piece: Piece
-    begin: int
-    end: int
-    into: int
-
-
-def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> list[Read]:
-    """Returns how to fill the elements `[start, end)` from `pieces`, which may overlap.
-
-    Raises `CheckpointError` where an element stands in no piece; `what` names the state for the message.
+    Each part is (piece, first and end of its own elements, where they go counted from `start`). Raises `CheckpointError` where an element
+    is in no piece; `what` names the state for the message.
     """
-    found: list[Read] = []
     position = start
     for piece in sorted(pieces, key=lambda one: (one.start, -one.end)):
         if piece.end <= position or piece.start >= end:
@@ -77,14 +66,13 @@ def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> list[Read
         if piece.start > position:
             break
         until = min(end, piece.end)
-        found.append(Read(piece=piece, begin=position - piece.start, end=until - piece.start, into=position - start))
+        yield piece, position - piece.start, until - piece.start, position - start
         position = until
     if position < end:
         raise CheckpointError(
             f"the checkpoint lacks elements {position} to {end} of {what}",
             hint="its files do not belong together; take an earlier one",
         )
-    return found
 
 
 def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: int) -> list[tuple[int, int, int, int]]:
@@ -107,45 +95,32 @@ def partition(numel: int, rank: int, world: int) -> tuple[int, int, int]:
     return min(rank * size, numel), min((rank + 1) * size, numel), size
 
 
+NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 INDEX = "index"
 """Metadata key of a state file: JSON with its pieces and with the values that are no tensors."""
 
 
 class Shelf:
-    """All optimizer pieces of a checkpoint, whoever wrote them."""
+    """What a checkpoint holds of parameters: pieces of states, whoever wrote them, and complete weights."""
 
-    def __init__(self, checkpoint: Path, files: int, *, only: Path | None = None) -> None:
-        """`files`: how many ranks wrote one; `only`: one file alone instead, wherever it is.
-
-        Raises `CheckpointError` for a file that is missing or not ours.
-        """
+    def __init__(self, checkpoint: Path, ranks: Iterable[int]) -> None:
+        """`ranks`: whose files of pieces are taken. Raises `CheckpointError` for a file that is missing or not ours."""
         self.checkpoint = checkpoint
-        self.weights = _Weights(checkpoint)
         self._open: dict[str, Any] = {}
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
-        self._states: dict[str, list[str]] = {}
+        self._pieces: dict[str, dict[str, list[Piece]]] = {}
         self._values: dict[str, dict[str, Any]] = {}
-        for path in [only] if only else [checkpoint / optimizer_file(rank) for rank in range(files)]:
-            self._index(path)
-
-    def _index(self, path: Path) -> None:
-        name = path.name
-        with readable(path):
-            file: Any = safe_open(path, framework="pt", device="cpu")
-            self._open[name] = file
-            index = json.loads((file.metadata() or {})[INDEX])
-        for facts in index["pieces"]:
-            piece = Piece.read(facts, name)
-            self._pieces.setdefault((piece.parameter, piece.state), []).append(piece)
-            states = self._states.setdefault(piece.parameter, [])
-            if piece.state not in states:
-                states.append(piece.state)
-        for parameter, values in index["values"].items():
-            self._values.setdefault(parameter, {}).update(values)
+        for name in map(optimizer_file, ranks):
+            with readable(checkpoint / name):
+                index = json.loads(self._file(name).metadata()[INDEX])
+            for facts in index["pieces"]:
+                piece = Piece.read(facts, name)
+                self._pieces.setdefault(piece.parameter, {}).setdefault(piece.state, []).append(piece)
+            for parameter, values in index["values"].items():
+                self._values.setdefault(parameter, {}).update(values)
 
     def states(self, parameter: str) -> list[str]:
         """Returns the names of a parameter's states that are tensors, in the order in which the optimizer made them."""
-        return self._states.get(parameter, [])
+        return list(self._pieces.get(parameter, ()))
 
     def values(self, parameter: str) -> dict[str, Any]:
         """Returns a parameter's states that are no tensors."""
@@ -153,73 +128,72 @@ class Shelf:
 
     def pieces(self, parameter: str, state: str) -> list[Piece]:
         """Returns the pieces of one state."""
-        return self._pieces.get((parameter, state), [])
+        return self._pieces.get(parameter, {}).get(state, [])
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, str]:
+        """Name of a weight -> the file of the model that holds it."""
+        index, alone = self.checkpoint / "model.safetensors.index.json", "model.safetensors"
+        if index.is_file():
+            return dict(read_json(index)["weight_map"])
+        return dict.fromkeys(self._file(alone).keys(), alone) if (self.checkpoint / alone).is_file() else {}
+
+    def weight(self, name: str) -> list[Piece]:
+        """Returns a weight in the model's own files as the only piece of its values; nothing where there is none of this name."""
+        file = self._weights.get(name)
+        if file is None:
+            return []
+        with readable(self.checkpoint / file):
+            shape = tuple(self._file(file).get_slice(name).get_shape())
+        whole = math.prod(shape)
+        return [
+            Piece(key=name, parameter=name, state="weight", kind="slice", start=0, end=whole, shape=shape, dtype="", file=file)
+        ]
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
         """Writes elements `[start, end)` of a state into `target`. Raises `CheckpointError` where one is missing."""
-        pieces, what = self.pieces(parameter, state), f"`{state}` of `{parameter}`"
-        if pieces and pieces[0].kind == "columns":
-            self._fill_rows(target, pieces, start, end, what)
-            return
-        for read in reads(start, end, pieces, what):
-            with readable(self.checkpoint / read.piece.file):
-                part = self._open[read.piece.file].get_slice(read.piece.key)[read.begin : read.end]
-            target[read.into : read.into + read.end - read.begin].copy_(part)
+        self.fill_from(self.pieces(parameter, state), target, start, end, f"`{state}` of `{parameter}`")
 
-    def _fill_rows(self, target: Tensor, pieces: list[Piece], start: int, end: int, what: str) -> None:
-        """Puts columns side by side, for the rows that the range touches."""
+    def fill_from(self, pieces: list[Piece], target: Tensor, start: int, end: int, what: str) -> None:
+        """As `fill`, from `pieces` of one state; `what` names it."""
+        if not pieces or pieces[0].kind != "columns":
+            for piece, first, last, into in reads(start, end, pieces, what):
+                target[into : into + last - first].copy_(self._elements(piece, first, last))
+            return
         width = math.prod(pieces[0].shape[1:])
-        first, last = start // width, -(-end // width)
-        block = torch.empty(last - first, width, dtype=target.dtype)
-        for read in reads(0, width, pieces, f"the columns of {what}"):
-            with readable(self.checkpoint / read.piece.file):
-                part = self._open[read.piece.file].get_slice(read.piece.key)[first:last]
-            block[:, read.into : read.into + read.end - read.begin].copy_(part[:, read.begin : read.end])
-        target.copy_(block.view(-1)[start - first * width : end - first * width])
+        top, bottom = start // width, -(-end // width)
+        block = torch.empty(bottom - top, width, dtype=target.dtype)
+        for piece, first, last, into in reads(0, width, pieces, f"the columns of {what}"):
+            rows = self._rows(piece, top, bottom)
+            block[:, into : into + last - first].copy_(rows[:, first:last])
+        target.copy_(block.view(-1)[start - top * width : end - top * width])
+
+    def _elements(self, piece: Piece, start: int, end: int) -> Tensor:
+        """Returns elements of a piece's own tensor; only the rows that they are in are read."""
+        with readable(self.checkpoint / piece.file):
+            shape = self._file(piece.file).get_slice(piece.key).get_shape()
+        if not shape:
+            return self.whole(piece).reshape(1)
+        width = max(math.prod(shape[1:]), 1)
+        first = start // width
+        return self._rows(piece, first, -(-end // width)).reshape(-1)[start - first * width : end - first * width]
+
+    def _rows(self, piece: Piece, start: int, end: int) -> Tensor:
+        with readable(self.checkpoint / piece.file):
+            found: Tensor = self._file(piece.file).get_slice(piece.key)[start:end]
+        return found
 
     def whole(self, piece: Piece) -> Tensor:
         """Returns a piece's own tensor."""
         with readable(self.checkpoint / piece.file):
-            found: Tensor = self._open[piece.file].get_tensor(piece.key)
+            found: Tensor = self._file(piece.file).get_tensor(piece.key)
         return found
 
-
-class _Weights:
-    """The weights of a checkpoint, `model.safetensors` or its shards, by the names that stand in them."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self._files: dict[str, Any] = {}
-        self._open: dict[str, Any] = {}
-        index = checkpoint / "model.safetensors.index.json"
-        if index.is_file():
-            self._files = dict(read_json(index)["weight_map"])
-        elif (checkpoint / "model.safetensors").is_file():
-            self._files = dict.fromkeys(self._opened("model.safetensors").keys(), "model.safetensors")
-
-    def _opened(self, name: str) -> Any:
+    def _file(self, name: str) -> Any:
         if name not in self._open:
             with readable(self.checkpoint / name):
                 self._open[name] = safe_open(self.checkpoint / name, framework="pt", device="cpu")
         return self._open[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def fill(self, target: Tensor, name: str, shape: tuple[int, ...], start: int, end: int) -> None:
-        """Writes elements `[start, end)` of a weight into `target`. Raises `CheckpointError` for another shape."""
-        file = self._opened(self._files[name])
-        with readable(self.checkpoint / self._files[name]):
-            part = file.get_slice(name)
-            if tuple(part.get_shape()) != shape:
-                raise CheckpointError(f"`{name}` has the shape {part.get_shape()}, and the model has {list(shape)}")
-            if not shape:
-                target.copy_(file.get_tensor(name).reshape(1))
-                return
-            width = max(math.prod(shape[1:]), 1)
-            first = start // width
-            rows = part[first : -(-end // width)].reshape(-1)
-        target.copy_(rows[start - first * width : end - first * width])
 
 
 @contextlib.contextmanager
@@ -227,23 +201,8 @@ def readable(path: Path) -> Iterator[None]:
     """Turns a file that cannot be read into a `CheckpointError` with its place."""
     try:
         yield
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint") from error
-
-
-def dtype_of(piece: Piece) -> torch.dtype:
-    """Returns the type of a piece's numbers."""
-    found = getattr(torch, piece.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"the type `{piece.dtype}` of `{piece.state}` is unknown", place=piece.file)
-    return found
-
-
-NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32",
-    torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

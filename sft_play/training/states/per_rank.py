@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from sft_play.runs.manifest import StatesFacts, optimizer_file
+from sft_play.runs.manifest import StatesFacts
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import ANCHOR, AVERAGE, BASIS, ERROR, MOMENTUM, Exchange, LocalSteps, PowerSgd
 from sft_play.training.states.files import Kind, Shelf
@@ -60,8 +60,7 @@ class MeanShelf(Shelf):
 
     def __init__(self, shelves: Sequence[Shelf]) -> None:
         self.shelves, first = tuple(shelves), shelves[0]
-        self.checkpoint, self.weights, self._open = first.checkpoint, first.weights, first._open
-        self._pieces, self._states, self._values = first._pieces, first._states, first._values
+        self.checkpoint, self._open, self._pieces, self._values = first.checkpoint, first._open, first._pieces, first._values
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
         """As `Shelf.fill`, with the mean over those ranks that have the state."""
@@ -91,20 +90,19 @@ class Sources:
 
 
 def sources_of(context: TrainContext, exchange: Exchange, checkpoint: Path, facts: StatesFacts, shelf: Shelf) -> Sources:
-    """Returns the sources; `shelf` is what rank 0 wrote. Collective where ranks have own states.
+    """Returns the sources; `shelf` is what rank 0 wrote.
 
     A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then begin with the
     average's weights.
     """
     if facts.own is None:
         return Sources(values=shelf, order=VALUES, states=shelf, errors=shelf, alike=True)
-    mine: Shelf | None = None
-    if facts.own["world"] == context.ranks.world and exchange is not None:
-        name = optimizer_file(context.ranks.rank)
-        mine = Shelf(checkpoint, 0, only=checkpoint / name) if (checkpoint / name).is_file() else None
-    alike = not context.ranks.any(mine is None)
-    found = [path for rank in range(facts.own["world"]) if (path := checkpoint / optimizer_file(rank)).is_file()]
-    own = mine or MeanShelf([Shelf(checkpoint, 0, only=path) for path in found])
+    alike = facts.own["world"] == context.ranks.world and exchange is not None
+    own = (
+        Shelf(checkpoint, [context.ranks.rank])
+        if alike
+        else MeanShelf([Shelf(checkpoint, [one]) for one in range(facts.own["world"])])
+    )
     different = facts.own["window"] > 0 and alike
     return Sources(
         values=own if different else shelf,
