@@ -33,7 +33,7 @@ threads on two busy cores). 1,000 is what libgomp itself takes where threads out
 
 COMMANDS: dict[str, Command] = {
     "quickstart": Command("sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH),
-    "config": Command("sft_play.config.reference:show", "the resolved configuration, each key with its origin", COMMON | {"RUN"}),
+    "config": Command("sft_play.config.call:show", "the resolved configuration, each key with its origin", COMMON | {"RUN"}),
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
@@ -157,7 +157,7 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "report": Command(
-        "sft_play.report.command:main", "one HTML file with everything that a RUN left", RUN | {"OUT"}, overrides=False
+        "sft_play.report.page:main", "one HTML file with everything that a RUN left", RUN | {"OUT"}, overrides=False
     ),
     "card": Command("sft_play.report.card:main", "the hub's model card of a RUN", RUN | {"CHECKPOINT", "OUT"}, overrides=False),
     "push": Command(
@@ -265,9 +265,9 @@ def _run(arguments: list[str]) -> int:
     try:
         from sft_play.config.command_line import parse_call
         from sft_play.launch.process import console_may_go, ended_by_signals
-        from sft_play.runs import origin
+        from sft_play.runs.folder import forget_consent, give_consent
 
-        origin.forget_consent()
+        forget_consent()
         if arguments == ["--version"]:
             print(f"sft-play {importlib.metadata.version('sft-play')}")
             return 0
@@ -277,7 +277,7 @@ def _run(arguments: list[str]) -> int:
             return show_command(arguments[0])
         call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)
         if call.trusts_code:
-            origin.give_consent("model")
+            give_consent("model")
         module, function = COMMANDS[call.command].target.split(":")
         with contextlib.ExitStack() as stack:
             if "RUN_NAME" in COMMANDS[call.command].options:  # a training
@@ -314,7 +314,7 @@ def show_help(_: object) -> int:
 
 def show_command(name: str) -> int:
     """Prints what a command does and the variables that it takes."""
-    from sft_play.config.reference import command_help
+    from sft_play.config.call import command_help
 
     print(command_help(name, COMMANDS[name]))
     return 0

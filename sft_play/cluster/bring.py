@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import sft_play
-from sft_play.bars import bar
 from sft_play.cluster.hosts import ask, mark_in
 from sft_play.cluster.inventory import Host, plain_path
 from sft_play.cluster.probe import Facts, hub_folder
@@ -27,6 +26,7 @@ from sft_play.files import text_sha256
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder, cache_folder, require_plain, runs_folder
 from sft_play.runs.prepared import Prepared
+from sft_play.text import bar
 
 if TYPE_CHECKING:
     from sft_play.config.schema import Config

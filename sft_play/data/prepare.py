@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sft_play.bars import bar
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.chat import template_sha256
@@ -29,6 +28,7 @@ from sft_play.files import text_sha256
 from sft_play.launch.process import raise_what_was_heard
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import HUB, Prepared, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
+from sft_play.text import bar
 
 if TYPE_CHECKING:
     from sft_play.data.store import SplitWriter

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from torch.distributed.fsdp import FSDPModule
 
-from sft_play.bars import Show
 from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.errors import DataError
@@ -24,6 +23,7 @@ from sft_play.evaluation.answering import Answer, AnswerSettings, answer_batch, 
 from sft_play.evaluation.results import GenerationResult, Prediction
 from sft_play.evaluation.scores import DEFAULT_METRICS, ROUGE, Interval, Scored, score_answers, without_words
 from sft_play.plan.shape import VARLEN
+from sft_play.text import Show
 from sft_play.training.ranks import Ranks
 from sft_play.training.stopping import StopOnRequest
 

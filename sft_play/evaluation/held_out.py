@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from sft_play.bars import bar
 from sft_play.config.schema import Config
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
@@ -28,6 +27,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
+from sft_play.text import bar
 from sft_play.training.guards import Holdings
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.ranks import Ranks, TrainContext

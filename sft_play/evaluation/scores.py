@@ -22,8 +22,7 @@ import numpy as np
 from sft_play.config.metrics import LIBRARY, OF_ANSWERS, library_parts, short_name
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
-from sft_play.runs.folder import LEAST_ROWS
-from sft_play.runs.origin import may_run
+from sft_play.runs.folder import LEAST_ROWS, may_run
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 DEFAULT_METRICS = ROUGE

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from sft_play.config.call import flatten
 from sft_play.config.load import LoadedConfig
 from sft_play.config.reader import record_of
-from sft_play.config.reference import flatten
 from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError
 from sft_play.files import text_sha256
 from sft_play.plan.calibration import Calibration

@@ -338,7 +338,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
 def _write_report(run: RunFolder) -> None:
     """Writes the page of a run that has made a step. A page that cannot be made is no failure of the run."""
     if run.metrics.is_file() and run.stamp.is_file():
-        from sft_play.report.command import write_report
+        from sft_play.report.page import write_report
 
         try:
             write_report(run)

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.call import Call
+from sft_play.config.call import Call, flatten
 from sft_play.config.layers import Override
 from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_config
-from sft_play.config.reference import flatten
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes

@@ -14,9 +14,8 @@ from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, made_once, read_json, text_sha256
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
 from sft_play.plan.architecture import hub_reachable, in_mxfp4
-from sft_play.runs.folder import cache_folder, require_plain
+from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
-from sft_play.runs.origin import may_run
 from sft_play.runs.prepared import ResolvedModel
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]

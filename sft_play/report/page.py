@@ -1,19 +1,224 @@
-"""The page's files put together: for the server by reference, for a report with everything inside."""
+"""`make report RUN=`: what a run's folder holds as one record, and the page that shows it: alone, or asking the server of `make ui`.
+
+A file that is torn, missing or huge never fails it.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from sft_play.files import finite
+from sft_play.config.call import Call
+from sft_play.config.metrics import label_of_metric
+from sft_play.errors import UserError
+from sft_play.files import finite, read_json_lines, read_object, write_text
+from sft_play.launch.run_folder import find_run, read_events
+from sft_play.launch.summary import short_path, summary_of
+from sft_play.plan.plan import command_of
+from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_predictions, read_scores
+from sft_play.runs.progress import findings
 
+POINTS = 1_500
+"""Points of a curve at most: of each stretch the lowest and the highest loss stay, so that no spike is lost."""
+SAMPLES = 40
+LETTERS = 4_000
+"""Of a prompt or answer."""
+LOG_BYTES = 24_000
+"""From the end of each rank's log."""
+LOGS = 16
+TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
 SCRIPTS = ("uPlot.iife.min.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def main(call: Call) -> int:
+    """Writes `report.html` into the run's folder, or `OUT`."""
+    if not call.options.get("RUN"):
+        raise UserError("`make report` needs `RUN=name-or-folder`", hint="`make runs` lists the runs")
+    run = find_run(call.options["RUN"])
+    path = write_report(run, Path(call.options["OUT"]) if call.options.get("OUT") else None)
+    print(json.dumps({"run": str(run.path), "report": str(path)}) if call.json else f"report: {path}")
+    return 0
+
+
+def write_report(run: RunFolder, path: Path | None = None) -> Path:
+    """Writes a run's report and returns where. Raises `OSError`."""
+    path = path or run.report
+    write_text(path, page_html(record_of(run)))
+    return path
+
+
+def record_of(run: RunFolder) -> dict[str, Any]:
+    """Returns everything that the page shows of a run."""
+    config, rows, spikes = read_object(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
+    steps = sorted(run.path.glob("eval/step-*"))
+    scores = [
+        (int(folder.name[5:]), folder, found) for folder in steps if folder.name[5:].isdigit() and (found := read_scores(folder))
+    ]
+    return {
+        "summary": summary_of(run).cells(),
+        "config": [
+            {"key": key, "value": value, "origin": short_path(str(config.get("origins", {}).get(key, "")))}
+            for key, value in _flat(config.get("config", {}))
+        ],
+        "plan": read_object(run.plan),
+        "prepared": _prepared(read_object(run.prepared)),
+        "stamp": read_object(run.stamp),
+        "final": read_object(run.training_metrics),
+        "curves": curves_of(rows),
+        "findings": [asdict(one) for one in findings(rows, spikes)],
+        "events": read_events(run),
+        "spikes": spikes,
+        "evaluations": [
+            {
+                "step": step,
+                "loss": found.get("loss"),
+                "scores": {label_of_metric(name): value for name, value in metrics_of(found).items()},
+            }
+            for step, _, found in scores
+        ],
+        "samples": samples_of([(step, folder) for step, folder, _ in scores]),
+        "checkpoints": sorted(
+            folder.name for folder in run.path.glob("checkpoints/step-*") if (folder / "manifest.json").is_file()
+        ),
+        "logs": {path.stem: _tail(path) for path in _logs(run)},
+        "repeat": _repeat(run),
+    }
+
+
+def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the columns of metrics: `train` and `eval`, each with `step` and one list for every figure.
+
+    A figure of each rank (`rank_loss`) or node is a list of lists, one for each rank.
+    """
+    return {kind: _columns(thinned([row for row in rows if row.get("kind") == kind])) for kind in ("train", "eval")}
+
+
+def thinned(rows: Sequence[Mapping[str, Any]], most: int = POINTS) -> list[Mapping[str, Any]]:
+    """Returns at most `most` rows: the lowest and the highest loss of each stretch, the first row and the last."""
+    if len(rows) <= most:
+        return list(rows)
+    kept = {0, len(rows) - 1}
+    stretch = len(rows) / ((most - 2) // 2)
+    for part in range((most - 2) // 2):
+        indices = range(int(part * stretch), int((part + 1) * stretch))
+        kept |= {min(indices, key=lambda i: _loss(rows[i])), max(indices, key=lambda i: _loss(rows[i]))}
+    return [rows[index] for index in sorted(kept)]
+
+
+def _loss(row: Mapping[str, Any]) -> float:
+    value = row.get("loss", row.get("eval_loss"))
+    return value if isinstance(value, (int, float)) else math.inf
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in TRAIN_FACTS]
+    found: dict[str, Any] = {"step": [row["step"] for row in rows]}
+    for key in keys:
+        values = [row.get(key) for row in rows]
+        ranks = max((len(value) for value in values if isinstance(value, list)), default=0)
+        if ranks:
+            found[key] = [
+                [value[r] if isinstance(value, list) and r < len(value) else None for value in values] for r in range(ranks)
+            ]
+        elif all(value is None or isinstance(value, (int, float)) for value in values):
+            found[key] = values
+    return found
+
+
+def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
+    """Returns some answers of the last evaluation, with those of the first and the middle ones to the same prompts."""
+    if not evaluations:
+        return []
+    shown = {0, len(evaluations) // 2, len(evaluations) - 1}
+    answers: dict[int, dict[int, str]] = {}
+    for index in sorted(shown):
+        step, folder = evaluations[index]
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            answers[step] = {row["row"]: str(row["answer"])[:LETTERS] for row in read_predictions(folder)}
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return [
+            {
+                "row": row["row"],
+                "prompt": str(row["prompt"])[:LETTERS],
+                "reference": str(row.get("reference") or "")[:LETTERS],
+                "scores": row.get("scores", {}),
+                "answers": {step: found[row["row"]] for step, found in answers.items() if row["row"] in found},
+            }
+            for row in read_predictions(evaluations[-1][1])[:SAMPLES]
+        ]
+    return []
+
+
+def _repeat(run: RunFolder) -> str:
+    """Returns the command that makes the same run again."""
+    plan = read_object(run.plan)
+    command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
+    count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
+    return f"make {command} CONFIG={short_path(str(run.config))}{count} RUN_NAME={run.name}-again"
+
+
+def _prepared(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model's name and the counts of each split."""
+    splits = {}
+    for name in ("train", "validation"):
+        split = found.get(name)
+        if isinstance(split, dict):
+            counts = read_object(Path(str(split.get("path", ""))) / "manifest.json")
+            sources = counts.get("sources", []) if isinstance(counts.get("sources"), list) else []
+            splits[name] = {
+                **{key: split.get(key) for key in ("rows", "tokens", "label_tokens", "longest", "median")},
+                "sources": [
+                    {key: source.get(key) for key in ("name", "rows_read", "kept", "dropped", "duplicates", "cut", "tokens")}
+                    | {"name": short_path(str(source.get("name", "")))}
+                    for source in sources
+                    if isinstance(source, dict)
+                ],
+            }
+    model = found.get("model")
+    return {"model": short_path(str(model.get("name", ""))) if isinstance(model, dict) else "", "splits": splits}
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        name = f"{prefix}{key}"
+        if isinstance(inner, dict) and inner and not prefix.count("."):
+            yield from _flat(inner, f"{name}.")
+        else:
+            yield name, inner
+
+
+def _logs(run: RunFolder) -> list[Path]:
+    ranks = sorted((path for path in run.logs.glob("rank*.log") if path.stem[4:].isdigit()), key=lambda path: int(path.stem[4:]))
+    return [*ranks[:LOGS], *(path for path in [run.logs / "launcher.log"] if path.is_file())]
+
+
+def _tail(path: Path) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - LOG_BYTES))
+        text = stream.read().decode("utf-8", "replace")
+        return text if size <= LOG_BYTES else text.partition("\n")[2]
+    return ""
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        return read_json_lines(path)
+    return []
+
+
+# The page: for the server by reference, for a report with everything inside.
 
 
 @cache

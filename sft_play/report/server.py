@@ -24,8 +24,7 @@ from sft_play.evaluation.compare import compare, read_sides
 from sft_play.files import finite
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.summary import summary_of
-from sft_play.report.page import PAGE_POLICY, page_files, page_html
-from sft_play.report.record import record_of
+from sft_play.report.page import PAGE_POLICY, page_files, page_html, record_of
 from sft_play.runs.folder import RunFolder, runs_folder
 
 DEFAULT_PORT = 8600

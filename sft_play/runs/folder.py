@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
@@ -10,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import read_json_lines, read_object
+from sft_play.files import read_json_lines, read_object, text_sha256, write_text
 
 OWN = "SFT_PLAY_OWN_FOLDER"
 """Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
@@ -196,6 +197,62 @@ def _in_hub_cache(base: Path, target: Path) -> bool:
     return any(
         folder.name == "snapshots" and target.parent == folder.parent / "blobs" for folder in (base, *base.parents)
     )  # fmt: skip
+
+
+# Whose code may run: a model's or a metric's, only where this user says so, never because a run's folder does.
+#
+# A run can be a copy of somebody else's, and its `config.json` says what its author wished. So consent comes from the words of this
+# command and from the user's own YAML; it is kept outside of all runs, for exactly the code that it was given for.
+
+
+What = Literal["model", "metrics"]
+CONSENT = "SFT_PLAY_CONSENT"
+"""Tells the processes that a command starts what its user said; a command forgets what its own environment says."""
+
+
+def forget_consent() -> None:
+    """Forgets what the environment says: it may be that of an image or a profile, and would hold for every model."""
+    os.environ.pop(CONSENT, None)
+
+
+def give_consent(*what: What) -> None:
+    """Notes for this command's processes what code the user lets run."""
+    os.environ[CONSENT] = ",".join(sorted({*what, *_said()}))
+
+
+def may_run(code: Path | str, what: What) -> bool:
+    """Whether the code of a folder or file (or a metric of the hub, by its name) may run: the user says so now, or said so before of the same code.
+
+    What is said now never holds for code in a run's folder: that must be the code of a base that was consented to.
+    """
+    mark = cache_folder() / "consent" / _digest(code)
+    if what in _said() and not (isinstance(code, Path) and in_run(code)):
+        if not mark.is_file():
+            write_text(mark, f"{code}\n")
+        return True
+    return mark.is_file()
+
+
+def in_run(path: Path) -> bool:
+    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp."""
+    path = path.resolve()
+    return any((folder / "stamp.json").exists() for folder in (path, *path.parents))
+
+
+def _said() -> set[str]:
+    return set(filter(None, os.environ.get(CONSENT, "").split(",")))
+
+
+def _digest(code: Path | str) -> str:
+    """Returns a hash of the names and contents of all Python files of a folder, of one file's, or of a name."""
+    if isinstance(code, str):
+        return text_sha256(f"name {code}")
+    files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(code).as_posix() if code.is_dir() else path.name} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def folder_gone(run: RunFolder) -> HardwareError:

@@ -1,4 +1,4 @@
-"""Where a run came from: git state, this program's source, package versions, machine. And whose code may run."""
+"""Where a run came from: git state, the source of this program, package versions, machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sft_play import __version__
-from sft_play.files import file_sha256, text_sha256, write_text
-from sft_play.runs.folder import cache_folder
+from sft_play.files import file_sha256, text_sha256
 
 OPTIONAL = ("flash-attn", "liger-kernel", "unsloth")
 """Packages that no installation of ours brings; a plan that found them on one machine is carried out by all."""
@@ -145,59 +144,3 @@ def torch_version() -> tuple[str, str | None] | None:
     found = {name: re.search(rf"^{name}(?:: [^=]+)? = ['\"]([^'\"]+)['\"]", text, re.M) for name in ("__version__", "cuda")}
     version, cuda = found["__version__"], found["cuda"]
     return (version[1], cuda[1] if cuda else None) if version else None
-
-
-# Whose code may run: a model's or a metric's, only where this user says so, never because a run's folder does.
-#
-# A run can be a copy of somebody else's, and its `config.json` says what its author wished. So consent comes from the words of this
-# command and from the user's own YAML; it is kept outside of all runs, for exactly the code that it was given for.
-
-
-What = Literal["model", "metrics"]
-CONSENT = "SFT_PLAY_CONSENT"
-"""Tells the processes that a command starts what its user said; a command forgets what its own environment says."""
-
-
-def forget_consent() -> None:
-    """Forgets what the environment says: it may be that of an image or a profile, and would hold for every model."""
-    os.environ.pop(CONSENT, None)
-
-
-def give_consent(*what: What) -> None:
-    """Notes for this command's processes what code the user lets run."""
-    os.environ[CONSENT] = ",".join(sorted({*what, *_said()}))
-
-
-def may_run(code: Path | str, what: What) -> bool:
-    """Whether the code of a folder or file (or a metric of the hub, by its name) may run: the user says so now, or said so before of the same code.
-
-    What is said now never holds for code in a run's folder: that must be the code of a base that was consented to.
-    """
-    mark = cache_folder() / "consent" / _digest(code)
-    if what in _said() and not (isinstance(code, Path) and in_run(code)):
-        if not mark.is_file():
-            write_text(mark, f"{code}\n")
-        return True
-    return mark.is_file()
-
-
-def in_run(path: Path) -> bool:
-    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp."""
-    path = path.resolve()
-    return any((folder / "stamp.json").exists() for folder in (path, *path.parents))
-
-
-def _said() -> set[str]:
-    return set(filter(None, os.environ.get(CONSENT, "").split(",")))
-
-
-def _digest(code: Path | str) -> str:
-    """Returns a hash of the names and contents of all Python files of a folder, of one file's, or of a name."""
-    if isinstance(code, str):
-        return text_sha256(f"name {code}")
-    files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.relative_to(code).as_posix() if code.is_dir() else path.name} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

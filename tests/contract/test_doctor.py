@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 import venv
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.nvml_double import A100_SPLIT, MACHINES, MISMATCH, RTX4090, Machine, emulated
+from tests.nvml_double import A100_SPLIT, MACHINES, MISMATCH, RTX4090, Machine
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("env", "sh", "cat")
@@ -112,7 +112,7 @@ def doctor(tmp_path: Path) -> Doctor:
 
 def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
     found = doctor.findings(code=0)
-    assert set(found) <= {"hub-unreachable", "port-29500", "port-6006", "memory-low", "shared-memory", "disk-low", "open-files"}
+    assert set(found) <= {"hub-unreachable", "port-29500", "memory-low", "shared-memory", "disk-low", "open-files"}
 
 
 def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
@@ -173,13 +173,11 @@ def test_torch_for_a_newer_driver(doctor: Doctor) -> None:
     assert "torch-lacks-architecture" not in found
 
 
-@pytest.mark.parametrize(("capability", "fine"), [("12.0", False), ("8.9", True), ("6.1", False), ("8.6", True)])
-def test_torch_without_code_for_the_card(doctor: Doctor, capability: str, fine: bool) -> None:
-    major, _, minor = capability.partition(".")
-    doctor.machine(Machine(cards=(replace(RTX4090, name="NVIDIA GeForce", capability=(int(major), int(minor))),)))
-    fails = "" if fine else "CUDA error: no kernel image is available for execution on the device"
+def test_torch_without_code_for_the_card(doctor: Doctor) -> None:
+    doctor.machine(Machine(cards=(replace(RTX4090, name="NVIDIA GeForce", capability=(6, 1)),)))
+    fails = "CUDA error: no kernel image is available for execution on the device"
     doctor.torch(cuda="13.0", architectures="sm_75 sm_80 sm_86 sm_90", fails=fails)
-    assert ("torch-lacks-architecture" not in doctor.findings()) == fine
+    assert "torch-lacks-architecture" in doctor.findings(code=3)
 
 
 def test_a_card_that_torch_cannot_use_for_another_reason(doctor: Doctor) -> None:
@@ -190,11 +188,6 @@ def test_a_card_that_torch_cannot_use_for_another_reason(doctor: Doctor) -> None
         "torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): "
         "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
     )
-
-
-def test_wsl2_is_named(doctor: Doctor) -> None:
-    doctor.environment |= emulated(doctor.folder / "machine", "wsl2")
-    assert "expandable_segments" in doctor.findings()["wsl2"]["text"]
 
 
 def test_another_makers_gpu_is_named(doctor: Doctor) -> None:
@@ -242,10 +235,10 @@ def test_a_compute_mode_that_lets_nobody_on_a_card(doctor: Doctor) -> None:
     assert doctor.findings(code=3)["gpu-blocked"]["text"] == text
 
 
-def test_consumer_and_mixed_cards(doctor: Doctor) -> None:
+def test_mixed_cards(doctor: Doctor) -> None:
     doctor.machine(MACHINES["unlike_pair"])
     doctor.torch(cuda="13.0", architectures="sm_89")
-    assert {"no-peer-to-peer", "mixed-gpus"} <= set(doctor.findings(code=0))
+    assert "mixed-gpus" in doctor.findings(code=0)
 
 
 @pytest.mark.parametrize(("variable", "finding"), [("RUNS_DIR", "runs-folder"), ("SFT_PLAY_CACHE", "cache-folder")])
@@ -256,43 +249,26 @@ def test_folders_that_cannot_be_written(doctor: Doctor, variable: str, finding: 
     assert variable in doctor.findings(code=3)[finding]["remedy"]
 
 
-def test_taken_ports(doctor: Doctor) -> None:
-    for port in (29500, 6006):
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-                listener.listen()
-            except OSError:
-                pass  # then somebody else has it, which is as good
-            assert f"port-{port}" in doctor.findings()
+def test_a_taken_port(doctor: Doctor) -> None:
+    with socket.socket() as listener:
+        with contextlib.suppress(OSError):  # then somebody else has it, which is as good
+            listener.bind(("127.0.0.1", 29500))
+            listener.listen()
+        assert "port-29500" in doctor.findings()
 
 
-def test_stray_and_useless_variables(doctor: Doctor) -> None:
-    threads = str((os.cpu_count() or 1) + 1)
-    doctor.environment |= {"PET_NNODES": "2", "RANK": "0", "NCCL_TIMEOUT": "60", "OMP_NUM_THREADS": threads}
+def test_stray_variables_and_accelerates_default_file(doctor: Doctor) -> None:
+    doctor.environment |= {"PET_NNODES": "2", "RANK": "0"}
     default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.touch()
     found = doctor.findings(code=0)
-    assert "PET_NNODES, RANK" in found["stray-variables"]["text"]
-    assert {"nccl-timeout-variable", "too-many-threads", "accelerate-default-config"} <= set(found)
+    assert "PET_NNODES, RANK" in found["stray-variables"]["text"] and "accelerate-default-config" in found
 
 
-def test_clock_behind_the_runs(doctor: Doctor) -> None:
-    run = Path(doctor.environment["RUNS_DIR"]) / "later"
-    run.mkdir(parents=True)
-    os.utime(run, (time.time() + 7200, time.time() + 7200))
-    assert "2.0 hours" in doctor.findings()["clock"]["text"]
-
-
-def test_limits(doctor: Doctor) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-        resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
-
-    found = doctor.findings(limit=limit)
+def test_few_open_files(doctor: Doctor) -> None:
+    found = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
     assert "256 files" in found["open-files"]["text"]
-    assert "8.0 GiB" in found["address-space-limit"]["text"]
 
 
 def can_mount() -> bool:
@@ -333,16 +309,9 @@ def test_the_command_reads_a_configuration(doctor: Doctor) -> None:
     assert "checks: 0 errors" in spoken.stdout
 
 
-def test_every_finding_is_documented_and_provoked() -> None:
-    ids = set()
-    for file in (ROOT / "sft_play" / "doctor").glob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        ids |= {part.split('"')[1] for part in text.replace('id="', '\x00"').split("\x00")[1:]}
+def test_every_finding_is_documented() -> None:
+    ids = set(re.findall(r'Finding\(\s*"([\w-]+)"', (ROOT / "sft_play/doctor.py").read_text(encoding="utf-8")))
     ids |= set(re.findall(r'_fault\(\s*"([\w-]+)"', (ROOT / "sft_play/plan/detect.py").read_text(encoding="utf-8")))
-    ids |= {"runs-folder", "cache-folder", "port-29500", "port-6006"}
+    ids |= {"runs-folder", "cache-folder", "port-29500"}
     documented = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert len(ids) >= 25
-    assert [i for i in sorted(ids) if f"`{i}`" not in documented] == []
-    tests = Path(__file__).read_text(encoding="utf-8") + (ROOT / "tests/unit/test_launch_parts.py").read_text(encoding="utf-8")
-    not_provoked = [i for i in sorted(ids) if f'"{i}"' not in tests and i not in {"python-version", "memory-low"}]
-    assert not_provoked in ([], ["port-29500", "port-6006"])  # these two are put together from a number
+    assert len(ids) >= 20 and [i for i in sorted(ids) if f"`{i}`" not in documented] == []

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.report.record import POINTS, curves_of
+from sft_play.report.page import POINTS, curves_of
 from sft_play.runs.folder import metric_rows
 from tests.browser import browser
 from tests.conftest import ROOT, Program

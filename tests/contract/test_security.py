@@ -28,9 +28,8 @@ from sft_play.errors import CheckpointError, DataError, UserError, mask, without
 from sft_play.files import read_json
 from sft_play.model.load import read_model
 from sft_play.model.resolve import check_folder, check_trained, refuse_foreign_code
-from sft_play.runs import origin
 from sft_play.runs.checkpoints import model_files, weights_folder
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import CONSENT, RunFolder, may_run
 from sft_play.runs.manifest import damage, describe, verify
 from tests.conftest import Program
 from tests.documents import ROOT
@@ -276,7 +275,7 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
 ) -> None:
     """A `config.json` without origins looks like one that somebody wrote; and code below a run's folder is the run's."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(origin.CONSENT, "")
+    monkeypatch.setenv(CONSENT, "")
     base = tmp_path / "run" / "base"
     base.mkdir(parents=True)
     (base / "code.py").write_text("")
@@ -285,12 +284,12 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
     written = json.dumps({"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}})
     (tmp_path / "run" / name).write_text(written)
     parse_call(["data", f"CONFIG={tmp_path}/run/{name}"], COMMANDS, environ={}).load_config()
-    assert not origin.may_run(base, "model") and not origin.may_run("any", "metrics")
+    assert not may_run(base, "model") and not may_run("any", "metrics")
     parse_call(["data", f"CONFIG={tmp_path}/run/{name}", "MODEL_TRUST_REMOTE_CODE=true"], COMMANDS, environ={}).load_config()
-    assert origin.may_run(base, "model") is not stamp
+    assert may_run(base, "model") is not stamp
     (tmp_path / "own.yaml").write_text(written)
     parse_call(["data", f"CONFIG={tmp_path}/own.yaml"], COMMANDS, environ={}).load_config()
-    assert origin.may_run("any", "metrics")
+    assert may_run("any", "metrics")
 
 
 def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path, tmp_path: Path) -> None:

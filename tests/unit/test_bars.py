@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 PROGRAM = """
 import time
-from sft_play.bars import bar
+from sft_play.text import bar
 with bar("to node2", "MiB") as first:
     first(1, 10)
     with bar("to node3", "MiB") as second:

@@ -1,0 +1,363 @@
+"""`make doctor`: what in this environment will or may go wrong, each finding with its id, severity and remedy.
+
+Every check stands alone and needs nothing but the standard library, so that the doctor also works where packages are missing: GPUs are
+asked through NVML as every launch does, and torch in a separate process. `python -m sft_play.doctor` is the same without the packages
+of the configuration. `docs/doctor.md` lists the findings.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sft_play
+from sft_play.errors import HUB_LOGIN, HardwareError
+from sft_play.plan.detect import all_hidden, detect, open_nvml, other_gpu, unusable
+from sft_play.plan.hardware import COMPUTE_MODE_REMEDY, ram_bytes
+from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
+from sft_play.text import Finding, finding_lines, plural
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+
+SEVERITIES = ("error", "warning", "note")
+HUB_SECONDS = 4.0
+GATED = ("meta-llama/", "google/gemma", "mistralai/", "black-forest-labs/")
+"""Owners and names on the hub whose models ask for a licence to be accepted."""
+PORT = 29500
+OLDEST_PYTHON = (3, 11)
+ROOT = Path(sft_play.__file__).parent.parent
+"""The repository, when the package is installed editable as `make install` does."""
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "tensorboard")
+
+GIB = 2**30
+LAUNCHER_VARIABLES = re.compile(
+    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+"
+)
+MIN_OPEN_FILES = 4096
+MIN_SHARED_MEMORY_BYTES = GIB
+MIN_RAM_BYTES = 8 * GIB
+
+
+def main(call: Call) -> int:
+    """Run every check; return 3 when one found an error, else 0."""
+    model = call.load_config().config.model.name if "CONFIG" in call.options else None
+    return report(model, as_json=call.json)
+
+
+def report(model: str | None = None, *, as_json: bool) -> int:
+    """Print the findings, errors first; return the exit code. `model`: the configuration's, where one was given."""
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        python_version, packages, shadowed_libraries, compilers, gpus, hidden, folders, memory, open_files, variables, port, hub,
+        partial(token, model),
+    ]  # fmt: skip
+    findings = sorted((finding for check in checks for finding in check()), key=lambda one: SEVERITIES.index(one.severity))
+    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
+    if as_json:
+        print(
+            json.dumps({"checks": len(checks), "counts": counts, "findings": [asdict(finding) for finding in findings]}, indent=2)
+        )
+    else:
+        for line in finding_lines(findings):
+            print(line)
+        print(f"{len(checks)} checks: {', '.join(plural(count, severity) for severity, count in counts.items())}")
+    sys.stdout.flush()
+    return 3 if counts["error"] else 0
+
+
+# Python, packages and compilers, and the names that shadow them.
+
+
+def python_version(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
+    """Python older than the package needs."""
+    if version < OLDEST_PYTHON:
+        yield Finding(
+            "python-version",
+            "error",
+            text=f"Python {version[0]}.{version[1]} runs; {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer is needed",
+            remedy="make install PYTHON=python3.11",
+        )
+
+
+def packages() -> Iterator[Finding]:
+    """Packages that are missing, or differ from the versions that were tested together."""
+    pins = pinned_versions()
+    missing, different = [], []
+    for name in required_packages():
+        try:
+            version = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+            continue
+        if (pin := pins.get(canonical(name))) and version != pin:
+            different.append(f"{name} {version} (tested: {pin})")
+    if missing:
+        text = f"not installed in {sys.prefix}: {', '.join(missing)}"
+        yield Finding("package-missing", "error", text=text, remedy="make install")
+    if different:
+        text = f"other versions than the tested ones: {', '.join(different)}"
+        remedy = "remove .venv and run make install, or expect differences"
+        yield Finding("package-version", "warning", text=text, remedy=remedy)
+
+
+def required_packages() -> list[str]:
+    """Return the names of the runtime dependencies."""
+    project = ROOT / "pyproject.toml"
+    if project.is_file():
+        requirements = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        requirements = [r for r in importlib.metadata.requires("sft-play") or [] if "extra ==" not in r]
+    return [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in requirements]
+
+
+def pinned_versions() -> dict[str, str]:
+    """Return package -> version of constraints.txt; empty where the package is installed without it."""
+    file = ROOT / "constraints.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return {canonical(line.split("==")[0]): line.split("==")[1].strip() for line in lines if "==" in line and line[0] != "#"}
+
+
+def canonical(name: str) -> str:
+    """Return a package's name as PyPI compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def shadowed_libraries() -> Iterator[Finding]:
+    """Files in the working folder that Python would import in place of a library."""
+    for name in LIBRARIES:
+        for candidate in (Path(f"{name}.py"), Path(name) / "__init__.py"):
+            if candidate.is_file():
+                yield Finding(
+                    "shadowed-library",
+                    "error",
+                    text=f"`{candidate}` in the working folder hides the library `{name}`",
+                    remedy="rename it: Python looks in the working folder first",
+                )
+
+
+def compilers() -> Iterator[Finding]:
+    """Tools that DeepSpeed needs to compile its communication op and its CPU optimizer."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
+        yield Finding(
+            "no-compiler",
+            "warning",
+            text="no C++ compiler on the PATH; DeepSpeed compiles an extension when it first runs",
+            remedy="apt-get install g++ (Debian, Ubuntu) or the like; all but train-deepspeed works without",
+        )
+    beside_python = Path(sys.executable).with_name("ninja")  # not on the PATH when the environment is not activated
+    if not shutil.which("ninja") and not beside_python.is_file():
+        yield Finding(
+            "no-ninja",
+            "warning",
+            text="`ninja` is missing; DeepSpeed needs it to compile its extension",
+            remedy="make install, or pip install ninja",
+        )
+
+
+# GPUs and the driver.
+
+
+def gpus() -> Iterator[Finding]:
+    """A driver, a card or a slice that does not answer, and names that no GPU has; a card that nobody may use, or torch cannot; unlike cards."""
+    if text := other_gpu():
+        yield Finding("other-gpu", "warning", text, "a machine with an NVIDIA GPU, or stay on the CPU")
+    try:
+        hardware = detect()
+    except HardwareError as error:
+        yield Finding("gpus-refused", "error", error.message, error.hint or "look at `nvidia-smi`")
+        return
+    if hardware.kind != "cuda":
+        if not all_hidden() and (failure := _nvidia_smi_error()):
+            text = f"`nvidia-smi` fails: {failure.splitlines()[0]}"
+            yield Finding("driver-broken", "error", text, "reinstall the NVIDIA driver, or reboot after its update")
+        return
+    blocked = [device for device in hardware.devices if device.blocked]
+    for device in blocked:
+        yield Finding("gpu-blocked", "error", device.cannot_be_used, COMPUTE_MODE_REMEDY)
+    if not blocked:
+        yield from unusable(hardware, range(len(hardware.devices)), os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    names = sorted({device.name for device in hardware.devices})
+    if len(names) > 1:
+        text = f"different GPUs: {', '.join(names)}; each step waits for the slowest"
+        yield Finding("mixed-gpus", "note", text, "make plan shows each rank's share; CUDA_VISIBLE_DEVICES chooses among them")
+
+
+def _nvidia_smi_error() -> str:
+    """Return what an `nvidia-smi` says that is here and fails: to NVML a driver that is not loaded is none."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    try:
+        asked = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return ((asked.stdout + asked.stderr).strip() or f"exit code {asked.returncode}") if asked.returncode else ""
+
+
+def hidden() -> Iterator[Finding]:
+    """`CUDA_VISIBLE_DEVICES` that hides every GPU."""
+    if not all_hidden():
+        return
+    try:
+        nvml = open_nvml()
+    except HardwareError:  # what is hidden may be broken
+        return
+    if nvml is not None:
+        count = int(nvml.nvmlDeviceGetCount())
+        nvml.nvmlShutdown()
+        if count:
+            value = os.environ["CUDA_VISIBLE_DEVICES"]
+            text = f"CUDA_VISIBLE_DEVICES=`{value}` hides all GPUs ({count}): training would use the CPU"
+            yield Finding("gpus-hidden", "warning", text, "unset CUDA_VISIBLE_DEVICES")
+
+
+def folders() -> Iterator[Finding]:
+    """Folders that cannot be written, and disks that are nearly full."""
+    for finding_id, folder, variable in (
+        ("runs-folder", runs_folder(), "RUNS_DIR"),
+        ("cache-folder", cache_folder(), "SFT_PLAY_CACHE"),
+    ):
+        base = folder
+        while not base.exists() and base != base.parent:
+            base = base.parent
+        try:
+            with tempfile.NamedTemporaryFile(dir=base, prefix=".sft-play-doctor-"):
+                pass
+        except OSError as error:
+            yield Finding(
+                finding_id,
+                "error",
+                text=f"`{folder}` cannot be written: {error.strerror}",
+                remedy=f"make it writable, or set {variable} to another folder",
+            )
+            continue
+        free = shutil.disk_usage(base).free
+        if free < 10 * GIB:
+            yield Finding(
+                "disk-low",
+                "error" if free < GIB / 2 else "warning",
+                text=f"the disk of `{folder}` has {free / GIB:.1f} GiB free; a run of a 7B model with adapters needs about 20",
+                remedy=f"free some space, or set {variable} to a folder on another disk",
+            )
+
+
+def memory() -> Iterator[Finding]:
+    """Little memory, or little shared memory for data loading and NCCL."""
+    total, (usable, _) = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), ram_bytes()
+    if usable < MIN_RAM_BYTES:
+        within = " (this container's limit)" if usable < total else ""
+        yield Finding(
+            "memory-low",
+            "warning",
+            text=f"{usable / GIB:.1f} GiB of memory{within}; a 135M model needs 4, a 7B model 16 to load",
+            remedy="choose a small model, and lower model.max_seq_len",
+        )
+    shared = Path("/dev/shm")
+    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < MIN_SHARED_MEMORY_BYTES:
+        yield Finding(
+            "shared-memory",
+            "warning",
+            text=f"/dev/shm has {size / 2**20:.0f} MiB; data loaders and NCCL share memory there, and die with a bus error",
+            remedy="docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm; or train.dataloader_num_workers: 0",
+        )
+
+
+def open_files() -> Iterator[Finding]:
+    """Few open files allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_OPEN_FILES:
+        yield Finding(
+            "open-files",
+            "warning",
+            text=f"a process may open {soft} files; sharded models and data loader processes need {MIN_OPEN_FILES} and more",
+            remedy=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}",
+        )
+
+
+def variables() -> Iterator[Finding]:
+    """Variables that launchers obey in silence, and accelerate's default file."""
+    stray = sorted(name for name in os.environ if LAUNCHER_VARIABLES.fullmatch(name))
+    if stray:
+        yield Finding(
+            "stray-variables",
+            "warning",
+            text=f"set in this shell: {', '.join(stray)}; torchrun and accelerate would obey them",
+            remedy=f"unset {' '.join(stray)} (our own launches take them out)",
+        )
+    if default := accelerate_default():
+        yield Finding(
+            "accelerate-default-config",
+            "note",
+            text=f"`{default}` exists; runs read it where it asks for several machines or a strategy, and nothing typed says otherwise",
+            remedy=f"to use it always: ACCELERATE_CONFIG={default}; never: ACCELERATE_CONFIG=none",
+        )
+
+
+# Ports, the hub, gated models.
+
+
+def port() -> Iterator[Finding]:
+    """The port at which several nodes meet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", PORT))
+        except OSError:
+            remedy = "one machine takes a free port by itself; several nodes: MASTER_PORT=29501"
+            yield Finding(f"port-{PORT}", "note", f"port {PORT} is taken (multi-node runs meet there)", remedy)
+
+
+def hub() -> Iterator[Finding]:
+    """Whether models and data can be downloaded."""
+    if is_offline():
+        text = "HF_HUB_OFFLINE is set: only models and data on this machine are used"
+        yield Finding("hub-offline", "note", text=text, remedy="unset HF_HUB_OFFLINE to download")
+        return
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        with urllib.request.urlopen(endpoint, timeout=HUB_SECONDS):
+            return
+    except urllib.error.HTTPError:
+        return  # it answers
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        yield Finding(
+            "hub-unreachable",
+            "warning",
+            text=f"{endpoint} cannot be reached: {reason}",
+            remedy="check the network and HTTPS_PROXY; local folders work, and so does the quickstart if pip reaches its index",
+        )
+
+
+def token(name: str | None) -> Iterator[Finding]:
+    """A gated model without a token."""
+    if not name or not name.startswith(GATED) or Path(name).exists():
+        return
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    if not os.environ.get("HF_TOKEN") and not file.is_file():
+        yield Finding(
+            "token-missing",
+            "warning",
+            text=f"`{name}` is gated, and no hub token is set",
+            remedy=f"accept the licence on https://huggingface.co/{name}, then set HF_TOKEN or run {HUB_LOGIN}",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(report(as_json="JSON=1" in sys.argv[1:]))
