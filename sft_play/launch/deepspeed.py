@@ -85,8 +85,6 @@ class UserDeepSpeed:
     source: Node = field(default_factory=lambda: Node({}))
     """As written, with lines; nothing of a run's own settings, which `resume` reads."""
     notices: tuple[str, ...] = ()
-    problems: tuple[UserError, ...] = ()
-    """What is wrong in the file and leaves a plan possible: `resolve` raises it together with what contradicts the plan."""
 
     @property
     def stage(self) -> int:
@@ -188,34 +186,23 @@ def known_keys() -> Any:
 
 def read_user_json(path: Path) -> UserDeepSpeed:
     """Reads and checks a user's DeepSpeed JSON. Raises `UserError` with every problem, each with `file:line`."""
-    user = examine_user_json(path)
-    raise_all(user.problems)
-    return user
+    return check_settings(*_read(path), path)
 
 
-def examine_user_json(path: Path) -> UserDeepSpeed:
-    """Reads a user's DeepSpeed JSON with its `problems`. Raises `UserError` with all of them where no plan can be made."""
-    return examine_settings(*_read(path), path)
-
-
-def examine_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDeepSpeed:
+def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDeepSpeed:
     """The same of settings that were read from `path`; `source` knows their lines."""
-    problems: list[UserError] = []
-    readable = _check_keys(settings, source, path, problems)
-    notices = _translate(settings, source, path, problems)
+    problems = _check_keys(settings, source, path)
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    known = stage in (1, 2, 3) and stage is not True
     if zero is None:
         hint = 'add "zero_optimization": {"stage": 2}'
         problems.append(UserError("`zero_optimization` is missing", place=str(path), hint=hint))
-    elif readable and not known:
+    elif stage not in (1, 2, 3) or stage is True:
         hint = "`make train-distributed` trains without sharding" if stage == 0 else ""
         text = f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3"
         problems.append(UserError(text, place=source.place(path, "zero_optimization.stage"), hint=hint))
-    if not (readable and known):
-        raise_all(problems)
-    return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(notices), problems=tuple(problems))
+    raise_all(problems)
+    return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(_translate(settings, source, path)))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Node]:
@@ -238,12 +225,12 @@ def _blank(found: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", found[0]) if found[1] else found[0]
 
 
-def _check_keys(settings: Mapping[str, Any], source: Node, path: Path, problems: list[UserError]) -> bool:
-    """Adds what is wrong with keys and kinds of values; returns whether each section is an object."""
+def _check_keys(settings: Mapping[str, Any], source: Node, path: Path) -> list[UserError]:
+    """Returns what is wrong with keys and kinds of values."""
     sections = {**known_keys()["sections"], "optimizer": FREE, "scheduler": FREE}
     unwanted = {key: f"`{key}`: {why}" for key, why in known_keys()["removed"].items()}
     unwanted |= {key: f"`{key}` is not supported here: {why}" for key, why in NOT_OURS.items()}
-    readable = True
+    problems: list[UserError] = []
     for section, keys in {"": {key: "object" if key in sections else "any" for key in TOP_LEVEL}, **sections}.items():
         part = _at(settings, section)
         for key, value in part.items() if isinstance(part, Mapping) else ():
@@ -257,19 +244,18 @@ def _check_keys(settings: Mapping[str, Any], source: Node, path: Path, problems:
                 hint = f"did you mean `{dotted.removesuffix(key)}{close[0]}`?" if close else f"DeepSpeed 0.19 has none; {hint}"
             elif value not in ("auto", None) and not KINDS[keys[key]][1](value):
                 text, hint = f"`{dotted}` is `{value}`; expected {KINDS[keys[key]][0]}", ""
-                readable &= keys[key] != "object"
             elif key == "device" and value == "nvme":
                 text, hint = f"`{dotted}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
             else:
                 continue
             problems.append(UserError(text, place=source.place(path, dotted), hint=hint))
-    return readable
+    return problems
 
 
-def _translate(settings: dict[str, Any], source: Node, path: Path, problems: list[UserError]) -> list[str]:
+def _translate(settings: dict[str, Any], source: Node, path: Path) -> list[str]:
     """Puts old spellings into today's words; returns a notice for each."""
-    notices, zero = [], settings.get("zero_optimization")
-    pin = zero.pop("cpu_offload_use_pin_memory", None) if isinstance(zero, dict) else None
+    notices = []
+    pin = settings["zero_optimization"].pop("cpu_offload_use_pin_memory", None)
     for dotted, (new, value) in OLD.items():
         section, _, old = dotted.rpartition(".")
         part = _at(settings, section)
@@ -277,8 +263,7 @@ def _translate(settings: dict[str, Any], source: Node, path: Path, problems: lis
             continue
         place = source.place(path, dotted)
         if new in part:
-            problems.append(UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place))
-            continue
+            raise UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place)
         part[new] = given if value is None else {**value, **({"pin_memory": pin} if isinstance(pin, bool) else {})}
         notices.append(f"{place}: `{old}` is the old spelling of `{new}`, and is read as `{_json(part[new])}`")
     return notices
@@ -292,25 +277,20 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
 
 
 def checked_plan(user: UserDeepSpeed | None, config: Config, shape: ModelShape, make: Callable[[], Plan]) -> Plan:
-    """Returns the plan that `make` makes. Raises with it, before anything is prepared, what `resolve` would refuse of a user's file."""
-    if user is None:
-        return make()
-    try:
-        plan = make()
-    except UserError as error:
-        raise_all([*user.problems, error])
-        raise
-    resolve(user, plan, config, hidden_size=shape.hidden_size)
+    """Returns the plan that `make` makes. Raises, before anything is prepared, what `resolve` would refuse of a user's file."""
+    plan = make()
+    if user:
+        resolve(user, plan, config, hidden_size=shape.hidden_size)
     return plan
 
 
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
     """Returns the JSON for the run, in which no `auto` is left, and what the user should know.
 
-    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared with what is
-    asked of the plan and with the rows of a step, which are known before the data are: slots may hold packs, and more than the rows.
+    Raises `UserError` with each contradiction, with both values. Its batch is compared with what is asked of the plan and with the rows of
+    a step, which are known before the data are: slots may hold packs, and more than the rows.
     """
-    settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
+    settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list[UserError]()
     ours = settings_of(plan, clipping=config.train.max_grad_norm, hidden_size=hidden_size)
 
     def refuse(key: str, text: str, hint: str) -> None:
@@ -330,11 +310,9 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(wanted)}` ({because})"
             refuse(dotted, text, f'write "{key}": "auto", or make the two agree')
     for name in ("optimizer", "scheduler"):
-        before = len(problems)
         if (section_of := settings.pop(name, None)) is not None:
             agrees = _compare(name, section_of, plan, config, refuse)
-            if len(problems) == before:
-                notices.append(f"{user.place(name)}: `{name}` agrees with {agrees}, which runs")
+            notices.append(f"{user.place(name)}: `{name}` agrees with `train.{agrees}`, which runs")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]
     _fill_automatic(settings, ours, "", refuse)
@@ -348,30 +326,26 @@ Refuse = Callable[[str, str, str], None]
 def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
     """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's. Returns what runs."""
     kind, train, params = str(section.get("type", "")), config.train, section.get("params") or {}
-    ours: dict[str, tuple[Any, str]] = {}
+    ours: dict[str, Any] = {}
     if name == "optimizer":
         key, runs, agrees = "optim", plan.optim, kind.lower() in {"adam", "adamw"} and "adam" in plan.optim
         betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
-        ours = {
-            "lr": (plan.learning_rate, "train.learning_rate"), "betas": (betas, "train.adam_beta1` and `train.adam_beta2"),
-            "eps": (train.extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"), "weight_decay": (train.weight_decay, "train.weight_decay"),
-            "adam_w_mode": (True, "train.optim"), "torch_adam": (params.get("torch_adam"), ""),
-        }  # fmt: skip
+        eps = train.extra.get("adam_epsilon", 1e-8)
+        ours = {"lr": plan.learning_rate, "betas": betas, "eps": eps, "weight_decay": train.weight_decay, "adam_w_mode": True}
+        ours["torch_adam"] = params.get("torch_adam")
     else:
         key, runs = "lr_scheduler_type", str(train.lr_scheduler_type)
         agrees = SCHEDULES.get(kind.lower()) == runs
     if not agrees:
         text = f"`{name}.type` is `{kind}`, but the run uses `{runs}`"
         refuse(f"{name}.type", text, f"set `train.{key}`, or take `{name}` out")
-        return runs
+        return key
     for param, value in params.items():
-        dotted = f"{name}.params.{param}"
-        if param not in ours and value != "auto":
-            refuse(dotted, f"`{dotted}` is `{_json(value)}`, which the plan decides", 'write "auto", or take it out')
-        elif param in ours and value not in ("auto", ours[param][0]):
-            text = f"`{dotted}` is `{_json(value)}`, but the run uses `{_json(ours[param][0])}`"
-            refuse(dotted, text, f"set `{ours[param][1]}`")
-    return f"`train.{key}: {runs}`"
+        if value not in ("auto", ours.get(param, "auto")):
+            uses = f"the run uses `{_json(ours[param])}`" if param in ours else "the plan decides it"
+            text = f"`{name}.params.{param}` is `{_json(value)}`, but {uses}"
+            refuse(f"{name}.params.{param}", text, 'write "auto", or the same under `train.`')
+    return f"{key}: {runs}"
 
 
 def _fill_automatic(part: dict[str, Any], ours: Mapping[str, Any], prefix: str, refuse: Refuse) -> None:

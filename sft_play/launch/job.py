@@ -14,7 +14,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.metrics import missing
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.agreement import NodeFacts
-from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, checked_plan, examine_user_json
+from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, checked_plan, read_user_json
 from sft_play.launch.environment import (
     Node,
     WorkerEnvironment,
@@ -149,7 +149,7 @@ def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, com
         raise UserError(
             f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
         )
-    user = examine_user_json(Path(path)) if path else choices.deepspeed
+    user = read_user_json(Path(path)) if path else choices.deepspeed
     if user and command in ("zero", "auto") and loaded.typed("launch.strategy"):
         wanted = loaded.config.launch.strategy
         if wanted not in ("auto", f"zero{user.stage}"):

@@ -193,17 +193,3 @@ def planned_ahead(call: Call) -> Ahead:
     with misfit_shown(call):
         plan = checked_plan(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request))
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)
-
-
-def require_ours(path: Path, mark: str, command: str) -> None:
-    """Raises `UserError` where `path` holds a file that `command`, which puts the `mark` at the top, has not written."""
-    try:
-        ours = mark in path.read_text(encoding="utf-8", errors="replace")[:300]
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"`{path}` cannot be written: {error.strerror}", place="OUT", hint="choose another OUT=") from None
-    if not ours:
-        raise UserError(
-            f"`{path}` exists and was not written by `make {command}`", place="OUT", hint="choose another OUT=, or remove it"
-        )

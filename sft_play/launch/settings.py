@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from sft_play.config.yaml_files import Node as YamlNode
 from sft_play.config.yaml_files import dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import write_text
-from sft_play.launch.deepspeed import UserDeepSpeed, examine_settings, examine_user_json
+from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, read_user_json
 from sft_play.launch.environment import Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
@@ -24,6 +24,7 @@ NO_FILE = "none"
 """`ACCELERATE_CONFIG=none`: not even accelerate's default file is read."""
 NO_DEFAULT_FILE = f"ACCELERATE_CONFIG={NO_FILE}"
 """For commands that a scheduler or another machine starts: their plan knows nothing of such a file there."""
+WRITTEN = "# Written by `make setup-accelerate`"
 DEFAULT_OUT = "accelerate_configs/local.yaml"
 DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
     "single": "NO", "ddp": "MULTI_GPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP",
@@ -36,8 +37,10 @@ READ = frozenset({
     "distributed_type", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
     "deepspeed_config", "fsdp_config",
 })  # fmt: skip
+Only = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Keys that may be in a section with one meaning only: the values, and the reason why another one is refused."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+ONLY: Only = {
     "compute_environment": (("LOCAL_MACHINE",), "only `LOCAL_MACHINE` is supported"),
     "use_cpu": ((True, *NOTHING), ""),
     "debug": (NOTHING, "`debug` is not supported; the rank logs tell what failed"),
@@ -55,7 +58,6 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "mpirun_config": (NOTHING, "mpirun is not used; torch's wheels lack MPI"),
     **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, "TPUs are not supported")),
 }
-"""Keys that may be in the file with one meaning only: the values, and the reason why another one is refused."""
 DEEPSPEED_KEYS: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -66,11 +68,15 @@ DEEPSPEED_KEYS: Mapping[str, str] = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-ONE_FORM = "checkpoints have one form for every strategy"
-FSDP_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+DEEPSPEED_ONLY: Only = {
+    "deepspeed_multinode_launcher": (("standard",), "every node starts its own processes: expected `standard`"),
+    "zero3_init_flag": ((True, False, None), ""),  # the worker decides how weights are first placed
+}
+FSDP_READ = frozenset({"fsdp_activation_checkpointing", "fsdp_reshard_after_forward", "fsdp_transformer_layer_cls_to_wrap"})
+FSDP_ONLY: Only = {
     "fsdp_version": ((2,), ""),
     "fsdp_auto_wrap_policy": (("TRANSFORMER_BASED_WRAP", None), "layers are wrapped one by one"),
-    "fsdp_state_dict_type": (("SHARDED_STATE_DICT", "FULL_STATE_DICT", None), ONE_FORM),
+    "fsdp_state_dict_type": (("SHARDED_STATE_DICT", "FULL_STATE_DICT", None), "checkpoints have one form for every strategy"),
     "fsdp_cpu_ram_efficient_loading": (
         (True, False, None), "every rank reads the weights itself, which is safe for quantised and tied ones"
     ),
@@ -130,11 +136,7 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         refuse(
             "distributed_type", f"`distributed_type` is `{kind}`; expected one of {', '.join(f'`{one}`' for one in STRATEGIES)}"
         )
-    for key, value in settings.items():
-        if key in ONLY and value not in ONLY[key][0]:
-            refuse(key, f"`{key}` is `{value}`: {ONLY[key][1]}")
-    if unknown := sorted(settings.keys() - READ - ONLY.keys()):
-        refuse(unknown[0], f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
+    _check(settings, "", ONLY, READ, refuse)
     for key in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
         value = settings.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -177,35 +179,37 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 Refuse = Callable[..., None]
 
 
+def _check(section: Mapping[str, Any], prefix: str, only: Only, read: Set[str], refuse: Refuse) -> None:
+    """Refuses keys of a section that are not understood, and values other than those that a key can `only` have."""
+    for key, value in section.items():
+        if key in only and value not in only[key][0]:
+            refuse(f"{prefix}{key}", f"`{prefix}{key}` is `{value}`: {only[key][1]}")
+    if unknown := [f"{prefix}{key}" for key in sorted(section.keys() - read - only.keys())]:
+        refuse(unknown[0], f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
+
+
 def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDeepSpeed | None:
-    section = node.plain() or {}
+    section: dict[str, Any] = node.plain() or {}
     if kind != "DEEPSPEED":
         if section:
             text = f"`deepspeed_config` is given, but `distributed_type` is `{kind}`"
             refuse("deepspeed_config", text, "make it `DEEPSPEED` or take the section out")
         return None
-    value: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    file = section.get("deepspeed_config_file")
-    for key, setting in section.items():
-        dotted = f"deepspeed_config.{key}"
-        if key in ("deepspeed_config_file", "zero3_init_flag"):  # the worker decides how weights are first placed
-            continue
-        if key == "deepspeed_multinode_launcher":
-            if setting != "standard":
-                refuse(dotted, f"`{dotted}` is `{setting}`; every node starts its own processes: expected `standard`")
-        elif key not in DEEPSPEED_KEYS:
-            refuse(dotted, f"`{dotted}` is not understood", "take it out, or name a `deepspeed_config_file`")
-        elif file:
+    _check(section, "deepspeed_config.", DEEPSPEED_ONLY, {"deepspeed_config_file", *DEEPSPEED_KEYS}, refuse)
+    if file := section.get("deepspeed_config_file"):
+        for key in sorted(section.keys() & DEEPSPEED_KEYS.keys()):
+            dotted = f"deepspeed_config.{key}"
             refuse(dotted, f"`{dotted}` is next to `deepspeed_config_file`, of which accelerate uses only the file")
-        elif setting not in (None, "none"):
+        return read_user_json(Path(file))
+    value: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    for key, dotted in DEEPSPEED_KEYS.items():
+        if section.get(key) not in (None, "none"):
             target = value
-            *parents, leaf = DEEPSPEED_KEYS[key].split(".")
+            *parents, leaf = dotted.split(".")
             for parent in parents:
                 target = target.setdefault(parent, {})
-            target[leaf] = setting
-    if file:
-        return examine_user_json(Path(file))
-    return examine_settings(value, wrap(value, node.line), path)
+            target[leaf] = section[key]
+    return check_settings(value, wrap(value, node.line), path)
 
 
 def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str], refuse: Refuse) -> dict[str, Any]:
@@ -214,21 +218,16 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
         hint = "run `accelerate config` again, or write `fsdp_version: 2`"
         refuse("fsdp_config", f"`fsdp_config.fsdp_version` is {version}; only FSDP2 is supported", hint)
         return {}
-    passed: dict[str, Any] = {}
-    for key, value in section.items():
-        name, dotted = key if key.startswith("fsdp_") else f"fsdp_{key}", f"fsdp_config.{key}"
-        if name == "fsdp_reshard_after_forward" and isinstance(value, bool):
-            passed[name] = value
-        elif name == "fsdp_transformer_layer_cls_to_wrap" and (value is None or isinstance(value, str)):
-            passed |= {name: value} if value else {}
-        elif name == "fsdp_activation_checkpointing" and isinstance(value, bool):
-            train["gradient_checkpointing"] = value
-        elif name not in FSDP_ONLY:
-            refuse(dotted, f"`{dotted}` is not understood", "take it out")
-        elif value not in FSDP_ONLY[name][0]:
-            refuse(dotted, f"`{dotted}` is `{value}`: {FSDP_ONLY[name][1]}")
-        elif (name, value) in WITHOUT_EFFECT:
-            notices.append(f"`{key}: {value}` has no effect here: {FSDP_ONLY[name][1]}")
+    _check(section, "fsdp_config.", FSDP_ONLY, FSDP_READ, refuse)
+    for key, value in WITHOUT_EFFECT:
+        if section.get(key) == value:
+            notices.append(f"`{key}: {value}` has no effect here: {FSDP_ONLY[key][1]}")
+    passed = {key: section[key] for key in FSDP_READ if section.get(key) is not None}
+    for key in ("fsdp_activation_checkpointing", "fsdp_reshard_after_forward"):
+        if not isinstance(passed.get(key, False), bool):
+            refuse(f"fsdp_config.{key}", f"`fsdp_config.{key}` is `{passed[key]}`; expected true or false")
+    if "fsdp_activation_checkpointing" in passed:
+        train["gradient_checkpointing"] = passed.pop("fsdp_activation_checkpointing")
     return passed
 
 
@@ -291,7 +290,7 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
 def main(call: Call) -> int:
     """`make setup-accelerate`: writes the file, and prints the choices, or JSON. Raises `UserError` and `HardwareError`."""
     path = Path(call.options.get("OUT") or DEFAULT_OUT)
-    _require_replaceable(path)
+    require_ours(path, WRITTEN, call.command)
     hardware, reasons = detect(), list[str]()
     num_gpus, num_nodes = _processes(call, hardware, reasons)
     precision = _precision(call.options.get("MIXED_PRECISION"), hardware, reasons)
@@ -306,8 +305,7 @@ def main(call: Call) -> int:
     )
     if num_nodes > 1:  # each machine's own, given with the command
         del content["main_process_ip"], content["machine_rank"]
-    head = "# Written by `make setup-accelerate`; used by runs with ACCELERATE_CONFIG=<this file>.\n"
-    write_text(path, head + dump_yaml(content))
+    write_text(path, f"{WRITTEN}; used by runs with ACCELERATE_CONFIG=<this file>.\n{dump_yaml(content)}")
     if call.json:
         print(json.dumps({"path": str(path), "settings": content, "reasons": reasons}, indent=2))
     else:
@@ -316,15 +314,18 @@ def main(call: Call) -> int:
     return 0
 
 
-def _require_replaceable(path: Path) -> None:
-    """Raises `UserError` where `path` holds anything but an accelerate configuration, which may be written again."""
+def require_ours(path: Path, mark: str, command: str) -> None:
+    """Raises `UserError` where `path` holds a file that `command`, which puts the `mark` at the top, has not written."""
     try:
-        found = read_plain_yaml(path) if path.is_file() else None
-    except UserError:
-        found = None
-    if path.exists() and not (isinstance(found, Mapping) and "compute_environment" in found):
-        message = "this is no accelerate configuration, so it is not replaced"
-        raise UserError(message, place=str(path), hint="name a file that does not exist with OUT=, or move this one away")
+        ours = mark in path.read_text(encoding="utf-8", errors="replace")[:300]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be written: {error.strerror}", place="OUT", hint="choose another OUT=") from None
+    if not ours:
+        raise UserError(
+            f"`{path}` exists and was not written by `make {command}`", place="OUT", hint="choose another OUT=, or remove it"
+        )
 
 
 def _processes(call: Call, hardware: Hardware, reasons: list[str]) -> tuple[int, int]:

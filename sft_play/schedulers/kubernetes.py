@@ -19,8 +19,9 @@ from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Ahead, planned_ahead, require_ours
+from sft_play.launch.rehearse import Ahead, planned_ahead
 from sft_play.launch.run_folder import NAME_PATTERN
+from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
 from sft_play.plan.memory import host_bytes

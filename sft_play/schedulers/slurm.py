@@ -32,9 +32,9 @@ from sft_play.config.load import DEFAULT, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Ahead, planned_ahead, require_ours
+from sft_play.launch.rehearse import Ahead, planned_ahead
 from sft_play.launch.run_folder import choose_name, first_launch, has_started
-from sft_play.launch.settings import NO_DEFAULT_FILE
+from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder

@@ -108,7 +108,7 @@ def test_fsdp2(tmp_path: Path) -> None:
         ("", "XLA", ("acc.yaml:3: ", "`distributed_type` is `XLA`; expected one of `NO`")),
         ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "FSDP", ("only FSDP2 is supported",)),
         (FSDP.replace("offload_params: false", "offload_params: true"), "FSDP", ("zero3_offload",)),
-        (FSDP + "  fsdp_new_thing: 1\n", "FSDP", ("`fsdp_config.fsdp_new_thing` is not understood",)),
+        (FSDP + "  fsdp_new_thing: 1\n", "FSDP", ("not understood: `fsdp_config.fsdp_new_thing`",)),
         ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", "MULTI_GPU", ("acc.yaml:17: ", "torch.compile is not supported")),
         ("colour: blue\nshape: round\n", "MULTI_GPU", ("not understood: `colour`, `shape`",)),
         ("deepspeed_config:\n  zero_stage: 2\n", "MULTI_GPU", ("`distributed_type` is `MULTI_GPU`",)),
