@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError, printable, without_tokens
 from sft_play.files import read_json, typed_path
-from sft_play.launch.run_folder import find_run, first_launch, read_events
+from sft_play.launch.run_folder import find_run, launches, read_events
 from sft_play.plan.plan import COMMANDS
 from sft_play.runs.checkpoints import checkpoint_folder, checkpoint_names
 from sft_play.runs.folder import RunFolder
@@ -72,7 +72,7 @@ def run_again(run: RunFolder) -> str | None:
     What the plan chose for this machine and this moment is written out: free memory decides it, and so does what is typed.
     """
     try:
-        launch, plan, config = first_launch(run), read_json(run.plan), read_json(run.config)["config"]
+        launch, plan, config = launches(run)[0]["launch"], read_json(run.plan), read_json(run.config)["config"]
         words = [COMMANDS[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.name}-again"]
         many = launch["command"] != "single"
         unequal = plan.get("node_ranks") or []

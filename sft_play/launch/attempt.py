@@ -9,11 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import psutil
 
 from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
@@ -79,8 +77,6 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     environment = job.environment(plan)
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
     environment = replace(environment, variables={**environment.variables, **own}, set_here={**environment.set_here, **own})
-    if plan.strategy.startswith("zero"):
-        remove_abandoned_locks(environment.variables)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
     launched = show_launch(arguments, environment)
@@ -148,19 +144,11 @@ def run_preparation(words: Sequence[str]) -> None:
             raise
     if code < 0:
         raise RetryableError(
-            f"the preparation was killed by {_name(-code)}, by nothing that this program does",
+            f"the preparation was killed by {signal.Signals(-code).name}, by nothing that this program does",
             hint="`dmesg` says whether memory ran out; the same command starts again, and what was ready is kept",
         )
     if code:
         raise SystemExit(code)
-
-
-def _name(number: int) -> str:
-    """Returns a signal's name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
@@ -249,21 +237,6 @@ def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
         )
         for rank in plan.ranks
     ]  # fmt: skip
-
-
-def remove_abandoned_locks(variables: Mapping[str, str]) -> None:
-    """Removes locks of torch's extension builder that a killed process left: whoever loads that extension (DeepSpeed's) would wait forever.
-
-    Who has such a lock keeps its file open (`torch.utils.file_baton`), so one that no process has open is abandoned.
-    """
-    cache = variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home()) / ".cache"
-    folder = Path(variables.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions").resolve()
-    locks = {str(path) for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}lock")}
-    for process in psutil.process_iter() if locks else ():
-        with contextlib.suppress(psutil.Error):
-            locks -= {file.path for file in process.open_files()}
-    for path in locks:
-        Path(path).unlink(missing_ok=True)
 
 
 MEMORY_SLACK = 0.02

@@ -15,7 +15,7 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
-from sft_play.errors import UserError
+from sft_play.errors import CheckpointError, UserError
 from sft_play.files import remove_half_written
 from sft_play.launch import recovery
 from sft_play.launch.attempt import FETCH, fetch_checkpoint, prepare, probe, run_attempt, wait_until_free
@@ -34,20 +34,19 @@ from sft_play.launch.resume import (
     existing_run,
     is_longer,
     launch_facts,
-    newest_told,
+    newest_checkpoint,
     options_of_run,
     refuse_fewer_steps,
-    restored_on_error,
+    restore_on_error,
     with_its_batch,
-    without_checkpoints,
 )
 from sft_play.launch.run_folder import (
     choose_name,
     disk_refusals_told,
     find_run,
-    held,
     is_finished,
     last_plan,
+    lock_run,
     record_event,
     remove_left,
     reserved,
@@ -59,11 +58,6 @@ from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.notify import end_text, notify, wait_until_sent
 from sft_play.runs.prepared import Prepared
-
-Newest = Callable[[], tuple[Path | None, list[str]]]
-"""What `newest_told` returns."""
-MOST_PORTS = 3
-"""How often another port is tried where each was taken before it could be used."""
 
 
 def train(call: Call) -> int:
@@ -104,7 +98,7 @@ def start_run(
         loaded = as_long(loaded, existing)
         again = as_resume(call, options, loaded, existing)
         check_overrides(again)
-        with ended_by_signals(), held(existing, node_rank=options.request.node_rank):
+        with ended_by_signals(), lock_run(existing, node_rank=options.request.node_rank):
             return existing, _resume(again, existing, loaded)
     job = job_of(call, loaded, options)
     refuse_early(job)
@@ -113,7 +107,7 @@ def start_run(
         if rank > 0:  # on a shared disk node 0 makes the folder
             job = stack.enter_context(joined(job, RunFolder(runs_folder() / name)))
         run = stack.enter_context(reserved(name, node_rank=rank, never_started_too=again_too))
-        stack.enter_context(held(run, node_rank=rank))
+        stack.enter_context(lock_run(run, node_rank=rank))
         if rank == 0:
             job = stack.enter_context(joined(job, run))
         stack.enter_context(own_part(job, run))
@@ -134,7 +128,7 @@ def resume(call: Call) -> int:
         raise UserError("`make resume` needs `RUN=name-or-folder`", hint="make resume RUN=NAME")
     run = find_run(name)
     check_overrides(call)
-    with ended_by_signals(), held(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
+    with ended_by_signals(), lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
         outcome = _resume(call, run, call.load_config())
     return finish(call, run, outcome)
 
@@ -154,7 +148,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
     options = options_of_run(call, run, before)
-    first = newest_told(run)[0] if FETCH in os.environ else choose_checkpoint(run)  # a brought one may be outdated, and gone
+    first = newest_valid(run)[0] if FETCH in os.environ else choose_checkpoint(run)  # a brought one may be outdated, and gone
     if first:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
@@ -173,7 +167,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         home = job.home(run)
         if job.shared:
             save_config(loaded, home.config)
-        with restored_on_error(home.prepared):
+        with restore_on_error(home.prepared):
             prepare(home)
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
@@ -212,8 +206,8 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
     Of several machines node 0 decides, and all do the same.
     """
     while _may_follow(job, outcome):
-        newest = cache(partial(newest_told, run))  # every byte is read, which a run that only ends does not wait for
-        step, alone = _followed(job, partial(_decide, job, prepared, plan, outcome, lost, run, newest))
+        newest = cache(partial(newest_checkpoint, run))  # every byte is read, which a run that only ends does not wait for
+        step, alone = _followed(job, partial(_decide, job, prepared, plan, outcome, lost, newest))
         if not step.again:
             return step.outcome or outcome
         print(f"\n{step.said}", file=sys.stderr, flush=True)
@@ -230,7 +224,7 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
             job, plan = _meet_again(job, run, prepared, recoveries, alone=alone)
         if plan.device == "cuda":
             wait_until_free(job.hardware, indices_of(plan, job.node))
-        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.rendezvous else newest()[0])
+        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.rendezvous else newest())
     return outcome
 
 
@@ -238,7 +232,7 @@ def _newest(run: RunFolder, node_rank: int) -> Path | None:
     """Returns the newest valid checkpoint, which is brought first where it has to be."""
     if node_rank:
         fetch_checkpoint(run, node_rank)
-    return newest_told(run)[0]
+    return newest_checkpoint(run)
 
 
 def _followed(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
@@ -255,24 +249,21 @@ def _may_follow(job: Job, outcome: Outcome) -> bool:
 
 
 def _decide(
-    job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts, run: RunFolder, newest: Newest
+    job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts, newest: Callable[[], Path | None]
 ) -> Following:
     """Returns what follows the end of an attempt."""
     if job.rendezvous and job.rendezvous.grown_because:
         return Following(again=True, said=job.rendezvous.grown_because)
     lost.note(outcome, machines=job.rendezvous.node.count if job.rendezvous and job.rendezvous.least else 0)
-    if outcome.cause not in (OUT_OF_MEMORY, "port") and not lost.limit:
+    if outcome.cause != OUT_OF_MEMORY and not lost.limit:
         return Following()
-    checkpoint, damaged = newest()
-    if ended := without_checkpoints(run, outcome, checkpoint, damaged):
-        return Following(outcome=ended)
+    try:
+        checkpoint = newest()
+    except CheckpointError as error:
+        message = f"{error.render()}\n\nwhy it had ended: {outcome.first_line}"
+        return Following(outcome=Outcome(code=error.exit_code, rank=outcome.rank, message=message))
     if outcome.cause == OUT_OF_MEMORY and job.node.rank == 0:
         return _with_less(job, prepared, plan, outcome, checkpoint, lost)
-    if outcome.cause == "port" and lost.ports < MOST_PORTS and (job.rendezvous or job.elsewhere() is not job):
-        lost.ports += 1
-        return Following(
-            again=True, said=f"port {job.node.workers_port or job.node.master_port} was taken meanwhile; trying another"
-        )
     if lost.allows(outcome, checkpoint):
         said = recovery.restart_announcement(outcome, checkpoint, lost)
         facts = recovery.restart_facts(outcome, checkpoint)

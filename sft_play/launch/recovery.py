@@ -204,8 +204,6 @@ class Restarts:
     """Restarts since a newer checkpoint appeared."""
     retries: int = 0
     """Attempts with less at a time."""
-    ports: int = 0
-    """Attempts with another port."""
 
     def note(self, outcome: Outcome, *, machines: int) -> None:
         """Allows an elastic run of so many machines to continue without one that it lost."""

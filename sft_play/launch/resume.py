@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,11 @@ from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
 from sft_play.launch.job import LaunchOptions, without_batch_numbers
 from sft_play.launch.recovery import remedies_so_far
-from sft_play.launch.run_folder import NEEDED, first_launch, has_started, last_launch, last_plan, read_events, without_config
-from sft_play.launch.verdict import Outcome
+from sft_play.launch.run_folder import cannot_continue, has_started, last_plan, launches
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, make_stamp
 from sft_play.plan.request import global_rows, group_size
-from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.manifest import check_states, read_facts
@@ -45,6 +43,13 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
         "deepspeed": dict(options.deepspeed.settings) if options.deepspeed else None,
         "fsdp": dict(options.fsdp),
     }
+
+
+def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
+    """Returns the facts of the launch that a user last asked for, on this node where nodes share the folder."""
+    found = launches(run)
+    own = [event for event in found if event.get("node", 0) == node_rank]
+    return dict((own or found)[-1]["launch"])
 
 
 def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
@@ -105,66 +110,33 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
 
 
 def choose_checkpoint(run: RunFolder) -> Path | None:
-    """Returns the newest valid checkpoint, says which were passed over and why; `None` (said too) when the run has none yet."""
+    """Returns what `newest_checkpoint` does, and says so; what killed processes left is removed."""
     for left in clean_up(run):
         print(f"removed: {left}", file=sys.stderr)
-    checkpoint, skipped = newest_told(run)
-    if checkpoint is None:
-        _refuse_without_checkpoint(run, damaged=bool(skipped))
+    checkpoint = newest_checkpoint(run)
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint
 
 
-def _refuse_without_checkpoint(run: RunFolder, *, damaged: bool) -> None:
-    """Raises `CheckpointError` where a run without a checkpoint had some, or has its model: training from the start would write over it."""
-    if error := _lost_checkpoints(run, damaged=damaged):
-        raise error
-    if run.model.is_dir():
-        made = "a model"
-        with contextlib.suppress(CheckpointError):
-            made = f"a model, made in {Stamp.load(run.model).step} steps,"
-        raise CheckpointError(
-            f"`{run.name}` has {made} and no checkpoint to continue from; to train again from its start would write over the model",
-            place=str(run.model),
-            hint=f"use it as it is (make infer RUN={run.name}), start again under a new RUN_NAME, or move `{run.model.name}/` away first",
-        )
+def newest_checkpoint(run: RunFolder) -> Path | None:
+    """Returns the newest valid checkpoint, and says which were skipped and why; `None` where the run has saved none yet.
 
-
-def _lost_checkpoints(run: RunFolder, *, damaged: bool) -> CheckpointError | None:
-    """Returns the error for a run whose checkpoints are all damaged, or gone: to begin at step 0 would write over what may be rescued."""
-    if damaged:
-        text = f"`{run.name}` has no valid checkpoint to continue from; the reasons are above"
-        return CheckpointError(text, hint="start again under a new RUN_NAME")
-    if (lost := saved_once(run)) is None:
-        return None
-    text = f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left; it would train again from its start"
-    hint = f"put them back, then: make resume RUN={run.name}; or start again under a new RUN_NAME"
-    return CheckpointError(text, place=str(run.checkpoints), hint=hint)
-
-
-def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
-    """Returns the newest valid checkpoint and why newer ones were passed over, which is said too."""
+    Raises `CheckpointError` for a run that had some, or has a model: to train from its start would write over what may be rescued.
+    """
     checkpoint, skipped = newest_valid(run)
     for reason in skipped:
-        print(f"passed over: {reason}", file=sys.stderr, flush=True)
-    return checkpoint, skipped
-
-
-def without_checkpoints(run: RunFolder, outcome: Outcome, checkpoint: Path | None, damaged: Sequence[str]) -> Outcome | None:
-    """Returns how a launch ends whose checkpoints (`newest_told`) are all damaged, or gone; `None` where it may go on, if from its start."""
-    error = None if checkpoint else _lost_checkpoints(run, damaged=bool(damaged))
-    if error is None:
-        return None
-    return Outcome(code=error.exit_code, rank=outcome.rank, message=f"{error.render()}\n\nwhy it had ended: {outcome.first_line}")
-
-
-def saved_once(run: RunFolder) -> int | None:
-    """Returns the newest step whose checkpoint the run's metrics or events know of; `None` when there was none."""
-    saves = [row.get("step") for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
-    own = [event for event in read_events(run) if event.get("node", 0) == 0]  # another node may keep none in a folder of its own
-    named = [CHECKPOINT.fullmatch(str(event.get("checkpoint"))) for event in own]
-    steps = [step for step in saves if isinstance(step, int)] + [int(name.group(1)) for name in named if name]
-    return max(steps, default=None)
+        print(f"skipped: {reason}", file=sys.stderr, flush=True)
+    saved = [row["step"] for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
+    if checkpoint or not (skipped or saved or run.model.is_dir()):
+        return checkpoint
+    had = (
+        f"had saved checkpoints (the last at step {max(saved)})" if saved else "has a model" if not skipped else "has checkpoints"
+    )
+    raise CheckpointError(
+        f"`{run.name}` {had}, and no valid checkpoint to continue from: it would train again from its start, over what is there",
+        place=str(run.checkpoints),
+        hint=f"put the checkpoints back, then: make resume RUN={run.name}; or start again under a new RUN_NAME",
+    )
 
 
 ELSEWHERE = ("slurm.", "kubernetes.")
@@ -280,20 +252,15 @@ def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepar
 
 
 @contextlib.contextmanager
-def restored_on_error(path: Path) -> Iterator[None]:
-    """Gives a file that the body has changed its old content back when it raises: a refused resume must leave the run as it was.
-
-    Where a disk refuses that, it is said, and the body's own error stays what ends the command.
-    """
+def restore_on_error(path: Path) -> Iterator[None]:
+    """Gives a file back its old content when the body raises: a refused resume must leave the run as it was."""
     before = path.read_bytes() if path.is_file() else None
     try:
         yield
     except BaseException:
-        try:
-            if before is not None and (not path.is_file() or path.read_bytes() != before):
+        if before is not None and (not path.is_file() or path.read_bytes() != before):
+            with contextlib.suppress(OSError):  # of a full disk the body's own error tells
                 write_bytes(path, before)
-        except OSError as error:
-            print(f"warning: {path}: it could not be given its old content back: {error.strerror}", file=sys.stderr, flush=True)
         raise
 
 
@@ -321,7 +288,7 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
     if not run.path.is_dir() or not has_started(run):
         return None
     if not run.config.is_file():
-        raise without_config(run)
+        raise cannot_continue(run, run.config)
     return run
 
 
@@ -343,7 +310,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
 
     The number of nodes and of processes may be another than before. Raises `UserError` where the run was launched in another way.
     """
-    first, mine, request = first_launch(run, needed=NEEDED), launch_facts(options), options.request
+    first, mine, request = launches(run)[0]["launch"], launch_facts(options), options.request
     if not _same_command(first["command"], mine["command"], given=request.num_gpus is not None):
         raise UserError(
             f"the run `{run.name}` was started by `make {COMMANDS[first['command']]}`, not by `make {COMMANDS[mine['command']]}`",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from sft_play.runs.manifest import SHARDED
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 
 
@@ -74,7 +76,7 @@ def _make(run: RunFolder, node_rank: int) -> bool:
         if node_rank > 0 and not started_by(run, node_rank):
             return False
         if has_trained(run) and not run.config.is_file():
-            raise without_config(run) from None
+            raise cannot_continue(run, run.config) from None
         raise UserError(
             f"the run `{run.name}` exists already: `{run.path}`",
             hint=f"choose another RUN_NAME, or continue it: make resume RUN={run.name}",
@@ -87,33 +89,35 @@ def _make(run: RunFolder, node_rank: int) -> bool:
 
 
 @contextlib.contextmanager
-def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
+def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     """Keeps a run for one launcher of this node: of two that train in one folder, each would overwrite the other's files.
 
     The kernel gives the lock back when this process ends, however it ends. Raises `UserError` when another has it, `HardwareError`
-    where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) keeps no run from being trained: that a
-    second launcher would not be noticed is said.
+    where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) gives a warning.
     """
     path = run.path / f".launcher-node{node_rank}.lock"
-    try:
-        stream = path.open("a+", encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise _not_writable(run, error) from error
-    with stream, contextlib.ExitStack() as locked:
+    with contextlib.ExitStack() as stack:
         try:
+            stack.enter_context(path.open("a"))  # by it `make stop` finds the owner, also where there are no locks
             for _ in range(10):  # `make runs`, which only looks, has it for a moment
                 if (descriptor := lock(path)) is not None:
-                    locked.callback(os.close, descriptor)
+                    stack.callback(os.close, descriptor)
                     break
                 time.sleep(0.02)
             else:
-                stream.seek(0)
-                raise UserError(
-                    f"the run `{run.name}` is in use: process {stream.readline().strip() or '?'} trains it",
-                    hint="wait for it, or end that process first",
-                )
+                owner = path.read_text(encoding="utf-8", errors="replace").strip() or "?"
+                text = f"the run `{run.name}` is in use: process {owner} trains it"
+                raise UserError(text, hint="wait for it, or end that process first")
         except OSError as error:
-            print(_without_locks(run, error), file=sys.stderr, flush=True)
+            if error.errno not in WITHOUT_LOCKS:
+                raise _not_writable(run, error) from error
+            print(
+                f"warning: {run.path}: this disk has no file locks ({error.strerror}), so a second launcher would not be detected;"
+                " do not start one\n\nhint: mount it with locks (Lustre: `-o flock`; NFS: without `nolock`, or with"
+                " `local_lock=flock`), or set RUNS_DIR",
+                file=sys.stderr,
+                flush=True,
+            )
         try:
             path.write_text(f"{os.getpid()}\n", encoding="utf-8")
         except OSError as error:
@@ -124,14 +128,6 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
 def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
     hint = "a run needs a folder that can be written, and room on its disk: `df` and `mount` say more, or set RUNS_DIR"
     return HardwareError(f"the run cannot be written: {error.strerror}", place=str(run.path), hint=hint)
-
-
-def _without_locks(run: RunFolder, error: OSError) -> str:
-    mounted = "mount it with locks (Lustre: `-o flock`; NFS: without `nolock`, or with `local_lock=flock`), or set RUNS_DIR"
-    return (
-        f"warning: {run.path}: this disk has no file locks ({error.strerror}), so a second launcher would not be detected;"
-        f" do not start one\n\nhint: {mounted}"
-    )
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
@@ -169,20 +165,11 @@ def find_run(name: str) -> RunFolder:
         return RunFolder(path)
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(RunFolder(folder)):
-            raise without_config(RunFolder(folder))
+            raise cannot_continue(RunFolder(folder), RunFolder(folder).config)
     known = sorted((p.parent for p in runs_folder().glob("*/config.json")), key=lambda p: p.stat().st_mtime, reverse=True)
     listing = ", ".join(p.name for p in known[:10]) or "none"
     more = f" and {len(known) - 10} more" if len(known) > 10 else ""
     raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{more}")
-
-
-def without_config(run: RunFolder) -> CheckpointError:
-    """Returns the error for a run whose `config.json` is lost, so that nothing can continue or use it."""
-    return CheckpointError(
-        f"the run `{run.name}` is there, but its `{run.config.name}` is missing",
-        place=str(run.config),
-        hint="put it back from a backup, or from a run of another RUN_NAME that the same command starts: it has the same one",
-    )
 
 
 def is_finished(run: RunFolder) -> bool:
@@ -206,63 +193,31 @@ def remove_left(run: RunFolder, ranks: range) -> None:
         remove_half_written(path)
 
 
-NEEDED = frozenset({"command", "num_gpus", "num_nodes", "deepspeed", "fsdp"})
-"""Facts without which a launch cannot be repeated (`resume.launch_facts`)."""
-
-
-def first_launch(run: RunFolder, *, needed: Set[str] = frozenset({"command"})) -> dict[str, Any]:
-    """Returns the facts of the run's first launch that has those `needed`.
-
-    Raises `CheckpointError` where they are lost, and for a run that never started.
-    """
-    return _launches(run, 0, needed)[0]
-
-
-def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
-    """Returns the facts of the launch that a user last asked for, on this node where nodes share the folder.
-
-    Raises `CheckpointError` where they are lost, and for a run whose workers never started.
-    """
-    return _launches(run, node_rank, NEEDED)[-1]
+def launches(run: RunFolder) -> list[dict[str, Any]]:
+    """Returns the events of the launches that a user asked for, oldest first. Raises `CheckpointError` where there is none."""
+    found = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
+    if not found:
+        raise cannot_continue(run, run.events)
+    return found
 
 
 def last_plan(run: RunFolder) -> Plan:
-    """Returns the run's last plan. Raises `CheckpointError` where it cannot be read."""
-    try:
-        return Plan.load(run.plan)
-    except CheckpointError as error:
-        if not run.plan.exists() and not has_started(run):
-            raise never_started(run) from None
-        raise _lost(run, run.plan, error.message) from error
+    """Returns the run's last plan. Raises `CheckpointError` where there is none."""
+    if not run.plan.is_file():
+        raise cannot_continue(run, run.plan)
+    return Plan.load(run.plan)
 
 
-def never_started(run: RunFolder) -> CheckpointError:
-    """Returns the error for a run whose workers were never started."""
-    return CheckpointError(
-        f"`{run.name}` never started, so there is nothing to continue from", hint="start it again under another RUN_NAME"
-    )
-
-
-def _launches(run: RunFolder, node_rank: int, needed: Set[str]) -> list[dict[str, Any]]:
-    events = [event for event in read_events(run) if event["event"] in ("started", "resumed")]
-    found = [event for event in events if isinstance(event.get("launch"), dict) and event["launch"].keys() >= needed]
-    own = [event for event in found if event.get("node", 0) == node_rank]
-    if not found and not has_started(run):
-        raise never_started(run)
-    if not found:
-        raise _lost(run, run.events, "it is missing or damaged, so how the run was launched is unknown")
-    return [dict(event["launch"]) for event in own or found]
-
-
-def _lost(run: RunFolder, path: Path, why: str) -> CheckpointError:
+def cannot_continue(run: RunFolder, path: Path) -> CheckpointError:
+    """Returns the error for a run of which `path` is missing or damaged, with what can still be used."""
+    if not has_started(run):
+        text = f"`{run.name}` never started, so there is nothing to continue from"
+        return CheckpointError(text, hint="start it again under another RUN_NAME")
     newest = newest_valid(run, sizes_only=True)[0]
-    there = f"; `{newest.name}` is there" if newest else ""
-    use = f"; infer, eval and merge still take RUN={run.name} CHECKPOINT={newest.name}" if newest and path == run.events else ""
-    return CheckpointError(
-        f"{why}{there}",
-        place=str(path),
-        hint=f"put it back from a backup, or from a run of another RUN_NAME that the same command starts{use}",
-    )
+    hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
+    if newest:
+        hint += f"; infer, eval and merge still take RUN={run.path} CHECKPOINT={newest.name}"
+    return CheckpointError(f"`{run.name}` has started, but its `{path.name}` is missing or damaged", place=str(path), hint=hint)
 
 
 SPARE_BYTES = 64 * 2**20

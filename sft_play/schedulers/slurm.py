@@ -33,7 +33,7 @@ from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Ahead, planned_ahead
-from sft_play.launch.run_folder import choose_name, first_launch, has_started
+from sft_play.launch.run_folder import choose_name, has_started, launches
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
@@ -285,7 +285,7 @@ def _target(ahead: Ahead, name: str) -> str:
     """Returns the command that the nodes run: where the run has started already, one that continues it."""
     array = ahead.loaded.config.slurm.array
     run = RunFolder(runs_folder() / (f"{name}-{first_index(array)}" if array else name))
-    begun = first_launch(run)["command"] if has_started(run) else None
+    begun = launches(run)[0]["launch"]["command"] if has_started(run) else None
     if begun in ("zero", "fsdp2"):
         return COMMANDS[begun]
     return "train-distributed" if begun and ahead.plan.strategy not in ("single", "ddp") else ahead.target

@@ -84,8 +84,8 @@ def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[
         workers[0].resume()
         code, error = launch.end()
         assert code == 5, error
-        assert saved and all(f"passed over: {checkpoint.name}: " in error for checkpoint in saved), error
-        assert "has no valid checkpoint to continue from" in error and f"rank 1 ({socket.gethostname()}) was killed" in error
+        assert saved and all(f"skipped: {checkpoint.name}: " in error for checkpoint in saved), error
+        assert "no valid checkpoint to continue from" in error and f"rank 1 ({socket.gethostname()}) was killed" in error
         assert [event["event"] for event in launch.events()] == ["started", "failed"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import append_text, disk_errors_told, disk_problem, errno_of, write_json
-from sft_play.launch.resume import restored_on_error
+from sft_play.launch.resume import restore_on_error
 from sft_play.launch.run_folder import disk_refusals_told, record_event, require_disk_space
 from sft_play.plan.plan import Plan
 from sft_play.prepare import place_hint
@@ -146,11 +146,11 @@ def test_what_a_refused_resume_changed_is_given_back(tmp_path: Path) -> None:
     path = tmp_path / "prepared.json"
     path.write_text("old")
     for change in (lambda: path.write_text("new"), path.unlink):
-        with pytest.raises(DataError), restored_on_error(path):
+        with pytest.raises(DataError), restore_on_error(path):
             change()
             raise DataError("no rows")
         assert path.read_text() == "old"
     inode = path.stat().st_ino
-    with pytest.raises(DataError), restored_on_error(path):
+    with pytest.raises(DataError), restore_on_error(path):
         raise DataError("no rows")
     assert path.stat().st_ino == inode, "what nobody changed is not written again"

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.file_baton import FileBaton
 
 from sft_play.config.schema import Config, DataConfig, EvalConfig, LaunchConfig, ModelConfig, TrainConfig
-from sft_play.launch import attempt, recovery
+from sft_play.launch import recovery
 from sft_play.launch.liveness import SCALE
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, judge
@@ -240,16 +239,3 @@ def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool
         _, rest = process.communicate(timeout=30)
     assert process.returncode == 0
     assert ("still held after 0 s" in said + rest) is not freed
-
-
-def test_locks_of_torchs_extension_builder_that_nobody_holds_are_removed(tmp_path: Path) -> None:
-    folders = [tmp_path / "torch_extensions" / "py311_cpu" / name for name in ("held", "left")]
-    for folder in folders:
-        folder.mkdir(parents=True)
-    held = FileBaton(str(folders[0] / "lock"))
-    assert held.try_acquire()
-    (folders[1] / "lock").touch()  # as a process leaves it that was killed
-    for variables in ({"XDG_CACHE_HOME": str(tmp_path)}, {"HOME": str(tmp_path / "nobody")}):
-        attempt.remove_abandoned_locks(variables)
-        assert (folders[0] / "lock").exists() and not (folders[1] / "lock").exists()
-    held.release()
