@@ -19,14 +19,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance_steps import GIB, GOALS, STEPS, TRL_GOAL, Lab, Row, SkippedError, Step, StepError
-from benchmarks.training import introduction
+from benchmarks.acceptance_steps import GIB, STEPS, Lab, Row, SkippedError, Step, StepError
+from benchmarks.common import introduction, markdown
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.environment import visible_cards
 from sft_play.plan.commands import gpu_facts
 from sft_play.plan.detect import detect, require_usable
-from sft_play.plan.hardware import Hardware, find_card
+from sft_play.plan.hardware import Hardware
 from sft_play.runs.origin import git_state
 
 DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "SMALL": ""}
@@ -116,56 +116,25 @@ def commit_here() -> str:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """Returns `docs/benchmarks-gpu.md`; without results, what it will hold."""
+    """Return `docs/benchmarks-gpu.md`; without results, what it will hold."""
     steps = results.get("steps", {})
     machine = f"{results['machine']}." if steps else "**Unverified: no card was at hand.** Nothing below is measured yet."
-    lines = [introduction("benchmarks-gpu.md"), "", machine, "", "## Goals", ""]
-    lines += ["| goal | bound | measured | met |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(cells) + " |" for cells in goals(results)]
+    lines = [introduction("benchmarks-gpu.md"), "", machine]
     left = [f"{n} {step.title}" for n, step in STEPS.items() if str(n) not in steps]
     lines += ["", "## Not run yet", "", f"{'; '.join(left)}."] if left else []
     for number, result in sorted(steps.items(), key=lambda item: int(item[0])):
         step, reason = STEPS[int(number)], f": {result['reason']}" if result["reason"] else ""
         lines += ["", f"## {number}. {step.title}", ""]
-        lines.append(
-            f"{result['state']}{reason} ({result['seconds']:.0f} of {step.seconds} s, {result['date']}, commit {result['commit']})"
-        )
-        lines += ["", *table(result["rows"])] if result["rows"] else []
+        took = f"{result['seconds']:.0f} of {step.seconds} s, {result['date']}, commit {result['commit']}"
+        lines += [f"{result['state']}{reason} ({took})", "", *table(result["rows"])]
     return "\n".join(lines) + "\n"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns rows as markdown."""
+    """Return rows as markdown, none for none."""
     cells = [(row["what"], row["measured"], row["bound"], WORDS[row["holds"]]) for row in rows]
-    return [
-        "| what | measured | bound | holds |",
-        "|---|---|---|---|",
-        *("| " + " | ".join(map(_cell, row)) + " |" for row in cells),
-    ]
-
-
-def goals(results: Mapping[str, Any]) -> list[list[str]]:
-    """Returns goal, bound, measured, met; a goal for another card is not measured here."""
-    measured = {
-        (row["what"], row["bound"]): row for step in results.get("steps", {}).values() for row in step["rows"] if row["goal"]
-    }
-    catalogued = find_card(results.get("machine", "").partition(",")[0])
-    wanted = []
-    for card, trainings in GOALS.items():
-        here = catalogued is not None and catalogued[0] == card
-        for name, (least, most) in trainings.items():
-            pairs = [(f"{name}: tokens/s", f">= {least:,}"), *([(f"{name}: GiB allocated", f"<= {most}")] if most else [])]
-            wanted += [(f"{card}, {what}", bound, measured.get((what, bound)) if here else None) for what, bound in pairs]
-    share = ("training time as a share of TRL's", f"<= {TRL_GOAL}")
-    wanted.append((*share, measured.get(share)))
-    return [
-        [what, bound, _cell(row["measured"]) if row else "not measured", WORDS[row["holds"]] if row else ""]
-        for what, bound, row in wanted
-    ]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    plain = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in cells]
+    return markdown(["what", "measured", "bound", "holds"], plain) if rows else []
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.acceptance_model import SHAPE, parameters
+from benchmarks.memory import sum_without
 from benchmarks.training import BATCH_SIZE, LEARNING_RATE, spec_of
 from sft_play.files import read_json, read_json_lines, write_json
 from sft_play.model.embedded import embedded_folder
@@ -34,7 +35,6 @@ COMPARED = {
 """What the other trainers of `benchmarks.training` do."""
 PACKED = {"TRAIN_PACKING": "on", "TRAIN_SAVE_STRATEGY": "no"}
 FORTY_GIB, HUNDRED_GIB = 40, 100
-NOT_ALLOCATED = ("context", "fragmentation", "free")
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 CURVE = {"fp32": 2e-3, "bf16": 3e-2}
 CONTEXT = "import torch; torch.zeros(1).cuda(); free, all = torch.cuda.mem_get_info(); print((all - free) >> 20)"
@@ -122,8 +122,6 @@ class Row:
     bound: str = ""
     holds: bool | None = None
     """`None` where nothing is demanded."""
-    goal: bool = False
-    """Whether it is one of the project's goals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +334,8 @@ def resumed(lab: Lab) -> Iterator[Row]:
 
 
 def allocated(plan: Mapping[str, Any]) -> int:
-    """Returns what torch's allocator hands out by a plan's first rank, bytes."""
-    return sum(int(size) for name, size in plan["ranks"][0]["memory_bytes"].items() if name not in NOT_ALLOCATED)
+    """Return what torch's allocator hands out by a plan's first rank, bytes."""
+    return sum_without(plan["ranks"][0]["memory_bytes"])
 
 
 def predicted(lab: Lab, *names: str) -> Iterator[Row]:
@@ -373,11 +371,11 @@ def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
         said += f" (plan {plan['tokens_per_second']:,.0f})" if plan["tokens_per_second"] else ""
         least, most = GOALS.get(key, {}).get(name, (None, None))
         bound, holds = (f">= {least:,}", speed >= least) if least else ("", None)
-        yield Row(f"{name}: tokens/s", f"{speed:,.0f}{said}", bound, holds, goal=bool(least))
+        yield Row(f"{name}: tokens/s", f"{speed:,.0f}{said}", bound, holds)
         yield within_plan(name, run)
         if most:
             peak = metrics["peak_memory_bytes"] / GIB
-            yield Row(f"{name}: GiB allocated", f"{peak:.2f}", f"<= {most}", peak <= most, goal=True)
+            yield Row(f"{name}: GiB allocated", f"{peak:.2f}", f"<= {most}", peak <= most)
 
     yield from each(lab, names, rows)
 
@@ -436,14 +434,14 @@ def compared_with_trl(lab: Lab) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(dir=lab.folder) as scratch:
         spec, result = Path(scratch) / "spec.json", Path(scratch) / "result.json"
         write_json(spec, spec_of(RunFolder(run.folder), Path(scratch), len(losses)))
-        code, _, err = lab.call("-m", "benchmarks.baselines", "trl", str(spec), str(result))
+        code, _, err = lab.call("-m", "benchmarks.training", "trl", str(spec), str(result))
         if code:
             raise StepError(last_error(err))
         theirs = read_json(result)
     seconds, apart = run.metrics["train_runtime"], max(abs(a - b) for a, b in zip(losses, theirs["losses"], strict=True))
     share = seconds / theirs["seconds"]
     measured = f"{share:.2f} ({seconds:.1f} s, {theirs['seconds']:.1f} s)"
-    yield Row("training time as a share of TRL's", measured, f"<= {TRL_GOAL}", share <= TRL_GOAL, goal=True)
+    yield Row("training time as a share of TRL's", measured, f"<= {TRL_GOAL}", share <= TRL_GOAL)
     yield Row("largest difference of a step's loss to TRL's", f"{apart:.1e}", "<= 0.03", apart <= 0.03)
 
 

@@ -8,7 +8,6 @@ per pair, in turn, and medians are compared. Ours is the whole `score_by_generat
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,14 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.options import options_of
-from benchmarks.training import MODEL, describe_machine, introduction
+from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish
 from sft_play.config.load import load_config, save_config
-from sft_play.files import write_json, write_text
+from sft_play.files import write_json
 from sft_play.plan.detect import detect
-from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.plan import LaunchRequest
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -41,14 +39,13 @@ EVERY = {SINGLE: 4}
 """One prompt at a time takes so long that only every fourth is answered: a sample of all lengths, from answers a second alike."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """All prompts answered once."""
 
     seconds: float
     cpu_seconds: float
     """Of this process: what a busy machine changes least."""
-    answers: tuple[str, ...]
+    answers: list[str]
     """In the order of the data."""
 
 
@@ -66,19 +63,12 @@ class Setting:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints the table, and writes it when asked; 1 when a goal is missed."""
-    options = options_of(arguments, pairs=1, rows=200, tokens=128)
-    if options is None:
-        return 2
-    numbers, document = options
-    pairs, rows, tokens = numbers["pairs"], numbers["rows"], numbers["tokens"]
+    """Measure and publish; 1 when a goal is missed."""
+    numbers, document = options_of(arguments, pairs=1, rows=200, tokens=128)
     with tempfile.TemporaryDirectory(prefix="bench-evaluation-") as folder:
-        setting = prepare(Path(folder), rows, tokens)
-    found = measure(setting, pairs)
-    text, good = table(found, setting.batch_size, tokens)
-    print(text)
-    if document:
-        write_text(Path(document), page(text))
+        setting = prepare(Path(folder), numbers["rows"], numbers["tokens"])
+    text, good = table(measure(setting, numbers["pairs"]), setting)
+    publish(text, document)
     return 0 if good else 1
 
 
@@ -97,7 +87,7 @@ def prepare(folder: Path, count: int, tokens: int) -> Setting:
     save_config(loaded, run.config)
     subprocess.run([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)], check=True, stdout=sys.stderr)
     prepared = Prepared.load(run.prepared)
-    plan: Plan = plan_for(loaded, detect(), LaunchRequest(), prepared)
+    plan = plan_for(loaded, detect(), LaunchRequest(), prepared)
     plan.save(run.plan)
 
     import datasets
@@ -116,18 +106,18 @@ def prepare(folder: Path, count: int, tokens: int) -> Setting:
 
 
 def measure(setting: Setting, pairs: int) -> dict[str, list[Measurement]]:
-    """Returns `pairs` measurements of each way, interleaved."""
+    """Return `pairs` measurements of each way, interleaved."""
     ways: dict[str, Callable[[Setting], list[str]]] = {OURS: ours, SINGLE: one_by_one, BATCHED: batched}
     found: dict[str, list[Measurement]] = {name: [] for name in ways}
     for pair in range(pairs):
         for name, way in ways.items():
-            load = os.getloadavg()[0]
             started, worked = time.perf_counter(), time.process_time()
             answers = way(setting)
-            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - worked
-            found[name].append(Measurement(seconds=seconds, cpu_seconds=cpu_seconds, answers=tuple(answers)))
-            said = f"pair {pair + 1}: {name:<12}{seconds:7.1f} s, processor {cpu_seconds:.1f} s (load {load:.1f} before)"
-            print(said, file=sys.stderr, flush=True)
+            one = Measurement(time.perf_counter() - started, time.process_time() - worked, answers)
+            found[name].append(one)
+            print(
+                f"pair {pair + 1}: {name:<12}{one.seconds:7.1f} s, processor {one.cpu_seconds:.1f} s", file=sys.stderr, flush=True
+            )
     return found
 
 
@@ -187,40 +177,27 @@ def generated(setting: Setting, batch_size: int) -> list[str]:
     return answers
 
 
-def table(found: Mapping[str, Sequence[Measurement]], batch_size: int, tokens: int) -> tuple[str, bool]:
-    """Returns the table as markdown, and whether the goals are reached."""
-    ours_first = found[OURS][0].answers
-    count, good = len(ours_first), True
+def table(found: Mapping[str, Sequence[Measurement]], setting: Setting) -> tuple[str, bool]:
+    """Return the table as markdown, and whether the goals are reached."""
+    our_answers, good, rows = found[OURS][0].answers, True, list[list[str]]()
     rates = {name: len(values[0].answers) / median(m.seconds for m in values) for name, values in found.items()}
     works = {name: median(m.cpu_seconds for m in values) / len(values[0].answers) for name, values in found.items()}
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}, {describe_machine()}; {count} prompts, batches of {batch_size}, at most {tokens} new tokens, "
-        f"medians of {len(found[OURS])} interleaved measurements:",
-        "",
-        "| way | answers/s | ours is | goal | by processor time | answers that differ from ours |",
-        "|---|---|---|---|---|---|",
-    ]
     for name, values in found.items():
-        theirs = values[0].answers
-        differ = sum(a != b for a, b in zip(ours_first[:: EVERY.get(name, 1)], theirs, strict=True))
-        if name == OURS:
-            lines.append(f"| {NAMES[name]} | {rates[name]:.2f} | | | | |")
-            continue
-        ratio = rates[OURS] / rates[name]
-        good = good and ratio >= GOALS.get(name, 0.0)
-        work = works[name] / works[OURS]
-        goal = f"{GOALS[name]:g} times" if name in GOALS else ""
-        lines.append(
-            f"| {NAMES.get(name, name)} | {rates[name]:.2f} | {ratio:.2f} times as fast | {goal} | {work:.2f} times "
-            f"| {differ} of {len(theirs)} |"
-        )
-    lines += ["", "Both goals are reached." if good else "NOT ALL GOALS ARE REACHED."]
+        compared = [""] * 4
+        if name != OURS:
+            ratio, theirs = rates[OURS] / rates[name], values[0].answers
+            differ = sum(a != b for a, b in zip(our_answers[:: EVERY.get(name, 1)], theirs, strict=True))
+            good = good and ratio >= GOALS[name]
+            compared = [f"{ratio:.2f} times as fast", f"{GOALS[name]:g} times", f"{works[name] / works[OURS]:.2f} times"]
+            compared.append(f"{differ} of {len(theirs)}")
+        rows.append([NAMES[name], f"{rates[name]:.2f}", *compared])
+    head = ["way", "answers/s", "ours is", "goal", "by processor time", "answers that differ from ours"]
+    said = (
+        f"{date_and_machine()}; {len(our_answers)} prompts, batches of {setting.batch_size}, at most {setting.tokens} new tokens, "
+        f"medians of {len(found[OURS])} interleaved measurements:"
+    )
+    lines = [said, "", *markdown(head, rows), "", "Both goals are reached." if good else "NOT ALL GOALS ARE REACHED."]
     return "\n".join(lines), good
-
-
-def page(text: str) -> str:
-    """Return `docs/benchmarks-evaluation.md`."""
-    return f"{introduction('benchmarks-evaluation.md')}\n\n{text}\n"
 
 
 if __name__ == "__main__":

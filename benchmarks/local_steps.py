@@ -8,22 +8,15 @@ sft_play train-distributed`, as a user does. Every run sees the same rows in the
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.options import options_of
-from benchmarks.training import MODEL, describe_machine, run_measured
-from sft_play.data.datasets import read_builtin
-from sft_play.files import write_json, write_text
-from sft_play.runs.folder import RunFolder
+from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish, rows_of, train, write_rows
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "every step shared (H = 1)": {},
@@ -38,88 +31,53 @@ LAST = 8
 """Steps over which the last training loss is taken."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """Of one run, nats per token."""
-
-    first: float
-    """Training loss of the first step, before any update."""
-    last: float
-    """Mean training loss of the last steps."""
-    held_out: float
-    """After the last step."""
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints the table, and writes it when asked."""
-    options = options_of(arguments, steps=32, rows=8, length=96, held=48, seed=42)
-    if options is None:
-        return 2
-    numbers, document = options
-    found: dict[str, Found] = {}
+    """Measure and publish."""
+    numbers, document = options_of(arguments, steps=32, rows=8, length=96, held=48, seed=42)
+    found = {}
     with tempfile.TemporaryDirectory(prefix="bench-local-", dir=os.environ.get("RUNS_DIR") or None) as folder:
         for index, (name, launch) in enumerate(WAYS.items()):
-            started = time.perf_counter()
-            one = found[name] = measure(Path(folder), f"way{index}", launch, numbers)
-            took = time.perf_counter() - started
-            print(f"{name}: held-out loss {one.held_out:.4f}, last {one.last:.4f} ({took:.0f} s)", file=sys.stderr, flush=True)
-    text = table(found, numbers)
-    print(text)
-    if document:
-        write_text(Path(document), text + "\n")
+            losses, held_out = found[name] = measure(Path(folder), f"way{index}", launch, numbers)
+            print(f"{name}: held-out loss {held_out:.4f}, last {losses[-1]:.4f}", file=sys.stderr, flush=True)
+    publish(table(found, numbers), document)
     return 0
 
 
-def measure(folder: Path, name: str, launch: Mapping[str, Any], numbers: Mapping[str, int]) -> Found:
-    """Trains once; the held-out rows are scored after the last step."""
-    run = RunFolder(folder / "runs" / name)
-    for split, file, most in (
-        ("train", "rows.jsonl", 4 * numbers["steps"] * numbers["rows"]),
-        ("validation", "held.jsonl", numbers["held"]),
-    ):
-        rows = [row for _, row in zip(range(most), read_builtin("docstrings", split), strict=False)]
-        write_text(folder / file, "".join(json.dumps(dict(row)) + "\n" for _, row in rows))
-    config: dict[str, Any] = {
+def measure(folder: Path, name: str, launch: Mapping[str, Any], numbers: Mapping[str, int]) -> tuple[list[float], float]:
+    """Train once; return the loss of each step and that of the held-out rows after the last one, nats per token."""
+    settings = {
         "model": {"name": MODEL, "max_seq_len": numbers["length"]},
         "tuning": {"mode": "lora", "lora": {"r": 16, "alpha": 32}},
-        "data": {"train_path": str(folder / "rows.jsonl"), "val_path": str(folder / "held.jsonl"), "overlong": "drop"},
+        "data": {
+            "train_path": write_rows(folder / "rows.jsonl", 4 * numbers["steps"] * numbers["rows"]),
+            "val_path": write_rows(folder / "held.jsonl", numbers["held"], "validation"),
+            "overlong": "drop",
+        },
         "train": {
-            "global_batch_size": numbers["rows"],
-            "max_steps": numbers["steps"],
-            "learning_rate": 1e-3,
-            "warmup_steps": 2,
-            "save_strategy": "no",
-            "eval_strategy": "steps",
-            "eval_steps": numbers["steps"],
-            "predict_with_generate": False,
+            "global_batch_size": numbers["rows"], "max_steps": numbers["steps"], "learning_rate": 1e-3, "warmup_steps": 2,
+            "save_strategy": "no", "eval_strategy": "steps", "eval_steps": numbers["steps"], "predict_with_generate": False,
             "seed": numbers["seed"],
         },
         "launch": {**launch, "balance": "off"},
-    }
-    path = folder / f"{name}.yaml"
-    write_json(path, config)  # JSON is YAML
-    command = [sys.executable, "-m", "sft_play", "train-distributed", f"CONFIG={path}", f"RUN_NAME={run.name}", "NUM_GPUS=2"]
-    run_measured(command, {"RUNS_DIR": str(run.path.parent), "CUDA_VISIBLE_DEVICES": ""})
-    lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "train"]
-    scores = [line["eval_loss"] for line in lines if line["kind"] == "eval"]
-    return Found(first=losses[0], last=fmean(losses[-LAST:]), held_out=scores[-1])
+    }  # fmt: skip
+    run = train(folder, name, settings, "train-distributed", "NUM_GPUS=2")
+    return [row["loss"] for row in rows_of(run, "train")], rows_of(run, "eval")[-1]["eval_loss"]
 
 
-def table(found: Mapping[str, Found], numbers: Mapping[str, int]) -> str:
-    """Returns the figures as Markdown."""
-    base = next(iter(found.values()))
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}, {describe_machine()}; 2 ranks, {numbers['steps']} steps of {numbers['rows']} rows of up to "
-        f"{numbers['length']} tokens, LoRA r 16, learning rate 1e-3, {numbers['held']} held-out rows, seed {numbers['seed']}; "
-        f"loss of the first step {base.first:.3f}:",
-        "",
-        f"| what ranks send | training loss, last {LAST} steps | held-out loss at the end | beyond H = 1 |",
-        "|---|---|---|---|",
+def table(found: Mapping[str, tuple[list[float], float]], numbers: Mapping[str, int]) -> str:
+    """Return the figures as Markdown."""
+    first_losses, base = next(iter(found.values()))
+    head = ["what ranks send", f"training loss, last {LAST} steps", "held-out loss at the end", "beyond H = 1"]
+    rows = [
+        [name, f"{fmean(losses[-LAST:]):.4f}", f"{held_out:.4f}", f"{held_out - base:+.4f}"]
+        for name, (losses, held_out) in found.items()
     ]
-    for name, one in found.items():
-        lines.append(f"| {name} | {one.last:.4f} | {one.held_out:.4f} | {one.held_out - base.held_out:+.4f} |")
-    return "\n".join(lines)
+    said = (
+        f"{date_and_machine()}; 2 ranks, {numbers['steps']} steps of {numbers['rows']} rows of up to {numbers['length']} tokens, "
+        f"LoRA r 16, learning rate 1e-3, {numbers['held']} held-out rows, seed {numbers['seed']}; "
+        f"loss of the first step {first_losses[0]:.3f}:"
+    )
+    return "\n".join([said, "", *markdown(head, rows)])
 
 
 if __name__ == "__main__":

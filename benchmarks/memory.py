@@ -7,17 +7,13 @@ once as the row says. On a GPU allocated, reserved and the device's total are co
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.training import describe_machine
-from sft_play.files import write_text
+from benchmarks.common import date_and_machine, markdown, options_of, publish
+from sft_play.runs.folder import cache_folder
 
 GIB = 2**30
 CONFIG = "configs/quickstart.yaml"
@@ -30,103 +26,63 @@ CASES: Mapping[str, Sequence[str]] = {
 }
 ALLOWED_BYTES = 100 * 2**20
 NOT_ALLOCATED = ("context", "fragmentation", "free")
-INTRODUCTION = """# Memory: planned and measured
-
-Written by `python -m benchmarks.memory write=docs/memory.md`; do not edit by hand. SmolLM2-135M-Instruct on `builtin:docstrings`, each
-case planned by trace, then probed: two real steps with the longest rows. *Growth* comes on top of Python and its libraries, which the plan
-counts as `context`.
-
-GPU: not measured yet (unverified).
-"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table, and writes the page when asked; 1 where a difference exceeds the bounds of `compare`."""
-    options = dict(argument.split("=", 1) for argument in arguments)
-    document = options.pop("write", None)
-    if options:
-        print(f"unknown arguments: {', '.join(options)}; there is write", file=sys.stderr)
-        return 2
+    """Measure and publish; 1 where a difference exceeds the bounds of `compare`."""
+    _, document = options_of(arguments)
     import torch
 
-    rows, good = [], True
+    head, rows, good = ["case"], list[list[str]](), True
+    for quantity in ("growth", "allocated", "reserved", "device")[: 4 if torch.cuda.is_available() else 1]:
+        head += [f"{quantity} planned, GiB", "measured, GiB", "difference"]
     for name, words in CASES.items():
-        with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
-            row, held = compare(name, measure(words, Path(folder)), on_gpu=torch.cuda.is_available())
-        print(row, flush=True)
-        rows.append(row)
+        cells, held = compare(measure(words), on_gpu=torch.cuda.is_available())
+        print(name, *cells, file=sys.stderr, flush=True)
+        rows.append([name, *cells])
         good = good and held
-    if document:
-        write_text(Path(document), page(rows))
+    publish("\n".join([f"{date_and_machine()}:", "", *markdown(head, rows)]), document)
     return 0 if good else 1
 
 
-def measure(words: Sequence[str], cache: Path) -> dict[str, dict[str, int]]:
-    """Returns the parts of the tightest rank by trace and by probe.
+def measure(words: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return the parts of the tightest rank by trace and by probe.
 
-    The probe runs first, since it prepares the data: then both know the longest row. It lives in a cache of its own, so that it
-    does not correct the trace; only the model's cache is shared, through the environment's `SFT_PLAY_CACHE`.
+    The probe runs first, since it prepares the data: then both know the longest row. Its record is removed, so that it does not
+    correct the trace.
     """
-    probe = plan(words, "probe", os.environ)
-    for path in Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play").glob("probes/*.json"):
-        path.rename(cache / path.name)
-    return {"trace": plan(words, "trace", os.environ), "probe": probe}
+    probe = plan(words, "probe")
+    for path in (cache_folder() / "probes").glob("*.json"):
+        path.unlink()
+    return {"trace": plan(words, "trace"), "probe": probe}
 
 
-def plan(words: Sequence[str], source: str, environment: Mapping[str, str]) -> dict[str, int]:
-    """Returns the parts of the tightest rank."""
+def plan(words: Sequence[str], source: str) -> dict[str, int]:
+    """Return the parts of the tightest rank."""
     command = [sys.executable, "-m", "sft_play", "plan", f"CONFIG={CONFIG}", *words, f"SOURCE={source}", "JSON=1"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    found = json.loads(done.stdout)
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     assert found["source"] == source, found["reasons"]
     return dict(max(found["ranks"], key=lambda rank: rank["peak_bytes"])["memory_bytes"])
 
 
-def compare(name: str, found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[str, bool]:
-    """Returns the table's row, and whether the growth agrees to 10 %, on a GPU allocated memory to 2 %, reserved and device memory to 5 %.
+def compare(found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[list[str], bool]:
+    """Return the table's cells, and whether the growth agrees to 10 %, on a GPU allocated memory to 2 %, reserved and device memory to 5 %.
 
     On a GPU 100 MiB are always allowed: cuBLAS and cublasLt take workspaces for each thread that calls them.
     """
-    held, cells = True, [name]
-    of_a_gpu = ((_allocated, 0.02), (_reserved, 0.05), (_device, 0.05)) if on_gpu else ()
-    for quantity, bound in ((_growth, 0.1), *of_a_gpu):
-        planned, measured = quantity(found["trace"]), quantity(found["probe"])
+    held, cells = True, list[str]()
+    # All but these parts: what the process grew by, what torch's allocator handed out, what it holds, what the process holds.
+    growth, *of_a_gpu = (("context", "free"), 0.1), (NOT_ALLOCATED, 0.02), (("context", "free"), 0.05), (("free",), 0.05)
+    for omitted, bound in (growth, *(of_a_gpu if on_gpu else ())):
+        planned, measured = (sum_without(found[source], omitted) for source in ("trace", "probe"))
         cells += [f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{planned / measured - 1:+.1%}"]
         held = held and abs(planned - measured) <= max(bound * measured, ALLOWED_BYTES if on_gpu else 0)
-    return "| " + " | ".join(cells) + " |", held
+    return cells, held
 
 
-def _allocated(parts: Mapping[str, Any]) -> int:
-    return sum(int(size) for name, size in parts.items() if name not in NOT_ALLOCATED)
-
-
-def _reserved(parts: Mapping[str, Any]) -> int:
-    """Returns what torch's allocator holds: what is allocated, and what is lost between blocks."""
-    return _allocated(parts) + int(parts.get("fragmentation", 0))
-
-
-def _device(parts: Mapping[str, Any]) -> int:
-    """Returns what the process holds of the device, with context and libraries."""
-    return sum(int(size) for name, size in parts.items() if name != "free")
-
-
-def _growth(parts: Mapping[str, Any]) -> int:
-    return sum(int(size) for name, size in parts.items() if name not in ("context", "free"))
-
-
-def page(rows: Sequence[str]) -> str:
-    """Returns the document."""
-    names = [
-        "case",
-        "growth planned, GiB",
-        "measured, GiB",
-        "difference",
-        *(f"{what} planned, GiB|measured, GiB|difference" for what in ("allocated", "reserved", "device")),
-    ]
-    names = "|".join(names).split("|")
-    columns = len(rows[0].split("|")) - 2
-    head = ["| " + " | ".join(names[:columns]) + " |", "|---" * columns + "|"]
-    return "\n".join([INTRODUCTION, f"{time.strftime('%Y-%m-%d')}, {describe_machine()}:", "", *head, *rows]) + "\n"
+def sum_without(parts: Mapping[str, Any], omitted: Sequence[str] = NOT_ALLOCATED) -> int:
+    """Return the sum of a rank's parts in bytes but for some: by default what torch's allocator hands out."""
+    return sum(int(size) for name, size in parts.items() if name not in omitted)
 
 
 if __name__ == "__main__":

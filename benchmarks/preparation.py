@@ -23,15 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
+from typing import Any
 
 import psutil
 
-from benchmarks.options import options_of
-from benchmarks.training import MODEL, describe_machine
-from sft_play.files import write_json, write_text
+from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish
+from sft_play.files import write_json
 from sft_play.plan.hardware import cpu_threads
 
-ROWS, PAIRS = 200_000, 1
 WORDS = (19, 48)
 """Words of a question, and of an answer about three times as many: 200 tokens on average with the template."""
 OURS, PLAIN, AGAIN = "SFT-Play", "map", "again"
@@ -43,14 +42,6 @@ NAMES = {
 LEAST_SPEED = 0.9
 MOST_SECONDS_AGAIN = 2.0
 LOOK_SECONDS = 0.3
-INTRODUCTION = """# Preparation, compared with a plain `datasets.map`
-
-Written by `python -m benchmarks.preparation write=docs/benchmarks-preparation.md`; do not edit by hand. `make bench-preparation` prints
-the same table; `ROWS=20000` makes it shorter.
-
-Conversations of about 200 tokens, SmolLM2-135M-Instruct's tokenizer and template. The plain command renders and tokenises each row;
-`make data` also finds the label mask, checks every row, removes copies and writes a manifest. Memory is the most that all processes held (PSS).
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,55 +56,42 @@ class Measurement:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints the table, and writes the page when asked; 1 when a bound is missed."""
+    """Measure and publish; 1 when a bound is missed."""
     if arguments and arguments[0] == PLAIN:
         return plain(*arguments[1:])
-    options = options_of(arguments, rows=ROWS, pairs=PAIRS)
-    if options is None:
-        return 2
-    numbers, document = options
-    rows, pairs = numbers["rows"], numbers["pairs"]
+    numbers, document = options_of(arguments, rows=200_000, pairs=1)
     found: dict[str, list[Measurement]] = {name: [] for name in NAMES}
-    for pair in range(pairs):
+    for pair in range(numbers["pairs"]):
         with tempfile.TemporaryDirectory(prefix="bench-preparation-") as folder:
-            for name, measurement in measure(Path(folder), rows, seed=pair).items():
+            for name, measurement in measure(Path(folder), numbers["rows"], seed=pair).items():
                 found[name].append(measurement)
                 print(f"{NAMES[name]}: {measurement.seconds:.1f} s", file=sys.stderr, flush=True)
-    text, good = table(found, rows, pairs)
-    print(text)
-    if document:
-        write_text(Path(document), page(text))
+    text, good = table(found, numbers["rows"])
+    publish(text, document)
     return 0 if good else 1
 
 
 def measure(folder: Path, rows: int, seed: int) -> dict[str, Measurement]:
-    """Runs both on a new file of conversations, and ours again from the cache."""
-    file = write_rows(folder / "rows.jsonl", rows, seed)
-    config = folder / "bench.yaml"
-    settings = {
-        "model": {"name": MODEL, "max_seq_len": 2048},
-        "data": {"sources": [{"path": str(file)}], "num_proc": cpu_threads()},
-    }
-    write_json(config, settings)  # JSON is YAML
-    command = [sys.executable, "-m", "sft_play", "data", f"CONFIG={config}", "JSON=1"]
+    """Run both on a new file of conversations, and ours again from the cache."""
     cache = {"SFT_PLAY_CACHE": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "datasets")}
-    small = folder / "small.yaml"
-    write_rows(folder / "small.jsonl", 10, seed)
-    write_json(small, {**settings, "data": {"sources": [{"path": str(folder / "small.jsonl")}], "num_proc": 1}})
-    _, output = run_measured([*command[:-2], f"CONFIG={small}", "JSON=1"], cache)  # fetches or unpacks the model
-    model = json.loads(output)["model"]["path"]
-    ours, output = run_measured(command, cache)
-    manifest = json.loads(output)["train"]
-    assert manifest["rows_read"] == rows, manifest
-    again, _ = run_measured(command, cache)
-    work = [sys.executable, "-m", "benchmarks.preparation", PLAIN, str(file), str(folder / "mapped"), model, str(cpu_threads())]
-    theirs, output = run_measured(work, cache)
-    tokens = manifest["split"]["tokens"]
-    return {
-        OURS: replace(ours, tokens=tokens),
-        PLAIN: replace(theirs, tokens=int(output)),
-        AGAIN: again,
-    }
+
+    def prepare(count: int) -> tuple[Measurement, dict[str, Any]]:
+        config, file = folder / f"{count}.yaml", folder / f"{count}.jsonl"
+        if not file.exists():
+            write_rows(file, count, seed)
+        data = {"sources": [{"path": str(file)}], "num_proc": cpu_threads() if count == rows else 1}
+        write_json(config, {"model": {"name": MODEL, "max_seq_len": 2048}, "data": data})  # JSON is YAML
+        command = [sys.executable, "-m", "sft_play", "data", f"CONFIG={config}", "JSON=1"]
+        measured, output = run_measured(command, cache)
+        return measured, json.loads(output)
+
+    model = prepare(10)[1]["model"]["path"]  # fetches or unpacks it
+    (ours, facts), (again, _) = prepare(rows), prepare(rows)
+    assert facts["train"]["rows_read"] == rows, facts["train"]
+    words = [PLAIN, str(folder / f"{rows}.jsonl"), str(folder / "mapped"), model, str(cpu_threads())]
+    theirs, output = run_measured([sys.executable, "-m", "benchmarks.preparation", *words], cache)
+    tokens = facts["train"]["split"]["tokens"]
+    return {OURS: replace(ours, tokens=tokens), PLAIN: replace(theirs, tokens=int(output)), AGAIN: again}
 
 
 def plain(file: str, folder: str, model: str, processes: str) -> int:
@@ -199,36 +177,26 @@ def held_bytes(pid: int) -> int:
     return total
 
 
-def table(found: Mapping[str, Sequence[Measurement]], rows: int, pairs: int) -> tuple[str, bool]:
-    """Returns the table as markdown, and whether all bounds hold."""
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}, {describe_machine()}; {rows:,} rows, {cpu_threads()} processes, "
-        f"load average {os.getloadavg()[0]:.0f}, "
-        + (f"medians of {pairs} interleaved pairs:" if pairs > 1 else "one measurement each:"),
-        "",
-        "| | seconds | processor seconds | rows a second | peak memory | tokens |",
-        "|---|---|---|---|---|---|",
-    ]
+def table(found: Mapping[str, Sequence[Measurement]], rows: int) -> tuple[str, bool]:
+    """Return the table as markdown, and whether all bounds hold."""
     seconds = {name: median(m.seconds for m in values) for name, values in found.items()}
     processor = {name: median(m.processor_seconds for m in values) for name, values in found.items()}
+    cells = []
     for name, values in found.items():
-        memory = median(m.peak_bytes for m in values) / 2**30
-        tokens = f"{values[0].tokens:,}" if values[0].tokens else ""
+        memory, tokens = median(m.peak_bytes for m in values) / 2**30, values[0].tokens
         speed = f"{rows / seconds[name]:,.0f}" if name != AGAIN else ""
-        lines.append(f"| {NAMES[name]} | {seconds[name]:.1f} | {processor[name]:.1f} | {speed} | {memory:.2f} GiB | {tokens} |")
+        counted = f"{tokens:,}" if tokens else ""
+        cells.append([NAMES[name], f"{seconds[name]:.1f}", f"{processor[name]:.1f}", speed, f"{memory:.2f} GiB", counted])
     ratio = seconds[PLAIN] / seconds[OURS]
     good = ratio >= LEAST_SPEED and seconds[AGAIN] <= MOST_SECONDS_AGAIN
-    lines += [
-        "",
+    said = f"{date_and_machine()}; {rows:,} rows, {cpu_threads()} processes, medians of {len(found[OURS])}:"
+    bounds = (
         f"Our speed is {ratio:.2f} times that of the plain `map` ({processor[PLAIN] / processor[OURS]:.2f} by processor time). "
-        f"Bounds: at least {LEAST_SPEED} times, and at most {MOST_SECONDS_AGAIN:.0f} s the second time. {'Both hold.' if good else 'NOT BOTH HOLD.'}",
-    ]
-    return "\n".join(lines), good
-
-
-def page(text: str) -> str:
-    """Returns `docs/benchmarks-preparation.md`."""
-    return f"{INTRODUCTION}\n{text}\n"
+        f"Bounds: at least {LEAST_SPEED} times, and at most {MOST_SECONDS_AGAIN:.0f} s the second time. "
+        f"{'Both hold.' if good else 'NOT ALL HOLD.'}"
+    )
+    head = ["", "seconds", "processor seconds", "rows a second", "peak memory", "tokens"]
+    return "\n".join([said, "", *markdown(head, cells), "", bounds]), good
 
 
 if __name__ == "__main__":

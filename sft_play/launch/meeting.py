@@ -11,7 +11,7 @@ Keys of their store, `A` being the attempt and `K` a machine's `NODE_RANK`:
     want/K             facts of a machine that came too late for the attempt; no/SESSION why node 0 does not take it
     left               who has ended in order
 
-What every machine does costs node 0 a few requests a second (`benchmarks/launchers.py`). The workers' own store is another one, on a port of its
+What every machine does costs node 0 a few requests a second (docs/adr/0011-torchelastic.md). The workers' own store is another one, on a port of its
 own for each attempt: one that is used again holds addresses of dead ranks.
 """
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launchers import measure
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.launch import store
 from sft_play.launch.environment import Node, free_port
@@ -413,7 +412,15 @@ def test_a_machine_tells_a_false_node_0_nothing() -> None:
 
 
 @pytest.mark.long
-def test_many_machines_meet_beat_and_start_again() -> None:
-    """Against one store: what each costs node 0 is a few requests a second, whoever else is there."""
-    figures = measure(100, processes=2)
-    assert figures["meet and share, CPU s"] < 5 and figures["beats of 10 s, CPU s"] < 2, figures
+def test_many_machines_meet_and_start_again() -> None:
+    nodes, names = Nodes(count=16, patience=60.0), [f"h{rank:02}" for rank in range(16)]
+
+    def act(ours: Rendezvous) -> Any:
+        first = meet()(ours)
+        assert ours.settle(LOST if ours.node.rank == 1 else ends(ours)).rank == LOST.rank
+        ours.follow(lambda: {"again": True})
+        return first, meet()(ours)
+
+    for rank, name in enumerate(names):
+        nodes.start(rank, act, host=name)
+    assert all(found == (names, names) for found in nodes.end().values())

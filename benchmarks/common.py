@@ -1,0 +1,106 @@
+"""What the benchmarks share: arguments, rows and configurations of real runs, a process with its time and memory, and pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.datasets import read_builtin
+from sft_play.files import write_json, write_text
+from sft_play.plan.hardware import cpu_threads
+from sft_play.runs.folder import RunFolder
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TIMEOUT_SECONDS = 1800
+MARK = "<!-- measured -->"
+
+
+def options_of(arguments: Sequence[str], **defaults: int) -> tuple[dict[str, int], str | None]:
+    """Return the numbers that were given as `NAME=value` or else their defaults, and the file to `write`."""
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    document = given.pop("write", None)
+    unknown = [name for name, value in given.items() if name not in defaults or not value.isdigit()]
+    if unknown:
+        print(f"unknown arguments: {', '.join(unknown)}; there are {', '.join(defaults)} (numbers) and write", file=sys.stderr)
+        raise SystemExit(2)
+    return defaults | {name: int(value) for name, value in given.items()}, document
+
+
+def write_rows(path: Path, count: int, split: str = "train") -> str:
+    """Write functions of the standard library with their docstrings, and return the path."""
+    rows = [row for _, row in zip(range(count), read_builtin("docstrings", split), strict=False)]
+    write_text(path, "".join(json.dumps(dict(row)) + "\n" for _, row in rows))
+    return str(path)
+
+
+def train(folder: Path, name: str, settings: Mapping[str, Any], command: str = "train", *words: str) -> RunFolder:
+    """Train through `python -m sft_play COMMAND`, as a user does, with all its logging; return the run in `folder`."""
+    run, config = RunFolder(folder / "runs" / name), folder / f"{name}.yaml"
+    write_json(config, settings)  # JSON is YAML
+    arguments = [sys.executable, "-m", "sft_play", command, f"CONFIG={config}", f"RUN_NAME={name}", *words]
+    run_measured(arguments, {"RUNS_DIR": str(run.path.parent)})
+    return run
+
+
+def rows_of(run: RunFolder, kind: str) -> list[dict[str, Any]]:
+    """Return the rows of one kind of a run's `metrics.jsonl`."""
+    lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def run_measured(arguments: Sequence[str], extra: Mapping[str, str]) -> int:
+    """Run a command to its end and return the most resident memory (bytes) of any process of it. Raise on failure."""
+    environment = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **extra}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                process.kill()
+            time.sleep(0.1)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            sys.stderr.write(output.read().decode(errors="replace")[-4000:])
+            raise SystemExit(f"failed with code {process.returncode}: {' '.join(arguments)}")
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def date_and_machine() -> str:
+    """Return what the figures depend on: the day, processors, GPU, versions."""
+    import torch
+    import transformers
+
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU, fp32"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    return f"{time.strftime('%Y-%m-%d')}, {cpu_threads()} cores ({platform.machine()}), {device}, {versions}"
+
+
+def introduction(name: str) -> str:
+    """Return the part of a page of `docs/` that is written by hand, up to and including its mark."""
+    before, mark, _ = (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8").partition(MARK)
+    return before + mark
+
+
+def publish(text: str, document: str | None) -> None:
+    """Print what was measured, and write it after the mark of a page where one was named."""
+    print(text)
+    if document:
+        before = introduction(Path(document).name) if Path(document).is_file() else MARK
+        write_text(Path(document), f"{before}\n\n{text}\n")
