@@ -18,8 +18,7 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import Prepared
 from sft_play.train import build, main, settle_stamp
 from sft_play.training.faults import end
-from sft_play.training.process import check_launch, import_libraries, launched_world, quiet_libraries
-from sft_play.training.requests import StopRequest
+from sft_play.training.process import StopRequest, check_launch, import_libraries, launched_world, quiet_libraries
 
 
 def worst_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -24,10 +24,8 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
 from sft_play.runs.stamp import Stamp, compare, refuse
-from sft_play.training.faults import Program, contain, end
-from sft_play.training.heartbeat import Heartbeat, beating
-from sft_play.training.process import check_launch, import_libraries, launched_world, log_alone, quiet_libraries
-from sft_play.training.requests import StopRequest
+from sft_play.training.faults import Heartbeat, Program, beating, contain, end
+from sft_play.training.process import StopRequest, check_launch, import_libraries, launched_world, log_alone, quiet_libraries
 
 if TYPE_CHECKING:
     from sft_play.model.tensor_parallel import Slicer
@@ -210,8 +208,7 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
     """Returns the content of `training_metrics.json`; `forecast` is what the plan said of it, of a resumed run only a part."""
     from sft_play.files import finite
     from sft_play.runs.progress import energy_kwh
-    from sft_play.training.metrics import rows_until, saving_totals
-    from sft_play.training.readings import peak_memory_bytes
+    from sft_play.training.metrics import peak_memory_bytes, rows_until, saving_totals
 
     run, plan, state = trainer.context.run, trainer.context.plan, trainer.state
     rows = rows_until(run.metrics, state.global_step)

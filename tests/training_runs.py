@@ -81,7 +81,8 @@ def make_plan(trial: Trial) -> Plan:
         **{
             "world_size": world, "backend": "none" if world == 1 else "gloo", "strategy": trial.strategy, "ranks": ranks,
             "global_batch_size": GLOBAL_BATCH, "steps": trial.steps, "steps_per_epoch": per_epoch, "warmup_steps": 1,
-            "eval_batch_size": 2, "layout": trial.layout, "learning_rate": trial.learning_rate, **dict(trial.plan),
+            "eval_batch_size": 2, "tokens_per_second": 1000.0, "mfu": 0.1, "layout": trial.layout,
+            "learning_rate": trial.learning_rate, **dict(trial.plan),
         }
     )  # fmt: skip
 

@@ -309,7 +309,7 @@ def optimizer_seconds(
 
 
 def _utilisation(request: Request, tokens_per_second: float) -> float | None:
-    """Return MFU as training reports it (`training/metrics.py`): 4 or 6 a weight, attention's own products left out."""
+    """Return MFU, which training scales by its own speed: 4 or 6 operations a weight, attention's own products left out."""
     config, shape, devices, calibration = request.config, request.shape, request.ranks.devices, request.calibration
     adapters = 0 if config.tuning.mode == "full" else 6 * trainable_parameters(config, shape)
     per_token = (6 if config.tuning.mode == "full" else 4) * shape.active_parameters + adapters

@@ -244,7 +244,7 @@ class StatesFacts:
     counters: dict[str, Any]
     """What `training_metrics.json` counts from the run's start."""
     own: dict[str, Any] | None = None
-    """Of ranks that have states of their own under DDP (`training.states.per_rank`): their number, and what each has trained since the last
+    """Of ranks that have states of their own under DDP (`training.states.files`): their number, and what each has trained since the last
     average; `None` elsewhere."""
 
 

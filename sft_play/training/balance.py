@@ -12,8 +12,8 @@ from sft_play.config.schema import Config
 from sft_play.data.batches import GlobalBatchSampler, Shares
 from sft_play.plan.batch import Cost, Slots, share_out, spans, step_seconds
 from sft_play.plan.plan import Plan, RankPlan
+from sft_play.training.metrics import Lap, Stopwatch
 from sft_play.training.ranks import TrainContext
-from sft_play.training.readings import Lap, Stopwatch
 
 HEADROOM = 2
 """Under DDP a rank may come to make so many times the micro-steps that the plan gives to any."""
@@ -144,13 +144,6 @@ class Judge:
             return rank.micro_batch
         return max(rank.micro_batch, rank.most_rows)
 
-    def allows(self, shares: Shares) -> bool:
-        """Whether each rank's memory holds its part of shares that another process found, and none that works is left without a row."""
-        fits = all(micro <= self.most(rank) for (micro, _), rank in zip(shares, self.plan.ranks, strict=True))
-        rows = spans(self.rows, shares)
-        fits = fits and all(rows[rank] for rank in self.working)
-        return fits and (not together(self.plan) or len({steps for _, steps in shares}) == 1)
-
 
 def paces_of(sums: Sequence[Sequence[float]]) -> list[float]:
     """Returns each rank's seconds per token; 0 where nothing was measured."""
@@ -261,27 +254,6 @@ class Balancer(TrainerCallback):
         print(f"from step {first} on: {said}", file=sys.stderr, flush=True)
         facts = {"from_step": first, "shares": after, unit: now, "seconds_per_token": paces}
         self.context.add_row(kind="balance", step=step, **facts)
-
-    # ---- Checkpoints
-
-    def kept(self, step: int) -> list[Any]:
-        """Returns the shares in force after `step` and those that are to come, for a checkpoint; nothing where they are the plan's."""
-        changes = self.sampler.changes
-        if len(changes) == 1:
-            return []
-        past = [one for one in changes if one[0] <= step][-1:]
-        return [
-            [start, [list(slots) for slots in shares]] for start, shares in [*past, *(one for one in changes if one[0] > step)]
-        ]
-
-    def resume(self, kept: Sequence[Any]) -> None:
-        """Continues with a checkpoint's shares where this plan has as many ranks, and memory and micro-steps for them."""
-        if not self.active:
-            return
-        changes: list[tuple[int, Shares]] = [(start, tuple((m, s) for m, s in shares)) for start, shares in kept]
-        if all(len(one) == len(self.sampler.ranks) and self.judge.allows(one) and self.sampler.holds(one) for _, one in changes):
-            for start, shares in changes:
-                self.sampler.adopt(start, shares)
 
 
 def describe(paces: Sequence[float], now: Sequence[int], then: Sequence[int], unit: str) -> str:

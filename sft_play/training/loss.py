@@ -16,8 +16,8 @@ from sft_play.model.kernels import labels_for_head, total_of
 from sft_play.plan.mixture import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
+from sft_play.training.process import ignored_by_helpers
 from sft_play.training.ranks import Ranks, TrainContext
-from sft_play.training.requests import ignored_by_helpers
 
 NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
 

@@ -1,21 +1,27 @@
-"""`metrics.jsonl` and the progress lines: one row per logging step, evaluation and save, each step once, also after a resume."""
+"""What a training measures and writes down: `metrics.jsonl` and progress lines, each step once also after a resume; seconds of a step by
+phase; and what each rank uses of its device, its process and its machine.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
-from sft_play.errors import HardwareError
 from sft_play.files import append_text, disk_problem, finite, read_json_lines, write_text
+from sft_play.plan.detect import Shown, all_hidden, gpu_memory, open_nvml, shown_gpus
 from sft_play.runs.progress import line_of
 
 TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu")
@@ -121,46 +127,221 @@ class Progress(TrainerCallback):
                 stream.flush()
 
 
-SIZE, TRIES = 768, 4
-"""A CPU's peak is measured by this many fp32 products of square matrices of this size: about 50 ms."""
+PHASES = ("data", "forward", "backward", "communication", "optimizer")
+"""Of a step: waiting for rows, own computation, waiting for other ranks, the update. Under ZeRO-3 and FSDP2, where ranks communicate inside
+every layer, the two passes hold that too."""
+UNRESOLVED = 1024
+"""Events of a GPU that may wait to be read."""
 
 
-def operations_per_token(model: Any) -> int:
-    """Returns the operations of one token, forward and backward.
+class Stopwatch:
+    """Seconds of this rank by phase, and rows, tokens and micro-steps, since the process began.
 
-    For a weight 2 forward, 2 for the gradient by its input, and 2 more for its own gradient when it is trained (PaLM, appendix
-    B, without attention's own products). An embedding that is not the head too is only looked up. Of a part of a model: the part's.
+    A backward pass ends for us when all gradients of this rank are there: a callback that the pass itself queues before DDP queues the
+    one that waits for the all-reduces. On a GPU events on its stream are compared later, so that nothing waits for the device meanwhile.
     """
-    looked_up = None if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else model.get_input_embeddings()
-    table = next(iter(looked_up.parameters()), None) if looked_up is not None else None
-    return sum((6 if p.requires_grad else 4) * weights_in(p) for p in model.parameters() if p is not table)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._phase, self._since = "", self._now()
+        self._passed: list[tuple[str, Any]] = []
+
+    def enter(self, phase: str) -> None:
+        """Ends the current phase and begins another; time in the phase without a name is of no step."""
+        now = self._now()
+        if isinstance(now, float):
+            self._sums[self._phase] += now - self._since
+        else:
+            self._passed.append((self._phase, self._since))
+            if len(self._passed) > UNRESOLVED:
+                self._resolve(now)
+        self._phase, self._since = phase, now
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Call before the forward pass of a micro-step. One without rows only keeps the others company."""
+        if batch["rows"]:
+            self._sums["rows"] += len(batch["rows"])
+            self._sums["tokens"] += batch["input_ids"].numel()
+            self._sums["micro_steps"] += 1
+        self.enter("forward" if batch["rows"] else "communication")
+
+    def passed(self, loss: Tensor) -> None:
+        """Call when the forward pass has given the loss, whose backward pass comes next."""
+        if self._phase == "forward":
+            self.enter("backward")
+            if loss.requires_grad:
+                loss.register_hook(self._queue)
+
+    def computed(self) -> None:
+        """Call in the backward pass when this rank's gradients are all there and something is about to wait for other ranks."""
+        if self._phase == "backward":
+            self.enter("communication")
+
+    def totals(self) -> dict[str, float]:
+        """Returns the seconds of all phases that have ended, and `rows`, `tokens` (padding included) and `micro_steps`."""
+        if self._passed:
+            self._resolve(self._since)
+        return dict(self._sums)
+
+    def _queue(self, _: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self.computed)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _resolve(self, last: Any) -> None:
+        last.synchronize()
+        ends = [begun for _, begun in self._passed[1:]] + [last]
+        for (phase, begun), ended in zip(self._passed, ends, strict=True):
+            self._sums[phase] += begun.elapsed_time(ended) / 1000
+        self._passed = []
 
 
-def weights_in(parameter: Any) -> int:
-    """Returns the weights that a parameter stands for: all of a shard's whole, both of a byte's two."""
-    packed = getattr(parameter, "quant_state", None)
-    if packed is not None:
-        return int(torch.Size(packed.shape).numel())
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+class Lap:
+    """What a stopwatch has counted since it was last asked, for one of those who ask."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch, self._before = watch, watch.totals()
+
+    def take(self) -> defaultdict[str, float]:
+        """Returns `Stopwatch.totals` less those of the last call."""
+        before, self._before = self._before, self._watch.totals()
+        return defaultdict(float, {name: value - before.get(name, 0.0) for name, value in self._before.items()})
 
 
-def peak_operations(device: str) -> float | None:
-    """Returns a device's operations per second: a GPU's in bf16 by its data sheet, a CPU's in fp32 by a short measurement.
+SECONDS_BETWEEN_SAMPLES = 1.0
+SLOWED = 0x8 | 0x20 | 0x40 | 0x80
+"""NVML's reasons of a lower clock that are a fault: hardware slowdown, heat (software's and hardware's), power brake. Not the power cap, which
+every busy card meets."""
 
-    `None` for a GPU that the table does not know.
-    """
-    if device == "cuda":
-        from sft_play.plan.detect import detect
 
+def used_bytes(nvml: Any, gpu: Shown) -> int:
+    """Returns the memory of a GPU that is not free."""
+    total, free = gpu_memory(nvml, gpu)
+    return total - free
+
+
+SAMPLES: Mapping[str, Callable[[Any, Shown], float]] = {
+    "device_gib": lambda nvml, gpu: used_bytes(nvml, gpu) / 2**30,
+    "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu,
+    "temperature": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu.card, nvml.NVML_TEMPERATURE_GPU),
+    "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu.card) / 1000,
+    "throttled": lambda nvml, gpu: 100.0 * bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.card) & SLOWED),
+}
+"""Sampled of this rank's own GPU: GiB of all programs on it, percent, degrees Celsius, watts, percent of the samples."""
+
+
+class Sampler:
+    """Asks the driver about one GPU in a thread: torch would take some hundred MiB of a card (pytorch#86493), and a driver may be slow."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.samples = dict(SAMPLES)
+        self._sums: dict[str, list[float]] = {}
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begins to sample."""
+        threading.Thread(target=self._run, name="readings", daemon=True).start()
+
+    def take(self) -> dict[str, float]:
+        """Returns the mean of each reading since the last call."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+        return {name: sum(values) / len(values) for name, values in sums.items()}
+
+    def _run(self) -> None:
         try:
-            devices = detect().devices
-        except HardwareError:  # the driver's figures are never worth a run
-            return None
-        return devices[int(os.environ.get("LOCAL_RANK", "0")) % len(devices)].peak_flops
-    left, right = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)), torch.eye(SIZE)
-    best = float("inf")
-    for _ in range(TRIES):
-        started = time.perf_counter()
-        torch.mm(left, right)
-        best = min(best, time.perf_counter() - started)
-    return 2 * SIZE**3 / best
+            nvml = None if all_hidden() else open_nvml()
+            gpus = shown_gpus(nvml)[0] if nvml else []
+        except Exception as error:  # noqa: BLE001 - of many kinds, and a curve is never worth a run
+            print(f"note: nothing is read of the GPU: {error}", file=sys.stderr)
+            return
+        while gpus and self.samples:
+            self.look(nvml, gpus[self.place % len(gpus)])
+            time.sleep(SECONDS_BETWEEN_SAMPLES)
+
+    def look(self, nvml: Any, gpu: Shown) -> None:
+        """Takes each sample once; one that fails is never asked for again."""
+        for name, read in list(self.samples.items()):
+            try:
+                value = float(read(nvml, gpu))
+            except Exception as error:  # noqa: BLE001 - NVML's errors are of many kinds
+                del self.samples[name]
+                print(f"note: `{name}` of GPU {gpu.number} is read no more: {error}", file=sys.stderr)
+                continue
+            with self._lock:
+                self._sums.setdefault(name, []).append(value)
+
+
+OWN = ("memory_gib", "reserved_gib", "resident_gib", "cpu_percent", *SAMPLES)
+"""Of a process: its peak on its device, what torch has reserved there, its memory on the host, its use of CPU (100: one core)."""
+NODE = ("cpu_percent", "memory_gib", "network_mb_s")
+"""Of a machine: CPU and memory in use, and what all interfaces but loopback sent and received, in MB/s."""
+
+
+def peak_memory_bytes() -> int:
+    """Returns this process's highest memory so far: allocated on its GPU, else resident."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Readings:
+    """Reads this process, and in the first process of a machine also the machine, since the last reading."""
+
+    def __init__(self) -> None:
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        self._first, self._process = place == 0, psutil.Process()
+        self._then, self._spent, self._moved = time.perf_counter(), time.process_time(), _network_bytes() if place == 0 else 0
+        psutil.cpu_percent()  # counts from now on
+        self._sampler = Sampler(place) if torch.cuda.is_available() else None
+        if self._sampler:
+            self._sampler.start()
+
+    def read(self) -> list[float]:
+        """Returns `OWN`, then `NODE`; NaN for what is not known, and for each of `NODE` in all but a machine's first process."""
+        now, spent = time.perf_counter(), time.process_time()
+        seconds = max(now - self._then, 1e-9)
+        found = {
+            "memory_gib": peak_memory_bytes() / 2**30,
+            "resident_gib": self._process.memory_info().rss / 2**30,
+            "cpu_percent": 100 * (spent - self._spent) / seconds,
+        }
+        if self._sampler:
+            found |= {"reserved_gib": torch.cuda.memory_reserved() / 2**30, **self._sampler.take()}
+        self._then, self._spent = now, spent
+        own = [found.get(name, math.nan) for name in OWN]
+        if not self._first:
+            return own + [math.nan] * len(NODE)
+        moved = _network_bytes()
+        speed, self._moved = (moved - self._moved) / 1e6 / seconds, moved
+        return [*own, psutil.cpu_percent(), psutil.virtual_memory().used / 2**30, speed]
+
+
+def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Returns the readings of all ranks by name: `rank_...` by rank, `node_...` by machine, in the order of their ranks.
+
+    What no rank knows is left out; what one does not know is NaN.
+    """
+    own = {f"rank_{name}": column for name, column in zip(OWN, zip(*ranks, strict=True), strict=False)}
+    nodes = zip(*(row[len(OWN) :] for row in ranks if not math.isnan(row[len(OWN)])), strict=True)
+    found = own | {f"node_{name}": column for name, column in zip(NODE, nodes, strict=True)}
+    return {name: [figures(value) for value in column] for name, column in found.items() if not all(map(math.isnan, column))}
+
+
+def figures(value: float) -> float:
+    """Returns a reading with as many figures as mean something."""
+    return float(f"{value:.4g}")
+
+
+def _network_bytes() -> int:
+    found = psutil.net_io_counters(pernic=True)
+    return sum(one.bytes_sent + one.bytes_recv for name, one in found.items() if not name.startswith("lo"))

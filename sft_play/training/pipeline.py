@@ -60,7 +60,7 @@ class Pipeline:
         """First and last stage, which may hold the same embedding."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self.enter: Callable[[str], None] = _no_step
-        """Called with the phase of a step that begins (`readings.PHASES`)."""
+        """Called with the phase of a step that begins (`metrics.PHASES`)."""
 
     # ---- Passes
 

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
 
 from sft_play.files import write_json
+from sft_play.training.metrics import Lap, Stopwatch
 from sft_play.training.ranks import TrainContext
-from sft_play.training.readings import Lap, Stopwatch
 
 COSTLIEST = 15
 COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms")

@@ -11,10 +11,10 @@ from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCall
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, side_file
-from sft_play.training.heartbeat import open_store
+from sft_play.training.faults import open_store
 from sft_play.training.metrics import rows_until
+from sft_play.training.process import StopRequest
 from sft_play.training.ranks import Ranks, TrainContext
-from sft_play.training.requests import StopRequest
 
 AGREE_SECONDS = 0.5
 """How often ranks agree between the batches of an evaluation."""

@@ -26,10 +26,9 @@ from sft_play.training.arguments import reduce_in_fp32
 from sft_play.training.balance import Balancer, together
 from sft_play.training.guards import Finite, Holdings, SpikeGuard
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
-from sft_play.training.metrics import operations_per_token, peak_operations
+from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of
-from sft_play.training.readings import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.saving import Saver
 from sft_play.training.slow_network import Exchange, LocalSteps, PowerSgd, exchange_of
 from sft_play.training.states import restore, restore_random
@@ -74,10 +73,6 @@ class SftTrainer(Trainer):
         self.tokens_trained = 0
         self.training_seconds = 0.0
         """Spent on optimizer steps, evaluation and saving left out."""
-        self._peak_flops: float | None = None
-        """Operations per second of all ranks together, where every device's are known."""
-        self._operations = 0.0
-        """Of one token, by the whole model."""
         super().__init__(**arguments)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
         self.watch = Stopwatch(context.ranks.device)
@@ -281,8 +276,9 @@ class SftTrainer(Trainer):
             self._logged_step = self.state.global_step
             self.tokens_trained += int(tokens)
             self.training_seconds += seconds
-            if self._peak_flops:
-                extra["mfu"] = self._operations * tokens / seconds / self._peak_flops
+            plan = self.context.plan
+            if plan.mfu and plan.tokens_per_second:  # the plan knows operations and peaks
+                extra["mfu"] = plan.mfu * tokens / seconds / plan.tokens_per_second
             if self.local is not None:
                 extra["rank_grad_norm"] = self.local.norms
             logs = {**logs, **extra}
@@ -349,10 +345,6 @@ class SftTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        ranks, operations = self.context.ranks, operations_per_token(self.accelerator.unwrap_model(self.model))
-        table = ranks.table([peak_operations(self.context.plan.device) or 0.0, float(operations)])
-        self._peak_flops = sum(peak for peak, _ in table) if all(peak for peak, _ in table) else None
-        self._operations = sum(part for _, part in table[: ranks.group_size if self.parts is not None else 1])
         self.exchange = self.saver.exchange = exchange_of(self.context, self, self.watch.computed)
         if self.local is not None:
             self.add_callback(self.local)
@@ -362,7 +354,6 @@ class SftTrainer(Trainer):
             kept = restore(self.context, self, self.exchange, Path(resume_from_checkpoint))
             self.tokens_trained, self.training_seconds = int(kept["tokens_trained"]), float(kept["training_seconds"])
             self._logged_step = self.state.global_step
-            self.balancer.resume(kept.get("shares", ()))
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -375,5 +366,4 @@ class SftTrainer(Trainer):
 
     def counters(self) -> dict[str, Any]:
         """Returns what is counted from the run's start, for a checkpoint."""
-        shares = {"shares": kept} if (kept := self.balancer.kept(self.state.global_step)) else {}
-        return {"tokens_trained": self.tokens_trained, "training_seconds": self.training_seconds, **shares}
+        return {"tokens_trained": self.tokens_trained, "training_seconds": self.training_seconds}

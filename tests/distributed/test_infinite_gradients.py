@@ -118,6 +118,5 @@ def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(plan: tupl
     for whole, parts in zip(*found, strict=True):
         assert (whole["grad_norm"] is None) == (parts["grad_norm"] is None), found
         assert parts["loss"] == pytest.approx(whole["loss"], abs=2e-3)
-        assert parts["mfu"] > 0
     norms = [row["grad_norm"] for row in found[1]]
     assert None in norms[:2] and None not in norms[-2:], "some updates were left out, and others were made after them"

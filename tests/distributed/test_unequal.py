@@ -188,28 +188,13 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     said = (run.logs / "said.txt").read_text()
     now, then = (" + ".join(map(str, counts)) for counts in (first["rows"], planned))
     assert f"from step {first['from_step']} on: " in said and f": rows per step {now} instead of {then}" in said
-    states = json.loads((run.checkpoint(STEPS) / "states.json").read_text())
-    assert states["counters"]["shares"][-1][1] == last["shares"]
 
 
 def test_a_run_goes_on_in_mid_epoch_with_other_shares(half_speed: RunFolder, heavy_alone: RunFolder, tmp_path: Path) -> None:
-    """Its plan has no memory for the shares that were found, so they are not taken over."""
+    """With those of its plan, until ranks are measured again."""
     slots = ((2, 8), (1, 1))
     again = cut(
         half_speed, tmp_path / "again", 15, replace(heavy(STEPS, named=False, ranks=slots), plan=heavy(STEPS, named=False).plan)
     )
     same_losses(again, heavy_alone)
     assert all(row["rank_rows"] == list(spans(ROWS, slots)) for row in rows(again)[15:] if is_whole(row))
-
-
-@LONG
-def test_a_resumed_run_goes_on_with_the_shares_that_were_found(
-    half_speed: RunFolder, heavy_alone: RunFolder, tmp_path: Path
-) -> None:
-    found = shares_told(half_speed)[-1]
-    step = next(step for step in (5, 10, 15, 20) if step >= found["from_step"])
-    again = cut(half_speed, tmp_path / "again", step, heavy(STEPS, named=True))
-    same_losses(again, heavy_alone)
-    told = [row["from_step"] for row in shares_told(again) if row["from_step"] > step]
-    later = [row for row in rows(again) if step < row["step"] < min(told, default=STEPS + 1)]
-    assert later and all(row["rank_rows"] == found["rows"] for row in later if is_whole(row))

@@ -75,8 +75,7 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
 
     import sft_play.train as worker
     from sft_play.runs.folder import RunFolder
-    from sft_play.training.process import Activity
-    from sft_play.training.requests import StopRequest
+    from sft_play.training.process import Activity, StopRequest
     from tests.fake_cuda.gpus import fake_gpus, visible
     from tests.fake_cuda.waits import DeviceWaits, Waits
 

@@ -36,14 +36,14 @@ import json, sys
 from pathlib import Path
 import torch
 from torch import distributed
-from sft_play.training import heartbeat
+from sft_play.training import faults
 distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
-before = heartbeat.collectives_begun() or 0
+before = faults.collectives_begun() or 0
 for _ in range(3):
     distributed.all_reduce(torch.ones(4, device="cuda"))
 torch.cuda.synchronize()
-heartbeat.keep_trace(Path(sys.argv[1]))
-print(json.dumps(heartbeat.collectives_begun() - before))
+faults.keep_trace(Path(sys.argv[1]))
+print(json.dumps(faults.collectives_begun() - before))
 distributed.destroy_process_group()
 """
 

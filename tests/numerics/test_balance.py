@@ -15,8 +15,8 @@ from sft_play.plan.batch import spans
 from sft_play.plan.plan import Plan
 from sft_play.training.balance import LOOKS, Judge, describe
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum
+from sft_play.training.metrics import PHASES, Lap, Stopwatch
 from sft_play.training.ranks import Ranks
-from sft_play.training.readings import PHASES, Lap, Stopwatch
 from tests.documents import on_page
 from tests.numerics.test_layouts import VOCABULARY, random_model
 from tests.plans import rank_plan, simple_plan

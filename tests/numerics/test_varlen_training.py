@@ -12,8 +12,7 @@ from sft_play.config.load import read_config
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.training.process import Activity
-from sft_play.training.requests import StopRequest
+from sft_play.training.process import Activity, StopRequest
 from tests.families import build_family
 from tests.training_runs import Trial, make_run, rows
 

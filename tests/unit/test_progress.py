@@ -14,8 +14,8 @@ import pytest
 from transformers import TrainerState
 
 from sft_play.launch.environment import dump_variables
-from sft_play.training import heartbeat, metrics
-from sft_play.training.readings import Sampler
+from sft_play.training import faults, metrics
+from sft_play.training.metrics import Sampler
 from tests.conftest import ROOT
 from tests.unit.test_plan_make import plan_of
 from tests.waiting import until
@@ -84,14 +84,14 @@ def test_operations_are_counted_over_all_groups_and_kept_as_json(tmp_path: Path)
     torch = pytest.importorskip("torch")
     from torch import distributed
 
-    before = heartbeat.collectives_begun() or 0
+    before = faults.collectives_begun() or 0
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         other = distributed.new_group([0])
         for group in (None, None, other):
             distributed.all_reduce(torch.ones(4), group=group)
-        assert heartbeat.collectives_begun() == before + 3
-        heartbeat.keep_trace(tmp_path / "trace.json")
+        assert faults.collectives_begun() == before + 3
+        faults.keep_trace(tmp_path / "trace.json")
     finally:
         distributed.destroy_process_group()
     kept = json.loads((tmp_path / "trace.json").read_text())

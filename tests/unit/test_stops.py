@@ -31,11 +31,10 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from sft_play.runs.folder import RunFolder
-from sft_play.training import requests
-from sft_play.training.process import Activity
-requests.PATIENCE_SECONDS, requests.AFTER_SAVE_SECONDS = 1.5, 0.5
-doing = Activity()
-request = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=0, activity=doing)
+from sft_play.training import process
+process.PATIENCE_SECONDS, process.AFTER_SAVE_SECONDS = 1.5, 0.5
+doing = process.Activity()
+request = process.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=0, activity=doing)
 request.listen()
 {body}
 """

@@ -1,7 +1,7 @@
 """Every state of a run that is not weights: collected, written without pickle, and put back on any number of ranks (ADR 7).
 
-- `layout`: where each strategy keeps parameters and their optimizer states; `files`: which range of which parameter stands where;
-- `facts`: states that are a few numbers; `per_rank`: what ranks keep that differ, or that do not see rank 0's folder.
+- `layout`: where each strategy keeps parameters and their optimizer states; `facts`: states that are a few numbers;
+- `files`: which range of which parameter is where, and what differs between ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,20 @@ from sft_play.training.states.facts import (
     set_scaler,
     set_scheduler,
 )
-from sft_play.training.states.files import INDEX, Kind, Piece, Shelf, write_tensors
+from sft_play.training.states.files import (
+    EXTRA,
+    INDEX,
+    VALUES,
+    Kind,
+    Piece,
+    Shelf,
+    facts_of,
+    restore_exchange,
+    sources_of,
+    take_exchange,
+    write_tensors,
+)
 from sft_play.training.states.layout import Bundle, Layout, Share, layout_of, whole_shape
-from sft_play.training.states.per_rank import EXTRA, VALUES, facts_of, restore_exchange, sources_of, take_exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
