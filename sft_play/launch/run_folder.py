@@ -179,11 +179,11 @@ def is_finished(run: RunFolder) -> bool:
 
 
 def exit_records(run: RunFolder, ranks: range) -> dict[int, dict[str, Any]]:
-    """Returns what the workers recorded when they left: rank -> `{"code", "error", "time"}`."""
+    """Returns what the workers recorded when they left: rank -> `{"rank", "code", "error", "time"}`."""
     records = {}
     for rank in ranks:
         with contextlib.suppress(OSError, ValueError):
-            records[rank] = read_json(run.rank_exit(rank))
+            records[rank] = read_json(run.rank_exit(rank)) | {"rank": rank}
     return records
 
 

@@ -113,57 +113,57 @@ def judge(
     stop on request. A worker that NCCL's watchdog ended has only lost its peer.
     """
     records = exit_records(run, ranks)
-    failed = sorted((r for r in records.items() if int(r[1]["code"]) != 0), key=lambda r: float(r[1]["time"]))
+    failed = sorted((record for record in records.values() if record["code"]), key=lambda record: record["time"])
     silent = [rank for rank in ranks if rank not in records]
     if not failed and not silent:
         return Outcome(code=0)
     if silent and is_gone(run.path):
         return Outcome(code=3, message=folder_gone(run).render())
+    permanent = [record for record in failed if 1 <= record["code"] <= 5]
     if signals:
-        return _asked_to_stop(run, signals, failed, silent)
+        return _asked_to_stop(run, signals, failed, permanent, silent)
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
         return _seen(run, loss)
-    permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
-    short = [r for r in failed if r[1].get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(r[1])))]
-    if short and (not permanent or float(short[0][1]["time"]) <= float(permanent[0][1]["time"])):
+    short = [one for one in failed if one.get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(one)))]
+    if short and (not permanent or short[0]["time"] <= permanent[0]["time"]):
         return _out_of_memory(run, short[0])
-    sure = next(
-        (r for r in failed if r[1].get("cause") == "not_joined" and r[1].get("blames") in silent and memory_kill is None), None
-    )
     seen_first = loss.rank if loss and loss.cause == "failed" else None
-    sure = sure or next((r for r in permanent if int(r[1]["code"]) not in (1, 3) or r[0] == seen_first), None)
+    sure = [one for one in failed if one.get("cause") == "not_joined" and one.get("blames") in silent and not memory_kill]
+    sure += [one for one in permanent if one["code"] not in (1, 3) or one["rank"] == seen_first]
     if sure:  # torchrun ended the others
-        return _recorded(run, sure)
+        return _recorded(run, sure[0])
     words = {rank: tail(run.rank_log(rank), WORDS_BYTES, since=(log_starts or {}).get(rank, 0)) for rank in silent}
     peers = {rank: said for rank, text in words.items() if (said := _lost_its_peer(text))}
     alone = [rank for rank in silent if rank not in peers]
     if abrupt := _ended_abruptly(run, ranks, words, alone, agent_log, loss, memory_kill):
         return abrupt
-    asked = bool(failed) and int(failed[0][1]["code"]) in (130, 143) and not (loss and loss.rank in silent)
+    asked = bool(failed) and failed[0]["code"] in (130, 143) and not (loss and loss.rank in silent)
     if asked and (seen_first is not None or not peers):  # one worker, or their parent; a rank without a word would be the cause
-        return Outcome(code=int(failed[0][1]["code"]), stop=stop_facts(run, (), [facts for _, facts in failed]))
+        return Outcome(code=failed[0]["code"], stop=stop_facts(run, (), failed))
     if permanent:
         return _recorded(run, permanent[0])
     if alone and (failed or agent_code < 0):
         return _vanished(run, alone[0], "vanished without a word", memory_kill)
-    if peers and all(int(facts["code"]) in (130, 143) for _, facts in failed):  # torchrun asked the others to leave
+    if peers and all(one["code"] in (130, 143) for one in failed):  # torchrun asked the others to leave
         rank, said = next(iter(peers.items()))
-        return _recorded(run, (rank, {"code": LOST, "error": said, "cause": PEER}))
+        return _recorded(run, {"rank": rank, "code": LOST, "error": said, "cause": PEER})
     if failed:
         return _recorded(run, failed[0])
     return _never_began(run, ranks, agent_code, agent_log)
 
 
+Records = Sequence[Mapping[str, Any]]
+
+
 def _asked_to_stop(
-    run: RunFolder, signals: tuple[int, ...], failed: Sequence[tuple[int, dict[str, Any]]], silent: Sequence[int]
+    run: RunFolder, signals: tuple[int, ...], failed: Records, permanent: Records, silent: Sequence[int]
 ) -> Outcome:
     """How workers ended that this launcher was asked to stop."""
-    permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
     if permanent and len(signals) == 1:
         return _recorded(run, permanent[0])
     if silent and is_read_only(run.path):  # nothing was saved, and no rank could write that down
         return _vanished(run, silent[0], "was asked to stop, and its last steps could not be saved", None)
-    return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, [facts for _, facts in failed]))
+    return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, failed))
 
 
 def _ended_abruptly(
@@ -207,20 +207,17 @@ def _who(rank: int) -> str:
     return f"rank {rank} ({socket.gethostname()})"
 
 
-def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
+def _recorded(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
     """What a rank said of its own end, or of the rank that made it leave."""
-    rank, facts = record
-    if "blames" in facts:
-        what, log = _error(facts).removeprefix("error: "), run.rank_log(rank)
-        text = f"error: {what}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
-        return Outcome(code=LOST, rank=facts["blames"], message=text, cause=facts.get("cause"))
-    code = int(facts["code"])
-    if facts.get("cause") == PEER:  # not the rank that failed: that one ran elsewhere, or would be told of here
+    rank, error, cause, log = record["rank"], _error(record), record.get("cause"), run.rank_log(record["rank"])
+    if "blames" in record:
+        text = f"error: {error.removeprefix('error: ')}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
+        return Outcome(code=LOST, rank=record["blames"], message=text, cause=cause)
+    if cause == PEER:  # not the rank that failed: that one ran elsewhere, or would be told of here
         why = f"{_who(rank)} lost its connection to another rank; the machine of that rank says why"
-        text = f"{_error(facts)}\n\n{why}; the log of rank {rank}: {run.rank_log(rank)}; docs/troubleshooting.md#nccl-timeout"
-        return Outcome(code=code, rank=rank, message=text, cause=PEER)
-    text = f"{_error(facts)}\n\n{_who(rank)} failed first; its log: {run.rank_log(rank)}"
-    return Outcome(code=code, rank=rank, message=text)
+        text = f"{error}\n\n{why}; the log of rank {rank}: {log}; docs/troubleshooting.md#nccl-timeout"
+        return Outcome(code=record["code"], rank=rank, message=text, cause=PEER)
+    return Outcome(code=record["code"], rank=rank, message=f"{error}\n\n{_who(rank)} failed first; its log: {log}")
 
 
 def _seen(run: RunFolder, loss: Loss) -> Outcome:
@@ -230,21 +227,19 @@ def _seen(run: RunFolder, loss: Loss) -> Outcome:
     return Outcome(code=LOST, rank=loss.rank, message=f"error: {loss.text}\n\nhint: {hint}", cause=loss.cause)
 
 
-def _out_of_memory(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
-    rank, facts = record
-    text = f"{_error(facts)}\n\n{_who(rank)} ran out of memory; its log: {run.rank_log(rank)}"
-    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY, doing=facts.get("doing") or {})
+def _out_of_memory(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
+    rank = record["rank"]
+    text = f"{_error(record)}\n\n{_who(rank)} ran out of memory; its log: {run.rank_log(rank)}"
+    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY, doing=record.get("doing") or {})
 
 
 def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
-    """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full disk is evidence."""
-    if memory_kill is None and is_full(run.path):
-        text = f"error: {run.path}: no space is left on the disk; {_who(rank)} {how}\n\nhint: free some space, then: make resume RUN={run.name}"
-        return Outcome(code=3, rank=rank, message=text)
-    if memory_kill is None and is_read_only(run.path):
-        text = f"error: {run.path}: Read-only file system; {_who(rank)} {how}"
-        hint = f"the last checkpoint is as it was; `dmesg` may say why it cannot be written any more; then: make resume RUN={run.name}"
-        return Outcome(code=3, rank=rank, message=f"{text}\n\nhint: {hint}")
+    """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full or read-only disk is evidence."""
+    full = is_full(run.path)
+    if memory_kill is None and (full or is_read_only(run.path)):
+        problem = "no space is left on the disk" if full else "Read-only file system"
+        hint = f"`df` and `dmesg` say more; the last checkpoint is as it was; then: make resume RUN={run.name}"
+        return Outcome(code=3, rank=rank, message=f"error: {run.path}: {problem}; {_who(rank)} {how}\n\nhint: {hint}")
     why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
     why = f" because memory ran out ({memory_kill})" if memory_kill else why
     text = f"error: {_who(rank)} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
@@ -282,7 +277,7 @@ def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
         return stream.read().decode("utf-8", errors="replace")
 
 
-def stop_facts(run: RunFolder, signals: Sequence[int], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def stop_facts(run: RunFolder, signals: Sequence[int], records: Records) -> dict[str, Any]:
     """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete checkpoint.
 
     Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to read a large one
