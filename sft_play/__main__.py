@@ -151,7 +151,7 @@ COMMANDS: dict[str, Command] = {
         COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "DEEPSPEED_CONFIG"},
     ),
     "runs": Command(
-        "sft_play.launch.summary:main",
+        "sft_play.launch.runs:main",
         "the list of runs: state, steps, scores, speed, memory, time, cost; SORT=-tokens_per_second WHERE='method=lora' CSV=1",
         frozenset({"JSON", "CSV", "SORT", "WHERE", "PRICE_PER_HOUR"}),
         overrides=False,

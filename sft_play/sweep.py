@@ -28,7 +28,7 @@ from sft_play.launch.commands import start_run
 from sft_play.launch.job import read_options
 from sft_play.launch.rehearse import planned_ahead
 from sft_play.launch.run_folder import choose_name
-from sft_play.launch.summary import Summary, summary_of
+from sft_play.launch.runs import Summary, summary_of
 from sft_play.plan.detect import detect
 from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price

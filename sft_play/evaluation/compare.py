@@ -16,7 +16,7 @@ from sft_play.config.metrics import label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.evaluation.subject import Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
-from sft_play.launch.summary import summary_of
+from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, metrics_of, read_benchmarks, read_predictions, read_scores, run_path
 from sft_play.runs.prepared import Prepared

@@ -16,7 +16,7 @@ from sft_play.config.call import Call
 from sft_play.errors import UserError
 from sft_play.files import read_json_lines, read_object
 from sft_play.launch.run_folder import find_run
-from sft_play.launch.summary import age_of, state_of
+from sft_play.launch.runs import age_of, state_of
 from sft_play.runs.folder import WHOLE_BYTES, RunFolder, metric_rows
 from sft_play.runs.progress import clock, evaluation_line, findings, line_of, seconds_left
 from sft_play.text import figure

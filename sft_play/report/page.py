@@ -22,7 +22,7 @@ from sft_play.config.metrics import label_of_metric
 from sft_play.errors import UserError
 from sft_play.files import finite, read_json_lines, read_object, write_text
 from sft_play.launch.run_folder import find_run, read_events
-from sft_play.launch.summary import short_path, summary_of
+from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
 from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_predictions, read_scores
 from sft_play.runs.progress import findings

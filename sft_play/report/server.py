@@ -23,7 +23,7 @@ from sft_play.errors import UserError
 from sft_play.evaluation.compare import compare, read_sides
 from sft_play.files import finite
 from sft_play.launch.environment import next_free_port
-from sft_play.launch.summary import summary_of
+from sft_play.launch.runs import summary_of
 from sft_play.report.page import PAGE_POLICY, page_files, page_html, record_of
 from sft_play.runs.folder import RunFolder, runs_folder
 

@@ -8,7 +8,7 @@ import pytest
 
 from sft_play.files import append_json_line, read_json_lines, side_file
 from sft_play.launch.run_folder import has_started, read_events
-from sft_play.launch.summary import summary_of
+from sft_play.launch.runs import summary_of
 from sft_play.runs.folder import RunFolder
 from sft_play.training.metrics import rows_until
 
