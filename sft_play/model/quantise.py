@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def check_existing(quantisation: dict[str, Any], tuning: TuningConfig, strategy:
             f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
             hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",
         )
-    conflict = conflict_for(tuning.backend, "qlora", "int8" if quantisation.get("load_in_8bit") else "nf4", strategy)
+    as_it_is = replace(tuning, mode="qlora", quantization="int8" if quantisation.get("load_in_8bit") else "nf4")
+    conflict = conflict_for(as_it_is, strategy)
     if not conflict and strategy == "zero3" and method != "bitsandbytes":
         conflict = f"`{method}` under ZeRO-3 was not tried: use `ddp`, `zero2` or `fsdp2`"
     if conflict:
@@ -132,7 +134,7 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     """
     from transformers import BitsAndBytesConfig
 
-    conflict = conflict_for(tuning.backend, tuning.mode, tuning.quantization, plan.strategy)
+    conflict = conflict_for(tuning, plan.strategy)
     if conflict:
         raise UserError(conflict)
     if tuning.quantization == "int8":

@@ -61,9 +61,8 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps:
 
     `same_steps`: all ranks must run equally many micro-steps (ZeRO, FSDP); else (DDP) each has a number of its own. Slots hold at
     least `rows` in all, each rank's micro-batch at most its `most_rows`. `most_steps` (0: any number) bounds micro-steps that are the same
-    on all ranks, where memory lets it. Raises `ValueError` where no rank can take a row.
+    on all ranks, where memory lets it. Some rank must be able to take a row.
     """
-    _check(rows, costs)
     if len(set(costs)) == 1:
         return equal_shares(rows, costs, same_steps=same_steps)
     found = _same_steps(rows, costs, most_steps or rows) if same_steps else tuple(map(_slots, costs, _counts(rows, costs)))
@@ -79,12 +78,9 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps:
 def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
     """Return the slots of ranks that all get the same number of rows, the first ones one more where that leaves a rest.
 
-    Under DDP each takes them in micro-batches of its own size, else in those of the smallest. Raise `ValueError`.
+    Under DDP each takes them in micro-batches of its own size, else in those of the smallest. Each rank must be able to take a row.
     """
-    _check(rows, costs)
     ranks, most = len(costs), min(cost.most_rows for cost in costs)
-    if not most:
-        raise ValueError("a rank can take no row, so shares cannot be equal")
     if same_steps:
         steps = -(-rows // (ranks * most))
         return ((-(-rows // (ranks * steps)), steps),) * ranks
@@ -122,13 +118,6 @@ def rank_rows(rows: int, micro_batches: Sequence[int]) -> list[int]:
     """Return the most rows that each rank gets of a step where all make equally many micro-steps: its share, rounded up."""
     slots = sum(micro_batches)
     return [-(-rows * micro // slots) for micro in micro_batches]
-
-
-def _check(rows: int, costs: Sequence[Cost]) -> None:
-    if rows < 1 or not any(cost.most_rows for cost in costs):
-        raise ValueError(f"no rank of {len(costs)} can take any of {rows} rows")
-    if any(cost.fixed_seconds < 0 or cost.row_seconds <= 0 or cost.most_rows < 0 for cost in costs):
-        raise ValueError("a rank's cost is not one: fixed seconds and rows of 0 or more, seconds of a row above 0")
 
 
 def _slots(cost: Cost, rows: int) -> Slots:

@@ -73,7 +73,7 @@ def _decide(request: Request) -> Plan:
     devices, world = ranks.devices, len(ranks.devices)
     reasons += ["for hardware as described, not for this machine"] if hardware.described else []
     reasons += [hardware.unused] if hardware.unused else []
-    reasons += [*nodes.in_words(hardware, launch, ranks), *nodes.unheard_network(config, request.typed, hardware)]
+    reasons += [*nodes.in_words(launch, ranks), *nodes.unheard_network(config, request.typed, hardware)]
 
     strategy = strategies.choose_strategy(request, reasons)
     backend, setup = choices.choose_backend(config, kind, world, reasons), _first_setup(request, strategy, reasons)

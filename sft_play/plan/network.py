@@ -53,7 +53,7 @@ BUCKET_MIB = 25
 
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
     """Return the time of a ring all-reduce: 2(N-1)/N * bytes / bandwidth."""
-    return 2 * (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
+    return 2 * gather_seconds(payload_bytes, ranks, bytes_per_second)
 
 
 def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
@@ -221,8 +221,6 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
 
 def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table of `exchanges`."""
-    if not rows:
-        return []
     timed = any(row["share"] is not None for row in rows)
     lines = [f"  {'to share a step, without latency':<34}{'MB':>10}{'s a step':>10}" + (f"{'of it':>8}" if timed else "")]
     for row in rows:

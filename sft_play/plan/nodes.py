@@ -161,25 +161,14 @@ def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
         )
 
 
-def in_words(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
-    """Return what is known of the other machines, and where several cards that a description lists are those of each of them."""
+def in_words(launch: LaunchRequest, ranks: Ranks) -> list[str]:
+    """Return what is known of the other machines."""
     if launch.num_nodes == 1:
         return []
     if not launch.node_devices:
-        return [f"{launch.num_nodes} nodes, each with the devices of this one", *_multiplied(hardware, launch, ranks)]
+        return [f"{launch.num_nodes} nodes, each with the devices of this one"]
     found = ", ".join(f"{node}: {ranks.name_of(node)}" for node in range(min(launch.num_nodes, 8)))
     return [f"{launch.num_nodes} nodes with {len(ranks.devices)} ranks in all ({found}{', ...' if launch.num_nodes > 8 else ''})"]
-
-
-def _multiplied(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
-    """Say that each node has all of `12GB+8GB+8GB@1Gbit`, which may as well have been meant as one card of each machine."""
-    cards = len(hardware.devices)
-    if hardware.listed < 2 or hardware.network_bytes_per_second is None or cards == launch.num_nodes:
-        return []
-    each = (
-        ("both cards" if cards == 2 else f"all {cards} cards") if ranks.local == cards else f"{ranks.local} of the {cards} cards"
-    )
-    return [f"each of the {launch.num_nodes} nodes has {each}; with NUM_NODES={cards} each would have one of them"]
 
 
 MOST_CPU_PROCESSES = 64

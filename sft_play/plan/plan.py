@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,30 +224,15 @@ class Plan(Setup):
         try:
             return Plan.from_json(read_json(path))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            lost, cut = isinstance(error, FileNotFoundError), isinstance(error, JSONDecodeError)
-            why = "it is missing" if lost else f"it is cut short, or no JSON ({first_line(error)})" if cut else first_line(error)
+            why = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
             hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
             raise CheckpointError(f"not the plan of a run: {why}", place=str(path), hint=hint) from error
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        return Plan(
-            **{
-                **value,
-                "ranks": tuple(_rank(rank) for rank in value["ranks"]),
-                "node_ranks": tuple(value.get("node_ranks", ())),
-                "stages": tuple(value.get("stages", ())),
-                "reasons": tuple(value["reasons"]),
-                "remedies": tuple(value["remedies"]),
-                "notices": tuple(value.get("notices", ())),
-                "recoveries": tuple(value.get("recoveries", ())),
-                "exchanges": tuple(value.get("exchanges", ())),
-            }
-        )
-
-
-def _rank(value: dict[str, Any]) -> RankPlan:
-    return RankPlan(**{**value, "cost": tuple(value.get("cost", ()))})
+        ranks = tuple(RankPlan(**{**rank, "cost": tuple(rank.get("cost", ()))}) for rank in value["ranks"])
+        lists = {name: tuple(one) for name, one in value.items() if isinstance(one, list)}
+        return Plan(**{**value, **lists, "ranks": ranks})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,13 +167,12 @@ def costs_of(request: Request, division: Division, most: int) -> tuple[Cost, ...
     config, shape, setup, devices = request.config, request.shape, division.setup, request.data_devices
     data = division.data(rows_data(config, request.prepared, setup))
     paces = paces_of(request, setup, data)
+    if paces is None:
+        return ()
     fitting = [max(1, min(most, rows)) for rows in request.largest(setup)]
     found: dict[tuple[Device, int], Cost] = {}
     for device, rows in set(zip(devices, fitting, strict=True)):
-        pace = paces[device]
-        if pace is None:
-            return ()
-        far = max(rows, 2)
+        pace, far = paces[device], max(rows, 2)
         one, whole = (pace.seconds(step_flops(config, shape, setup, count, 1, data), 1) for count in (1, far))
         # Where launching the kernels takes longer than computing so many rows, each costs next to nothing.
         row = (whole - one) / (far - 1) if whole > one else one / 1000

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from sft_play.config.rules import network_keys
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import host_bytes
@@ -79,7 +79,7 @@ def _check(request: Request, chosen: str) -> None:
     # What is installed here says nothing about a machine that is only described.
     if needs_backend and not hardware.described and (missing := missing_for(config.tuning.backend, hardware)):
         raise HardwareError(missing, hint=UNSLOTH_HINT if config.tuning.backend == "unsloth" else None)
-    if conflict := conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, chosen):
+    if conflict := conflict_for(config.tuning, chosen):
         raise UserError(conflict)
     if config.launch.tensor_parallel > 1 and chosen.startswith("zero"):
         raise UserError(
@@ -203,8 +203,7 @@ def _ways(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
     """Return a plan under FSDP2, what it lacks, or `None` where it is refused for another reason."""
-    tuning = request.config.tuning
-    if conflict_for(tuning.backend, tuning.mode, tuning.quantization, "fsdp2"):
+    if conflict_for(request.config.tuning, "fsdp2"):
         return None
     try:
         return decide(replace(request, launch=replace(request.launch, command_strategy="fsdp2")))
@@ -310,40 +309,41 @@ UNSLOTH_HINT = (
 def missing_for(backend: str, hardware: Hardware) -> str | None:
     """Return what `tuning.backend` lacks on this hardware, as the text of an error, or `None` when nothing is missing."""
     if backend == "bnb":
-        return None if _installed("bitsandbytes") else "`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing"
+        return (
+            None
+            if importlib.util.find_spec("bitsandbytes")
+            else "`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing"
+        )
     lacking = []
-    if not _installed("unsloth"):
+    if not importlib.util.find_spec("unsloth"):
         lacking.append(NO_UNSLOTH)
     if hardware.kind != "cuda":
         lacking.append("an NVIDIA GPU (none is seen here)")
     return f"`tuning.backend: unsloth` needs {' and '.join(lacking)}" if lacking else None
 
 
-def conflict_for(backend: str, mode: str, quantization: str, strategy: str) -> str | None:
+def conflict_for(tuning: TuningConfig, strategy: str) -> str | None:
     """Return why this backend or quantisation cannot go with a strategy of the plan, or `None` when it can.
 
     `strategy` is `single`, `ddp`, `zero1` to `zero3` or `fsdp2`. Reasons were measured with the pinned versions:
     docs/models.md says how.
     """
+    backend, int8 = tuning.backend, tuning.mode == "qlora" and tuning.quantization == "int8"
     if backend == "unsloth" and strategy not in ("single", "ddp"):
         return (
             f"`tuning.backend: unsloth` and `{strategy}` do not go together: Unsloth replaces the model's forward pass by "
             "kernels that need whole weights on every GPU. It allows one GPU, or `ddp` with a whole copy on each"
         )
-    if backend == "unsloth" and mode == "qlora" and quantization == "int8":
+    if backend == "unsloth" and int8:
         return "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for int8"
-    if mode == "qlora" and quantization == "int8" and strategy == "zero3":
+    if int8 and strategy == "zero3":
         return (
             "int8 and ZeRO-3 do not go together: bitsandbytes keeps the whole int8 weights in a second place (`CB`), so that nothing "
             "would be shared out. Use `tuning.quantization: nf4`, or `zero2`"
         )
-    if mode == "qlora" and quantization == "int8" and strategy == "fsdp2":
+    if int8 and strategy == "fsdp2":
         return (
             "int8 and FSDP2 do not go together: FSDP2 replaces each weight by a shard of it, and bitsandbytes' int8 weights lose "
             "their scales by that (`'Parameter' object has no attribute 'CB'`). Use `tuning.quantization: nf4`, or `ddp`"
         )
     return None
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -205,7 +205,7 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
     data = data or division.data(rows_data(config, request.prepared, setup))
     link = link_of(hardware, devices, request.launch.num_nodes, calibration)
     paces = paces_of(request, setup, data)
-    if None in paces.values() or link is None:
+    if paces is None or link is None:
         stated = hardware.network_bytes_per_second
         waits = None
         if stated and ranks > 1:
@@ -219,7 +219,7 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
     for device, rows, steps in set(each):
         flops = step_flops(config, shape, setup, rows, steps, data)
         stages = list(zip(devices, shares(shape, setup.stages), strict=False)) or [(device, 1.0)]
-        each_computes = (_paced(paces[one], share * len(stages) * flops, share * steps) for one, share in stages)
+        each_computes = (paces[one].seconds(share * len(stages) * flops, share * steps) for one, share in stages)
         spent[device, rows, steps] = max(each_computes) if rows else 0.0
     exchange = exchange_seconds(config, shape, setup, ranks, micro_steps, link.bytes_per_second)
     exchange += latency_seconds(config, shape, setup, link, ranks, micro_steps)
@@ -232,23 +232,22 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
     )  # fmt: skip
 
 
-def _paced(pace: Pace | None, flops: float, micro_steps: float) -> float:
-    return pace.seconds(flops, micro_steps) if pace else 0.0
-
-
-def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace | None]:
-    """Return the pace of a rank on each device, `None` where its speed is unknown."""
+def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace] | None:
+    """Return the pace of a rank on each device, `None` where the speed of one is unknown."""
     config, shape, calibration, devices = request.config, request.shape, request.calibration, request.ranks.devices
     share = request.launch.num_nodes / len(devices)
     per_token = flops_per_token(
         config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
     )
-    found = {}
+    found: dict[Device, Pace] = {}
     for device in dict.fromkeys(devices):
         known = calibration.of(device.name) if calibration else None
         elsewhere = known.threads if calibration and known and calibration.others else request.hardware.cpu_threads
         threads = elsewhere * share if request.hardware.kind == "cpu" else 1.0
-        found[device] = _pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=known)
+        pace = _pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=known)
+        if pace is None:
+            return None
+        found[device] = pace
     return found
 
 
@@ -323,9 +322,9 @@ def _utilisation(request: Request, tokens_per_second: float) -> float | None:
     return per_token * tokens_per_second / (total * shared)
 
 
-def _basis(one: Pace | None) -> str:
+def _basis(one: Pace) -> str:
     """Return what a pace rests on, in words."""
-    if one is None or one.fit is None:
+    if one.fit is None:
         return "a prior, not measured here"
     if one.exact:
         return f"calibrated by `make bench` on {one.fit.measured}"

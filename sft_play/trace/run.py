@@ -21,9 +21,10 @@ from sft_play.model.load import settings_of
 from sft_play.model.stages import Skipped
 from sft_play.plan.architecture import quantized_bits
 from sft_play.plan.measured import Case
+from sft_play.plan.remedies import MOMENTS
 from sft_play.plan.shape import Counted, Matrices, ModelShape, pattern_of
 from sft_play.trace import allocator, build
-from sft_play.trace.step import MOMENTS, Peak, StepTrace, StorageTracker, batch_of, real_branches
+from sft_play.trace.step import Peak, StepTrace, StorageTracker, batch_of, real_branches
 
 DEEPER = 8
 """Layers of the model whose loss between blocks is compared with that of the smallest."""
@@ -34,7 +35,7 @@ kind without its kernels) or chunk by chunk (gated delta rules): a trace of the 
 
 
 def trace(case: Case) -> dict[str, Any]:
-    """Returns the moments of the whole model, extrapolated from few layers, its counts, and what an allocator would lose.
+    """Return the moments of the whole model, extrapolated from few layers, and what an allocator would lose.
 
     Every quantity is affine in the number of layers of each kind, moment by moment (tried: docs/planning.md), so a model with the
     fewest layers and one with one layer more of each kind say it all.
@@ -48,7 +49,7 @@ def _deepened(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
     """Returns the trace of the whole model by those of few layers."""
     kinds = build.layer_kinds(build.decoder_layers(model))
     smallest, grown, counts = build.depths(kinds)
-    base, events, base_counts = observe(case, build.with_layers(model, smallest), log=losses)
+    base, events = observe(case, build.with_layers(model, smallest), log=losses)
     steps = {kind: observe(case, build.with_layers(model, layers), log=losses) for kind, layers in grown.items()}
     missing = {kind: counts[kind] - Counter(kinds[index] for index in smallest)[kind] for kind in steps}
     moments = {
@@ -58,7 +59,6 @@ def _deepened(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
     return {
         "moments": moments,
         "operations": {moment: peak.operation for moment, peak in base.items()},
-        "counts": _extrapolated(base_counts, {k: s[2] for k, s in steps.items()}, missing),
         **(_losses(case, model, smallest, [events, *(step[1] for step in steps.values())]) if losses else {}),
     }
 
@@ -120,10 +120,8 @@ def _extrapolated(
     }
 
 
-def observe(
-    case: Case, model: Any, *, real: bool = False, log: bool = False
-) -> tuple[dict[str, Peak], list[tuple[int, int, int]], dict[str, int]]:
-    """Returns the peak of each moment, the allocator's events and the counts of a model of the meta device, which it changes.
+def observe(case: Case, model: Any, *, real: bool = False, log: bool = False) -> tuple[dict[str, Peak], list[allocator.Event]]:
+    """Return the peak of each moment and the allocator's events of a model of the meta device, which it changes.
 
     `real` computes with real tensors of zeros, on the same device, for comparison.
     """
@@ -140,21 +138,10 @@ def observe(
         batch = batch_of(case, device)
         layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, Skipped)]
         steps = StepTrace(model, layers, case, tracker)
-        counts = _counts(model)
         with tracker:
             steps.run(batch)
     peaks = {moment: tracker.peaks[moment] for moment in MOMENTS if moment in tracker.peaks}
-    return peaks, tracker.events or [], counts
-
-
-def _counts(model: torch.nn.Module) -> dict[str, int]:
-    """Returns elements that train and bytes that are held."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return {
-        "trained": sum(p.numel() for p in trained),
-        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
-        "frozen_bytes": sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad),
-    }
+    return peaks, tracker.events or []
 
 
 PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")

@@ -23,10 +23,6 @@ from sft_play.plan.shape import BY_LENGTHS
 from sft_play.training.loss import token_loss_sum
 
 FUSED = "adamw_torch_fused"
-MOMENTS = (
-    "forward first", "forward middle", "forward last", "forward head", "backward head", "backward last", "backward middle", "backward first",
-    "update",
-)  # fmt: skip
 
 
 def batch_of(case: Case, device: str) -> Batch:

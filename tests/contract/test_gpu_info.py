@@ -19,8 +19,6 @@ def test_without_a_driver(program: Program, tmp_path: Path) -> None:
     assert lines[0] == "Number of GPUs: 0"
     assert lines[1] == "  no NVIDIA driver answers on this machine"
     assert lines[-1].startswith("CPU: ") and "threads" in lines[-1]
-    facts = program("gpu-info", "JSON=1", env=env).json
-    assert facts["count"] == 0 and facts["gpus"] == [] and facts["cpu"]["threads"] >= 1
 
 
 def test_two_different_cards(program: Program, tmp_path: Path) -> None:
@@ -55,18 +53,11 @@ def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp
 
 def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None:
     small: Card = ("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
-    full = program(
-        "memory-check",
-        "CONFIG=configs/run_bnb.yaml",
-        "JSON=1",
-        "SOURCE=formula",
-        "NUM_GPUS=1",
-        env=nvml_path(tmp_path / "nvml", small),
-    )
+    env = nvml_path(tmp_path / "nvml", small)
+    full = program("memory-check", "CONFIG=configs/run_bnb.yaml", "JSON=1", "SOURCE=formula", "NUM_GPUS=1", env=env)
     assert full.code == 3 and full.json["devices"][0]["free_bytes"] and not full.json["need"]["ranks"][0]["fits"]
     assert full.json["need"]["ranks"][0]["memory_bytes"]["frozen"] > 0 and full.json["need"]["remedies"]
-    done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=nvml_path(tmp_path / "nvml", small))
-    assert done.code == 3 and "not even one row" in done.err and "hint: " in done.err
+    assert "not even one row" in full.err and "hint: " in full.err
 
 
 def test_a_chip_that_shares_the_machines_memory(program: Program, tmp_path: Path) -> None:
@@ -88,8 +79,5 @@ def test_a_full_card_is_named_and_left_out(program: Program, tmp_path: Path) -> 
     done = program("plan", *words, env=env)
     assert done.code == 3 and "GPU 1 (NVIDIA H200) is full: 1.0 of 139.8 GiB free = 0.7%" in done.err
     assert "CUDA_VISIBLE_DEVICES=0,2 skips full GPUs: 260.0 GiB free on 2 of 3 GPUs" in done.err
-    assert program("plan", *words, env=env | {"CUDA_VISIBLE_DEVICES": "0,2"}).code == 0
     moved = program("plan", *words, env=env | {"CUDA_VISIBLE_DEVICES": "2,1"})  # by the driver's numbers, whatever is hidden
     assert moved.code == 3 and "GPU 1 (NVIDIA H200) is full" in moved.err and "CUDA_VISIBLE_DEVICES=2 skips" in moved.err
-    alone = program("memory-check", *words, env=env | {"CUDA_VISIBLE_DEVICES": "1"})
-    assert alone.code == 3 and "is full" in alone.err

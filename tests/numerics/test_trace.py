@@ -46,17 +46,15 @@ MODES: dict[str, dict[str, Any]] = {
     "nf4": {"mode": "qlora", "quantization": "nf4"},
     "int8": {"mode": "qlora", "quantization": "int8"},
 }
+
+
 WAYS = [(False, "flattened"), (True, "padded"), (True, "flattened"), (False, "padded")]
-PAIRS = list(itertools.product(ARCHITECTURES, MODES))
-# Every family in every mode, each way of running it in turn; `make test-all` runs every way of each.
-GRID = [
-    pytest.param(*pair, *way, marks=() if turn == index % len(WAYS) else pytest.mark.long)
-    for index, pair in enumerate(PAIRS)
-    for turn, way in enumerate(WAYS)
-]
 
 
-@pytest.mark.parametrize(("family", "mode", "checkpointing", "layout"), GRID)
+@pytest.mark.parametrize(
+    ("family", "mode", "checkpointing", "layout"),
+    [(*pair, *WAYS[index % len(WAYS)]) for index, pair in enumerate(itertools.product(ARCHITECTURES, MODES))],
+)
 def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, checkpointing: bool, layout: str) -> None:
     case = replace(
         PLAIN, architecture=ARCHITECTURES[family], gradient_checkpointing=checkpointing, layout=layout, **MODES[mode]

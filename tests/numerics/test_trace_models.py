@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.render_presets import QUOTED
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
 from sft_play.config.load import load_config
@@ -15,16 +16,15 @@ from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.measured import TracedMemory, Tracer
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, setup_of
+from sft_play.plan.sources import MADE_FOR
 from tests.conftest import ROOT, Program
 from tests.plans import planned
 from tests.processor_time import importing, seconds_of
 
-PRESETS = {
-    "quickstart": "cpu", "run_bnb": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100", "h200_pair": "2xH200",
-    "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": "12GB+8GB+8GB@1Gbit", "smoke": "8GB",
-    "home_lan_13b": "12GB+8GB+8GB@1Gbit",
-}  # fmt: skip
-"""All but `run_unsloth`, whose own kernels cannot be traced."""
+PRESETS = {name: hardware for name, hardware in MADE_FOR.items() if name in QUOTED or name in ("run_bnb", "smoke")} | {
+    "quickstart": "cpu"
+}
+"""All of contract section 8 but `run_unsloth`, whose own kernels cannot be traced, and `from_scratch`."""
 FULL = ["TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"]
 OTHERWISE = {"home_lan_13b": ["LAUNCH_STRATEGY=fsdp2", "LAUNCH_SLOW_NETWORK=allow"]}
 """Stages are not traced."""

@@ -39,8 +39,8 @@ def test_unsloth_without_its_package_or_a_gpu_names_what_is_missing() -> None:
         ("unsloth", "qlora", "int8", "single", "quantises to nf4"),
     ],
 )
-def test_conflicts_name_the_reason_and_the_way_out(backend: str, mode: str, quantization: str, strategy: str, words: str) -> None:
-    assert words in (conflict_for(backend, mode, quantization, strategy) or "")
+def test_conflicts_name_the_reason_and_the_way_out(backend: Any, mode: Any, quantization: Any, strategy: str, words: str) -> None:
+    assert words in (conflict_for(TuningConfig(backend=backend, mode=mode, quantization=quantization), strategy) or "")
 
 
 @pytest.mark.parametrize(

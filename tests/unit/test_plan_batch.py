@@ -23,8 +23,6 @@ def test_the_arithmetic_is_said() -> None:
     one = choose_batch(train(global_batch_size=8), (36,), 4, "process")
     assert "accumulation 2 = 8 global / (4 per process x 1 process)" in one.reasons
     assert any("up to 36 rows fit, but more than 4 gain nothing" in reason for reason in one.reasons)
-    uneven = choose_batch(train(batch_size=5), (16, 16), 64)
-    assert uneven.reasons[-1] == "accumulation 4 = 32 global / (5 per device x 2 devices), 8 of the 40 slots stay empty"
 
 
 def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
@@ -42,8 +40,6 @@ def test_two_explicit_values_give_their_product_with_the_world() -> None:
         batch = choose_batch(train(batch_size=2, grad_accum=3), (4,) * world, 64)
         assert batch.global_batch == 6 * world
         assert "differs with the number of devices" in batch.reasons[0]
-    agreeing = choose_batch(train(batch_size=2, grad_accum=3, global_batch_size=12), (4, 4), 64)
-    assert agreeing.reasons == ("global batch 2 per device x 3 accumulation x 2 devices = 12, as configured",)
 
 
 def test_more_rows_at_once_than_the_default_raise_the_global_batch_aloud() -> None:
@@ -70,11 +66,6 @@ def test_contradictions_show_the_arithmetic() -> None:
     assert error.value.hint == "set TRAIN_GRAD_ACCUM to 6 or more, or leave it to `auto`"
 
 
-def test_ranks_without_work_are_named() -> None:
-    batch = choose_batch(train(global_batch_size=4), (8,) * 6, 64)
-    assert "2 of 6 devices have nothing to do: a step has 4 rows; raise TRAIN_GLOBAL_BATCH_SIZE" in batch.reasons
-
-
 sizes = st.lists(st.integers(1, 200), min_size=1, max_size=16).map(tuple)
 
 
@@ -92,27 +83,9 @@ def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], want
     assert all(-(-wanted * micro // (total * batch.accumulation)) <= micro for micro in batch.micro_batches)
 
 
-# What fits, exactly.
-
-
-LAN = (
-    Cost(fixed_seconds=0.10, row_seconds=0.42, most_rows=4),
-    Cost(fixed_seconds=0.16, row_seconds=0.62, most_rows=2),
-    Cost(fixed_seconds=0.20, row_seconds=0.70, most_rows=2),
-)
-"""A 12 GB card and two of 8 GB, as measured elsewhere."""
 costs = st.builds(
     Cost, fixed_seconds=st.sampled_from([0.0, 0.01, 0.1, 0.3, 2.0]), row_seconds=st.floats(0.01, 2.0), most_rows=st.integers(1, 9)
 )
-
-
-def test_the_three_machines_at_home() -> None:
-    equal, shares = equal_shares(32, LAN, same_steps=False), share_out(32, LAN, same_steps=False)
-    assert spans(32, equal) == (11, 11, 10) and step_seconds(equal, LAN, rows=32) == pytest.approx(8.0)
-    assert spans(32, shares) == (15, 9, 8) and shares == ((4, 4), (2, 5), (2, 4))
-    assert step_seconds(shares, LAN, rows=32) == pytest.approx(6.7)
-    same = share_out(32, LAN, same_steps=True)
-    assert same == ((4, 4), (2, 4), (2, 4)) and step_seconds(same, LAN, rows=32) == pytest.approx(7.12)
 
 
 def within(shares: tuple[Slots, ...], ranks: list[Cost], rows: int) -> None:

@@ -19,7 +19,7 @@ from sft_play.plan.sources import plan_for
 from sft_play.trace.allocator import MIB, Event, lost_bytes, most_allocated
 from tests.conftest import ROOT
 
-LLAMA2, LLAMA3, QWEN = "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen2.5-7B-Instruct"
+LLAMA2, LLAMA3 = "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
 QV = ["q_proj", "v_proj"]
 
 
@@ -51,15 +51,13 @@ def allocated(parts: dict[str, int]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "nf4", "bf16"), [(LLAMA2, 3.600, 12.551), (LLAMA3, 5.311, 14.958), (QWEN, 5.166, 14.185)], ids=["L2-7B", "L3-8B", "Qwen"]
+    ("name", "nf4", "bf16"), [(LLAMA2, 3.600, 12.551), (LLAMA3, 5.311, 14.958)], ids=["L2-7B", "L3-8B"]
 )  # fmt: skip
 def test_weights_of_the_base(name: str, nf4: float, bf16: float) -> None:
     four = rank_memory(config(name, "qlora"), shape(name), setup(), 1)
     assert (four["frozen"] + four["quant_state"]) / GIB == pytest.approx(nf4, rel=0.002)
     plain = rank_memory(config(name), shape(name), setup(), 1)
     assert plain["frozen"] / GIB == pytest.approx(bf16, rel=0.002)
-    eight = rank_memory(config(name, "qlora", quantization="int8"), shape(name), setup(), 1)
-    assert four["frozen"] < eight["frozen"] < plain["frozen"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,6 @@ def test_weights_of_the_base(name: str, nf4: float, bf16: float) -> None:
     [
         (LLAMA2, "lora", QV, True, 4, 2048, "bf16", 17.716),
         (LLAMA2, "lora", QV, False, 1, 2048, "fp32", 23.676), (LLAMA3, "lora", "auto", True, 1, 2048, "bf16", 18.894),
-        (LLAMA2, "qlora", QV, True, 1, 512, "bf16", 3.96),
         (LLAMA3, "qlora", "auto", True, 4, 2048, "bf16", 19.41),
     ],
 )  # fmt: skip
@@ -105,8 +102,6 @@ def test_the_peak_is_named_with_what_would_lower_it_by_formula_too() -> None:
     where, remedy = peak("TRAIN_BATCH_SIZE=4", "TRAIN_GRADIENT_CHECKPOINTING=false")
     assert "in the last layer's backward pass" in where or "gradient of the logits" in where
     assert remedy.startswith("the activations: TRAIN_GRADIENT_CHECKPOINTING=true, minus ")
-    _, remedy = peak("TUNING_MODE=full", "TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=true")
-    assert remedy.startswith("the cast weights: MODEL_DTYPE=bfloat16, minus ")
 
 
 def test_gaps_between_blocks_are_given_back_as_pages() -> None:

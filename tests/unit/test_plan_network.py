@@ -10,21 +10,13 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.architecture import shape_of
-from sft_play.plan.hardware import network_speed
-from sft_play.plan.memory import trainable_parameters
-from sft_play.plan.network import (
-    communication_seconds,
-    sent_bytes,
-)
-from sft_play.plan.plan import LaunchRequest, Plan, Setup
+from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.show import show_plan
 from tests import plans
 from tests.documents import on_page
 
 LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-GIGABIT = network_speed("1Gbit", "here")
 CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
 
 
@@ -41,28 +33,6 @@ def config_of(
 def planned(hardware: str, config: Config, **request: Any) -> Plan:
     launch = LaunchRequest(**({"command_strategy": "auto"} | request))
     return plans.planned(config, hardware, launch, typed=frozenset[str]().__contains__)
-
-
-def setup_for(strategy: str = "ddp", **changes: Any) -> Setup:
-    plain = Setup(
-        device="cuda", strategy=strategy, world_size=3, precision="bf16", weights_dtype="bfloat16", optim="adamw_torch", gradient_checkpointing=False,
-        layout="padded", attn_implementation="sdpa", label_share=1.0, row_tokens=2048,
-    )  # fmt: skip
-    return replace(plain, **changes)
-
-
-# The figures that people quote.
-
-
-def test_adapters_of_a_7b_model_take_a_third_of_a_second() -> None:
-    config = config_of()
-    shape = shape_of(config.model)
-    assert trainable_parameters(config, shape) == 8_388_608
-    sent = sent_bytes(config, shape, setup_for())
-    assert sent == 4 * 8_388_608 and round(sent / 1e6, 1) == 33.6
-    assert pytest.approx(117.5e6) == GIGABIT
-    assert communication_seconds(sent, 3, GIGABIT) == pytest.approx(0.38, abs=0.005)
-    assert [round(communication_seconds(sent, n, GIGABIT), 2) for n in (1, 2, 4)] == [0.0, 0.29, 0.43]
 
 
 # Choices.
@@ -102,12 +72,11 @@ def test_the_networks_speed_can_be_configured() -> None:
     assert plan.communication_seconds == pytest.approx(0.381, abs=0.002)
     faster = planned("RTX4090@10Gbit", config_of(seq=512, network="1Gbit"), num_nodes=3)  # what HARDWARE says wins
     assert faster.communication_seconds == pytest.approx(0.0381, abs=0.001)
-    assert planned("2xRTX4090", config_of(seq=512, network="1Gbit")).exchanges == ()  # one machine: no network
     with pytest.raises(HardwareError, match=r"`launch.network` is `fast`"):
         planned("RTX4090", config_of(network="fast"), num_nodes=2)
 
 
-@pytest.mark.parametrize("text", ["fast", "0Gbit", "1", "Gbit", "-1Gbit", "1 Gbyte"])
+@pytest.mark.parametrize("text", ["fast", "0Gbit", "1"])
 def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: Any) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
@@ -121,7 +90,7 @@ def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: 
 # Weights over a slow network.
 
 
-@pytest.mark.parametrize(("command", "strategy"), [("fsdp2", "auto"), ("auto", "zero3"), ("zero", "zero3")])
+@pytest.mark.parametrize(("command", "strategy"), [("fsdp2", "auto"), ("auto", "zero3")])
 def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(command: Any, strategy: Any) -> None:
     config = config_of(QWEN, seq=512, strategy=strategy)
     for hardware in ("3x24GB@1Gbit", "3xRTX4090@1Gbit"):
@@ -141,8 +110,7 @@ NAME_CARDS, NAME_NETWORK = "name the cards (HARDWARE=2xRTX4090)", "name the netw
 @pytest.mark.parametrize(
     ("hardware", "nodes", "cards", "network"),
     [
-        ("4xH100", 2, False, "100Gbit"), ("2x24GB", 2, True, "100Gbit"), ("2x24GB@1Gbit", 2, True, None), ("12GB+8GB", 1, True, None),
-        ("cpu", 2, False, "1Gbit"), ("cpu@1Gbit", 2, False, None), ("4xH100@100Gbit", 2, False, None),
+        ("4xH100", 2, False, "100Gbit"), ("2x24GB", 2, True, "100Gbit"), ("2x24GB@1Gbit", 2, True, None), ("cpu@1Gbit", 2, False, None),
     ],
 )  # fmt: skip
 def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: bool, network: str | None) -> None:

@@ -19,6 +19,7 @@ from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_
 from sft_play.plan.throughput import flops_per_token
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.progress import energy_kwh as measured_energy
 from tests.plans import CPU, planned
 
 SMALL, LLAMA2, LLAMA3 = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
@@ -47,16 +48,12 @@ def plan_of(
 
 @pytest.mark.parametrize(
     ("mode", "recompute", "tokens", "gflops"),
-    [("full", False, 2048, 46.9), ("full", True, 2048, 62.5), ("lora", False, 2048, 31.9), ("lora", True, 2048, 47.4),
-     ("full", False, 8192, 52.5), ("lora", False, 8192, 37.5)],
+    [("full", False, 2048, 46.9), ("full", True, 2048, 62.5), ("lora", False, 8192, 37.5)],
 )  # fmt: skip
 def test_operations_of_a_token_of_llama_3(mode: str, recompute: bool, tokens: int, gflops: float) -> None:
     """Figures of shared facts, by counting: 2 N forward, attention 2 S h a layer."""
     config = config_of(LLAMA3, mode)
     assert flops_per_token(config, shape_of(config.model), tokens, recompute=recompute) / 1e9 == pytest.approx(gflops, rel=0.01)
-
-
-# Paces and calibration.
 
 
 # Energy and money.
@@ -82,7 +79,7 @@ def test_money_is_by_machine_and_hour(hardware: str, nodes: int, machines: int) 
     assert "at PRICE_PER_HOUR" in "\n".join(show_speed(priced)) and with_cost(plan, described, None) is plan
 
 
-@pytest.mark.parametrize("text", ["", "a", "-1", "nan", "inf", "1e999", "2,5"])
+@pytest.mark.parametrize("text", ["a", "-1", "inf"])
 def test_a_price_is_a_number(text: str) -> None:
     with pytest.raises(UserError, match="PRICE_PER_HOUR"):
         parse_price(text)
@@ -91,9 +88,7 @@ def test_a_price_is_a_number(text: str) -> None:
 # The table.
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "0..3", "5..2", "a", "1..", "1...3", "-1..2", "1..200", "9999", "1,,2", "1.5", "99999999999"]
-)
+@pytest.mark.parametrize("text", ["", "0..3", "5..2", "1..200", "9999"])
 def test_nonsense_is_one_clear_error(text: str) -> None:
     with pytest.raises(UserError, match="`SCALE` is"):
         parse_scale(text)
@@ -135,14 +130,14 @@ def test_a_speed_far_from_the_forecast_has_a_cause(tmp_path: Path) -> None:
     assert "unlike the forecast" not in told(900.0)
 
 
-WORK = {
-    "mode": "lora",
-    "precision": "fp32",
-    "gradient_checkpointing": False,
-    "layout": "flattened",
-    "attention": "sdpa",
-    "layers": 30,
-}
+def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
+    write_json(RunFolder(tmp_path).training_metrics, {"energy_kwh": 0.75, "forecast": {"energy_kwh": 1.0}})
+    assert beside_forecast(RunFolder(tmp_path)) == "  energy   0.75 kWh, forecast 1 kWh (-25%)\n"
+    rows = [{"rank_power_watts": watts} for watts in ([100.0, 300.0], [None, 300.0], None, [200.0, 400.0])]
+    assert measured_energy(rows, 3600.0) == 0.5 and measured_energy([{}], 3600.0) is None
+
+
+WORK = {"mode": "lora", "precision": "fp32", "gradient_checkpointing": False, "layout": "flattened", "attention": "sdpa"}
 
 
 def fit(**changes: Any) -> StepFit:
@@ -184,9 +179,7 @@ def test_it_is_kept_and_found_again(tmp_path: Path) -> None:
         ("NVIDIA H200", "H200", True),
         ("NVIDIA GeForce RTX 4090", "2xRTX4090", True),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX4070", False),
-        ("NVIDIA H100 80GB HBM3", "H100NVL", False),
         ("NVIDIA H200", "H200+H100", False),
-        ("NVIDIA H200", "141GB", False),
     ],
 )
 def test_described_hardware_gets_it_only_by_the_same_name(measured: str, described: str, same: bool) -> None:
@@ -194,9 +187,7 @@ def test_described_hardware_gets_it_only_by_the_same_name(measured: str, describ
     assert (load_calibration(parse_hardware(described)) is not None) == same
 
 
-@pytest.mark.parametrize(
-    "damage", ["{", "[]", "null", '{"format": 1}', '{"format": 0}', '{"format": 1, "links": {}, "steps": [{}]}']
-)
+@pytest.mark.parametrize("damage", ["{", '{"format": 0}', '{"format": 1, "links": {}, "steps": [{}]}'])
 def test_a_file_that_makes_no_sense_counts_as_none(damage: str) -> None:
     path = calibration().save()
     path.write_text(damage, encoding="utf-8")
