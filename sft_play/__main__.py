@@ -11,20 +11,8 @@ import sys
 from sft_play.config.call import Command
 from sft_play.errors import UserError
 
-COMMON = frozenset({"CONFIG", "JSON"})
-LAUNCH = COMMON | {
-    "SOURCE",
-    "RUN_NAME",
-    "NUM_GPUS",
-    "NUM_NODES",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ACCELERATE_CONFIG",
-    "TENSORBOARD_PORT",
-    "WHY",
-}
-RUN = frozenset({"RUN", "JSON"})
+PROCESSES = "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
+LAUNCH = f"CONFIG {PROCESSES}"
 SPINS = "1000"
 """Rounds for which a thread of torch's OpenMP (libgomp) waits with its core in use. By itself it takes 300,000 where there is a core for each
 thread: once another program has one of them, every parallel region waits for a whole time slice (more than ten times slower with two
@@ -33,38 +21,26 @@ threads on two busy cores). 1,000 is what libgomp itself takes where threads out
 
 COMMANDS: dict[str, Command] = {
     "quickstart": Command("sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH),
-    "config": Command("sft_play.config.call:show", "the resolved configuration, each key with its origin", COMMON | {"RUN"}),
+    "config": Command("sft_play.config.call:show", "the resolved configuration, each key with its origin", "CONFIG RUN JSON"),
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
-        COMMON
-        | {
-            "HARDWARE",
-            "NUM_GPUS",
-            "NUM_NODES",
-            "RUN",
-            "DEEPSPEED_CONFIG",
-            "ACCELERATE_CONFIG",
-            "SCALE",
-            "PRICE_PER_HOUR",
-            "SOURCE",
-            "WHY",
-        },
+        "CONFIG RUN JSON SOURCE NUM_GPUS NUM_NODES ACCELERATE_CONFIG DEEPSPEED_CONFIG HARDWARE PRICE_PER_HOUR SCALE WHY",
     ),
     "data": Command(
-        "sft_play.prepare:data", "read, check and cache the data as tokens; JSON=1 gives the manifests", COMMON | {"RUN"}
+        "sft_play.prepare:data", "read, check and cache the data as tokens; JSON=1 gives the manifests", "CONFIG RUN JSON"
     ),
-    "gpu-info": Command("sft_play.plan.commands:gpu_info", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
+    "gpu-info": Command("sft_play.plan.commands:gpu_info", "the GPUs of this machine", "JSON", overrides=False),
     "memory-check": Command(
         "sft_play.plan.commands:memory_check",
         "memory in use and free, and what CONFIG would need",
-        COMMON | {"RUN", "NUM_GPUS", "SOURCE"},
+        "CONFIG RUN JSON SOURCE NUM_GPUS",
     ),
-    "doctor": Command("sft_play.doctor:main", "findings about this environment, each with its remedy", COMMON),
+    "doctor": Command("sft_play.doctor:main", "findings about this environment, each with its remedy", "CONFIG JSON"),
     "setup-accelerate": Command(
         "sft_play.launch.settings:main",
         "detect the hardware and write accelerate_configs/local.yaml",
-        frozenset({"JSON", "NUM_GPUS", "NUM_NODES", "MIXED_PRECISION", "STRATEGY", "OUT"}),
+        "JSON NUM_GPUS NUM_NODES MIXED_PRECISION OUT STRATEGY",
         overrides=False,
     ),
     "train": Command("sft_play.launch.commands:train", "one process on the best device here", LAUNCH),
@@ -72,158 +48,145 @@ COMMANDS: dict[str, Command] = {
     "train-distributed": Command("sft_play.launch.commands:train_distributed", "all GPUs, or NUM_GPUS processes", LAUNCH),
     "train-distributed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH),
     "train-deepspeed": Command(
-        "sft_play.launch.commands:train_deepspeed", "the same under DeepSpeed ZeRO", LAUNCH | {"DEEPSPEED_CONFIG"}
+        "sft_play.launch.commands:train_deepspeed", "the same under DeepSpeed ZeRO", f"{LAUNCH} DEEPSPEED_CONFIG"
     ),
-    "train-deepspeed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH | {"DEEPSPEED_CONFIG"}),
+    "train-deepspeed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", f"{LAUNCH} DEEPSPEED_CONFIG"),
     "train-fsdp": Command("sft_play.launch.commands:train_fsdp", "the same under FSDP2", LAUNCH),
-    "resume": Command(
-        "sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", (LAUNCH | {"RUN"}) - {"CONFIG"}
-    ),
+    "resume": Command("sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", f"RUN {PROCESSES}"),
     "eval": Command(
         "sft_play.evaluation.evaluate:main",
         "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA; BENCHMARKS= for standard ones",
-        RUN | {"CHECKPOINT", "MODEL", "CONFIG", "DATA", "BENCHMARKS", "BENCHMARK_LIMIT"},
+        "CONFIG RUN JSON MODEL CHECKPOINT BENCHMARKS BENCHMARK_LIMIT DATA",
     ),
     "compare": Command(
         "sft_play.evaluation.compare:main",
         "RUNS side by side: configuration, speed, scores with paired intervals, where they differ most",
-        frozenset({"RUNS", "METRIC", "ROWS", "DATA", "JSON"}),
+        "JSON DATA METRIC ROWS RUNS",
         overrides=False,
     ),
     "inspect": Command(
         "sft_play.inspection:main",
         "samples of the prepared data with the loss mask visible; HTML=1 for a page with statistics and search",
-        COMMON | {"RUN", "SPLIT", "ROWS", "SEARCH", "HTML", "OUT"},
+        "CONFIG RUN JSON HTML OUT ROWS SEARCH SPLIT",
     ),
     "infer": Command(
         "sft_play.infer:main",
         "chat with a RUN or any MODEL; PROMPT= for one answer, INPUT= and OUTPUT= for files",
-        RUN | {"MODEL", "PROMPT", "INPUT", "OUTPUT", "CHECKPOINT"},
+        "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT",
     ),
-    "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", RUN | {"OUT", "CHECKPOINT"}),
+    "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"),
     "serve": Command(
         "sft_play.serve:main",
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
-        RUN | {"MODEL", "HOST", "PORT", "CHECKPOINT"},
+        "RUN JSON MODEL CHECKPOINT HOST PORT",
     ),
     "cluster-check": Command(
         "sft_play.cluster.preflight:main",
         "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected; BENCH=1 trains some steps on each",
-        COMMON | {"CLUSTER", "RUN", "MASTER_PORT", "BENCH"},
+        "CONFIG RUN JSON CLUSTER MASTER_PORT BENCH",
     ),
     "cluster-install": Command(
-        "sft_play.cluster.install:main",
-        "make the environment on every machine of CLUSTER",
-        frozenset({"CLUSTER", "JSON"}),
-        overrides=False,
+        "sft_play.cluster.install:main", "make the environment on every machine of CLUSTER", "JSON CLUSTER", overrides=False
     ),
     "train-cluster": Command(
         "sft_play.cluster.train:main",
         "one run over all machines of CLUSTER, started from here over SSH",
-        COMMON | {"CLUSTER", "RUN_NAME", "RUN", "MASTER_PORT", "DEEPSPEED_CONFIG"},
+        "CONFIG RUN JSON CLUSTER RUN_NAME MASTER_PORT DEEPSPEED_CONFIG",
     ),
     "cluster-status": Command(
         "sft_play.cluster.status:main",
         "what runs on each machine of CLUSTER, and how far it is",
-        frozenset({"CLUSTER", "RUN", "JSON"}),
+        "RUN JSON CLUSTER",
         overrides=False,
     ),
     "cluster-logs": Command(
         "sft_play.cluster.status:logs",
         "a rank's log, gathered on the first machine; FOLLOW=1 follows it",
-        frozenset({"CLUSTER", "RUN", "RANK", "FOLLOW", "JSON"}),
+        "RUN JSON CLUSTER FOLLOW RANK",
         overrides=False,
     ),
     "cluster-stop": Command(
-        "sft_play.cluster.status:stop",
-        "save and stop RUN on all machines of CLUSTER",
-        frozenset({"CLUSTER", "RUN", "JSON"}),
-        overrides=False,
+        "sft_play.cluster.status:stop", "save and stop RUN on all machines of CLUSTER", "RUN JSON CLUSTER", overrides=False
     ),
     "slurm": Command(
         "sft_play.schedulers.slurm:main",
         "an sbatch script for CONFIG, from the plan; SUBMIT=1 submits it",
-        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "SUBMIT", "DEEPSPEED_CONFIG"},
+        "CONFIG JSON RUN_NAME NUM_GPUS NUM_NODES DEEPSPEED_CONFIG HARDWARE OUT SUBMIT",
     ),
     "kubernetes": Command(
         "sft_play.schedulers.kubernetes:main",
         "manifests for CONFIG, from the plan",
-        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "DEEPSPEED_CONFIG"},
+        "CONFIG JSON RUN_NAME NUM_GPUS NUM_NODES DEEPSPEED_CONFIG HARDWARE OUT",
     ),
     "runs": Command(
         "sft_play.launch.runs:main",
         "the list of runs: state, steps, scores, speed, memory, time, cost; SORT=-tokens_per_second WHERE='method=lora' CSV=1",
-        frozenset({"JSON", "CSV", "SORT", "WHERE", "PRICE_PER_HOUR"}),
+        "JSON CSV PRICE_PER_HOUR SORT WHERE",
         overrides=False,
     ),
     "report": Command(
-        "sft_play.report.page:main", "one HTML file with everything that a RUN left", RUN | {"OUT"}, overrides=False
+        "sft_play.report.page:main", "one HTML file with everything that a RUN left", "RUN JSON OUT", overrides=False
     ),
-    "card": Command("sft_play.report.card:main", "the hub's model card of a RUN", RUN | {"CHECKPOINT", "OUT"}, overrides=False),
+    "card": Command("sft_play.report.card:main", "the hub's model card of a RUN", "RUN JSON CHECKPOINT OUT", overrides=False),
     "push": Command(
         "sft_play.report.card:push",
         "a RUN's model to the hub as REPO: shows what would go; YES=1 uploads it, PRIVATE=0 publicly",
-        RUN | {"CHECKPOINT", "REPO", "YES", "PRIVATE"},
+        "RUN JSON CHECKPOINT PRIVATE REPO YES",
         overrides=False,
     ),
     "ui": Command(
         "sft_play.report.server:main",
         "all runs in a browser, live, on 127.0.0.1, or HOST= with a token",
-        frozenset({"HOST", "PORT", "JSON"}),
+        "JSON HOST PORT",
         overrides=False,
     ),
     "watch": Command(
         "sft_play.launch.watch:main",
         "the live panel of a RUN until it ends; lines where there is no terminal",
-        RUN,
+        "RUN JSON",
         overrides=False,
     ),
     "profile": Command(
         "sft_play.profile:main",
         "where the time of some steps goes: of a RUN with `train.profile`, or of a few steps of CONFIG",
-        LAUNCH | {"RUN"},
+        f"{LAUNCH} RUN",
     ),
     "sweep": Command(
         "sft_play.sweep:main",
         "a run for each combination of values in SWEEP, planned first, ranked at the end; SLURM=1 for a job array",
-        COMMON | {"SWEEP", "RUN_NAME", "NUM_GPUS", "PRICE_PER_HOUR", "SLURM", "SUBMIT", "HARDWARE", "NUM_NODES"},
+        "CONFIG JSON RUN_NAME NUM_GPUS NUM_NODES HARDWARE PRICE_PER_HOUR SLURM SUBMIT SWEEP",
     ),
-    "stop": Command("sft_play.launch.runs:stop", "save and stop a RUN", RUN, overrides=False),
+    "stop": Command("sft_play.launch.runs:stop", "save and stop a RUN", "RUN JSON", overrides=False),
     "logs": Command(
-        "sft_play.launch.runs:logs", "the log of a rank; FOLLOW=1 follows it", RUN | {"RANK", "FOLLOW"}, overrides=False
+        "sft_play.launch.runs:logs", "the log of a rank; FOLLOW=1 follows it", "RUN JSON FOLLOW RANK", overrides=False
     ),
     "stamp": Command(
         "sft_play.stamps:main",
         "what made a RUN, a checkpoint or a model, or what differs between A and B",
-        RUN | {"A", "B", "CHECKPOINT"},
+        "RUN JSON CHECKPOINT A B",
         overrides=False,
     ),
     "bench": Command(
         "sft_play.bench:main",
         "measure this machine and some training steps, so that the forecast is right",
-        COMMON | {"NUM_GPUS"},
+        "CONFIG JSON NUM_GPUS",
     ),
     "soak": Command(
         "sft_play.soak:main",
         "kill -9 a training KILLS times at random moments, continue each time, compare with an undisturbed run",
-        COMMON | {"KILLS", "STRATEGY", "SEED", "RUN_NAME", "OUT"},
+        "CONFIG JSON RUN_NAME KILLS OUT SEED STRATEGY",
     ),
-    "tensorboard": Command(
-        "sft_play.tensorboard:start",
-        "curves of all runs",
-        frozenset({"JSON", "RUN", "HOST", "TENSORBOARD_PORT"}),
-        overrides=False,
-    ),
+    "tensorboard": Command("sft_play.tensorboard:start", "curves of all runs", "RUN JSON HOST TENSORBOARD_PORT", overrides=False),
     "tensorboard-stop": Command(
-        "sft_play.tensorboard:stop", "end the TensorBoard that this project started", frozenset({"JSON"}), overrides=False
+        "sft_play.tensorboard:stop", "end the TensorBoard that this project started", "JSON", overrides=False
     ),
     "init": Command(
         "sft_play.init:main",
         "a Makefile, the presets and the examples in an empty folder, where SFT-Play is installed without a clone",
-        frozenset(),
+        "",
         overrides=False,
     ),
-    "help": Command("sft_play.__main__:show_help", "this list", frozenset(), overrides=False),
+    "help": Command("sft_play.__main__:show_help", "this list", "", overrides=False),
 }
 
 

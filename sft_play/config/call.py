@@ -29,9 +29,15 @@ class Command:
     target: str
     """`module:function`; the function takes a `Call` and returns an exit code."""
     help: str
-    options: frozenset[str] = frozenset({"CONFIG", "JSON"})
+    takes: str = ""
+    """The names of its variables, with spaces between."""
     overrides: bool = True
     """Whether `SECTION_KEY=value` is accepted."""
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The names of its variables."""
+        return frozenset(self.takes.split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

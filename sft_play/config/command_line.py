@@ -27,8 +27,6 @@ STANDS_FOR = {
 }  # fmt: skip
 """Variables of some commands that elsewhere mean a key or another variable."""
 NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
-WORLD, MACHINES = ("world_size", "num_processes", "ntasks"), ("num_machines", "nnodes", "nodes", "num_nodes")
-"""What launchers call the number of all processes, and of machines."""
 SINGLE = frozenset({"train", "train-tb"})
 """Commands of one process."""
 FOR_SEVERAL = (
@@ -36,8 +34,13 @@ FOR_SEVERAL = (
     ("NUM_NODES=", "train-distributed"), ("NUM_GPUS=", "train-distributed"), ("NODE_RANK=", "train-distributed"),
 )  # fmt: skip
 """How settings begin that need several processes -> the command of such a run."""
-MOST_PER_MACHINE = 8
-"""GPUs of a machine, where only the number of all processes is known."""
+COUNTED_HERE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("world_size", "num_processes", "ntasks"), "It counts the processes of one machine, and `NUM_NODES` the machines"
+    ),
+    **dict.fromkeys(("rank", "local_rank"), "It counts machines, from 0: a command starts all processes of a machine"),
+}
+"""What launchers count over all machines -> what the variable here counts."""
 LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "SCALE", "WHERE"})
 """Options that are neither a number, a name nor a single path."""
 
@@ -76,8 +79,6 @@ def parse_call(
     options: dict[str, str] = {}
     overrides: dict[str, Override] = {}
     known = frozenset(option for row in commands.values() for option in row.options)
-    if "NUM_NODES" in commands[command].options:
-        given = _placed(given, problems, command, ranks="NODE_RANK" in commands[command].options)
     of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
     for one in given:
         key = _key(one)
@@ -105,30 +106,6 @@ def parse_call(
     return Call(
         command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE, trusts_code=trusts_code
     )
-
-
-def _placed(given: list[_Given], problems: list[UserError], command: str, *, ranks: bool) -> list[_Given]:
-    """Takes out the number of all processes where a rank or a number of machines is given too: together they are one problem."""
-    found = {names.plain_word(one.name): one for one in given if re.fullmatch("[0-9]{1,6}", one.text)}
-    of_world, of_machines = (next((word for word in words if word in found), "") for words in (WORLD, MACHINES))
-    of_rank = "rank" if "rank" in found else ""
-    world, rank, machines = (int(found[word].text) if word else 0 for word in (of_world, of_rank, of_machines))
-    if not world or (machines < 2 and not of_rank) or rank >= world or (machines and world % machines):
-        return given
-    each = max(count for count in range(1, MOST_PER_MACHINE + 1) if world % count == rank % count == 0)
-    each = world // machines if machines else each
-    machines = world // each
-    sizes = {"NUM_NODES": str(machines)} if machines > 1 else {}
-    sizes["NUM_GPUS"] = str(each)
-    placed = f"{world} processes = {machines} machine{'s' if machines > 1 else ''} x {each}"
-    if of_rank:
-        problem = f"`{found[of_world].origin}` and `{found[of_rank].origin}` place a process, and here a command starts all processes of a machine"
-        placed += f", and rank {rank} is on machine {rank} / {each} = {rank // each}"
-        sizes |= {"NODE_RANK": str(rank // each)} if ranks and machines > 1 else {}
-    else:
-        problem = f"`{found[of_world].origin}` counts the processes of all machines, and `NUM_GPUS` here those of one"
-    problems.append(UserError(problem, hint=f"{placed}: {_words(sizes, command, found[of_world])}"))
-    return [one for one in given if names.plain_word(one.name) not in (of_world, of_rank, of_machines)]
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
@@ -312,7 +289,8 @@ def _did_you_mean(one: _Given, better: str, command: str) -> str:
         takes = expected(key, value)
     elif not value or not value.isprintable() or (better in NUMBERS and not value.strip().isdecimal()):
         takes = "a number" if better in NUMBERS else "text"
-    return f"did you mean {_words({better: '...' if takes else value}, command, one)}?" + (f" It takes {takes}" if takes else "")
+    more = f"It takes {takes}" if takes else COUNTED_HERE.get(names.plain_word(one.name), "")
+    return f"did you mean {_words({better: '...' if takes else value}, command, one)}? {more}".rstrip()
 
 
 def _as_variable(name: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,70 +190,11 @@ class _Builder:
             raise UserError(f"the tag `{node.tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed", place=place)
 
 
+# YAML that is written: blocks throughout, texts of several lines as they are; readers of YAML 1.1 and 1.2 understand it in the same way.
+
+
 PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=-]*( [A-Za-z0-9_/.+@=-]+)*")
-UNPRINTABLE = re.compile(
-    "[^\\t\\n\\r\\x20-\\x7e\\xa0-\\u2027\\u202a-\\ud7ff\\ue000-\\ufefe\\uff00-\\ufffd\\U00010000-\\U0010ffff]"
-)
 OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
-
-
-def scalar_text(value: Any) -> str:
-    """Returns a scalar, list or mapping as YAML on one line, which YAML 1.1 readers understand in the same way."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return _float_text(value)
-    if isinstance(value, str):
-        return _string_text(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_string_text(str(k))}: {scalar_text(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(scalar_text(part) for part in value) + "]"
-    return str(value)
-
-
-def _float_text(value: float) -> str:
-    if not math.isfinite(value):
-        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-    mantissa, exponent, power = repr(value).partition("e")
-    return mantissa + ("" if "." in mantissa else ".0") + exponent + power
-
-
-def _old_tag(value: str) -> str:
-    """Returns the tag that YAML 1.1 gives a plain scalar."""
-    resolver: Any = yaml.resolver.Resolver()
-    return str(resolver.resolve(yaml.ScalarNode, value, (True, False)))
-
-
-def _string_text(value: str) -> str:
-    if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str) and value.lower() not in OLD_BOOLEANS:
-        return value if _old_tag(value).endswith(":str") else json.dumps(value)
-    quoted = json.dumps(value, ensure_ascii=False)
-    return UNPRINTABLE.sub(
-        lambda found: f"\\U{ord(found[0]):08x}" if ord(found[0]) > 0xFFFF else f"\\u{ord(found[0]):04x}", quoted
-    )
-
-
-def dump_yaml(value: Mapping[str, Any]) -> str:
-    """Returns nested mappings as block YAML, everything else on one line per key."""
-    return "\n".join(_lines(value, "")) + "\n"
-
-
-def _lines(value: Mapping[str, Any], indent: str) -> list[str]:
-    out = []
-    for key, part in value.items():
-        if isinstance(part, Mapping) and part:
-            out += [f"{indent}{_string_text(key)}:", *_lines(part, indent + "  ")]
-        else:
-            out.append(f"{indent}{_string_text(key)}: {scalar_text(part)}")
-    return out
-
-
-# YAML documents for other programs (Kubernetes, SkyPilot): blocks throughout, texts of several lines as they are, always the same.
-
-
 LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*")
 """Texts that may stand as they are: printable, and the first letter is no blank, from which the indentation is taken."""
 
@@ -263,24 +202,46 @@ LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that a reader of YAML 1.1 or 1.2 would take for something else."""
 
+    literal = True
+    """Whether texts of several lines may stand as blocks."""
+
     def ignore_aliases(self, _data: Any) -> bool:
         return True
 
     def text(self, value: str) -> yaml.ScalarNode:
-        literal = "\n" in value and LITERAL.fullmatch(value)
-        style = "|" if literal else None if _string_text(value) == value else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+        plain = PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str) and value.lower() not in OLD_BOOLEANS
+        literal = self.literal and "\n" in value and LITERAL.fullmatch(value)
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style="|" if literal else None if plain else '"')
+
+
+class _LineDumper(_Dumper):
+    literal = False
 
 
 _Dumper.add_representer(str, _Dumper.text)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 _Dumper.add_multi_representer(Mapping, _Dumper.represent_dict)  # type: ignore[type-abstract]
+_LineDumper.yaml_representers, _LineDumper.yaml_multi_representers = _Dumper.yaml_representers, _Dumper.yaml_multi_representers
+
+
+def _dump(documents: Sequence[Any], dumper: type[_Dumper], *, explicit_start: bool = False, flow: bool = False) -> str:
+    text: str = yaml.dump_all(
+        documents, Dumper=dumper, explicit_start=explicit_start, sort_keys=False, default_flow_style=flow, allow_unicode=True, width=2**31
+    )  # fmt: skip
+    return text
+
+
+def scalar_text(value: Any) -> str:
+    """Return a scalar, list or mapping as YAML on one line."""
+    return _dump([value], _LineDumper, flow=True).removesuffix("\n").removesuffix("\n...")
+
+
+def dump_yaml(value: Mapping[str, Any]) -> str:
+    """Return nested mappings as block YAML."""
+    return _dump([value], _Dumper)
 
 
 def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
-    """Returns one file of YAML documents, each after its `---`, the order of keys kept; `comment` stands at its beginning."""
+    """Return one file of YAML documents, each after its `---`, the order of keys kept; `comment` stands at its beginning."""
     head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
-    text: str = yaml.dump_all(
-        documents, Dumper=_Dumper, explicit_start=True, sort_keys=False, default_flow_style=False, allow_unicode=True, width=2**31
-    )
-    return head + text
+    return head + _dump(documents, _Dumper, explicit_start=True)

@@ -159,7 +159,7 @@ def test_what_scripts_see_of_a_failure() -> None:
             "there is no target `train-distribted`\n\nhint: did you mean `make train-distributed`?",
         ),
         (["it's;x$HOME\"`y"], "there is no target `it's;x$HOME\"`y`\n\nhint: `make help` lists all commands"),
-        (["train-distributed", "WORLD_SIZE=16", "RANK=8"], "`NUM_NODES=2 NUM_GPUS=8 NODE_RANK=1`"),
+        (["train-distributed", "WORLD_SIZE=16", "RANK=8"], "did you mean `NUM_GPUS=16`? It counts the processes of one machine"),
         (["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"], "here that is `NUM_GPUS=4`"),
     ],
 )
