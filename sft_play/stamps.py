@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError, printable, without_tokens
 from sft_play.files import read_json, typed_path
-from sft_play.launch.run_folder import find_run, launches, read_events
+from sft_play.launch.run_folder import find_run, launches
 from sft_play.plan.plan import COMMANDS
 from sft_play.runs.checkpoints import checkpoint_folder, checkpoint_names
 from sft_play.runs.folder import RunFolder
@@ -101,27 +101,6 @@ def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def parts_of(run: RunFolder) -> list[str]:
-    """Returns, in words, each part of a run that was made in other ways one after the other; empty for a run made in one way.
-
-    Parts differ in processes, strategy, how a batch is divided, or steps in all (by which the learning rate falls).
-    """
-    parts: list[tuple[str, str]] = []
-    known: dict[str, Any] = {}
-    for event in read_events(run):
-        if not isinstance(event, dict) or event.get("event") not in ("started", "resumed", "recovered") or event.get("node"):
-            continue
-        facts = event if event["event"] != "recovered" else {"batches": event.get("after")}
-        known |= {name: facts[name] for name in ("world_size", "strategy", "steps", "batches") if facts.get(name) is not None}
-        words = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in known.items()]
-        text, start = ", ".join(words), f"from {_text(event.get('checkpoint') or 'the start')}"
-        if parts and parts[-1][0] == start:
-            parts.pop()  # its steps were made again
-        if not parts or parts[-1][1] != text:
-            parts.append((start, text))
-    return [f"{start}: {text}" for start, text in parts] if len(parts) > 1 else []
-
-
 def _typed(word: str) -> str:
     """Returns a word as a shell and make take it letter for letter."""
     return shlex.quote(word.replace("$", "$$"))
@@ -132,12 +111,10 @@ def _one(call: Call) -> int:
     folder = find(f"{name}@{call.options['CHECKPOINT']}" if "CHECKPOINT" in call.options else name)
     stamp = Stamp.load(folder)
     is_run = (folder / "events.jsonl").is_file()
-    again, parts = (run_again(RunFolder(folder)), parts_of(RunFolder(folder))) if is_run else (None, [])
+    again = run_again(RunFolder(folder)) if is_run else None
     if call.json:
         rules = {field: asdict(rule) for field, rule in RULES.items()}
-        print(
-            json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again, "parts": parts}, indent=2)
-        )
+        print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
         return 0
     print(_one_line(f"{folder}, after {_text(stamp.step)} steps" if stamp.step else str(folder)) + "\n")
     rows = [("", "", *PURPOSES)]
@@ -147,10 +124,8 @@ def _one(call: Call) -> int:
             rows.append((label, text, *(verdicts if number == 0 else ("",) * len(PURPOSES))))
     print(*table(rows, widest=44), sep="\n")
     print("\nrefuse, warn, allow: what happens when that field differs")
-    if parts:
-        print("\nmade in parts, which no one command repeats to the last bit:\n  " + "\n  ".join(parts))
     if again:
-        print(f"\nrun it again{', all of it as in its last part' if parts else ''}: {_one_line(again)}")
+        print(f"\nrun it again: {_one_line(again)}")
     return 0
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.access import address_of, is_loopback
+from sft_play.access import address_of
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json
 from sft_play.launch import commands
-from sft_play.launch.environment import next_free_port, port_is_free
+from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import runs_folder
 
@@ -85,10 +85,8 @@ def start(call: Call) -> int:
     name = call.options.get("RUN")
     folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
     server = remembered()
-    taken = wanted is not None and not port_is_free(wanted, HOST)
-    if server is not None and server.folder == str(folder) and (wanted in (None, server.port) or taken):
-        note = f"port {wanted} is taken; " if wanted not in (None, server.port) else ""
-        return _say(call, server, f"{note}already runs; `make tensorboard-stop` ends it")
+    if server is not None and server.folder == str(folder) and wanted in (None, server.port):
+        return _say(call, server, "already runs; `make tensorboard-stop` ends it")
     note = f"the one on {server.url}, of {server.folder}, has ended; " if server is not None else ""
     if server is not None:
         _end(server)
@@ -105,11 +103,9 @@ def _refuse_other_hosts(call: Call) -> None:
     address = address_of(call.options.get("HOST"))
     if address == HOST:
         return
-    if is_loopback(address):
-        raise UserError(f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only", hint="leave HOST away")
     port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
     raise UserError(
-        f"`HOST` is `{address}`, which other machines can reach, and TensorBoard would show all runs to whoever asks",
+        f"`HOST` is `{address}`, but TensorBoard, which shows all runs to whoever asks, listens on {HOST} only",
         hint=f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open http://{HOST}:{port}/",
     )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import read_json, sync_folder
+from sft_play.files import sync_folder
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import is_state_file, verify
@@ -46,29 +46,18 @@ def published(run: RunFolder) -> list[Path]:
 
 
 def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | None, list[str]]:
-    """Returns the newest checkpoint whose every file is whole and whose name is its step's, and why newer ones were skipped.
+    """Returns the newest checkpoint whose every file is complete, and why newer ones were skipped.
 
     What a process that has ended was about to replace gets its name back first. `sizes_only`: see `verify`.
     """
     _give_names_back(run)
     skipped: list[str] = []
     for checkpoint in published(run):
-        reason = verify(checkpoint, sizes_only=sizes_only) or _renamed(checkpoint)
+        reason = verify(checkpoint, sizes_only=sizes_only)
         if reason is None:
             return checkpoint, skipped
         skipped.append(f"{checkpoint.name}: {reason}")
     return None, skipped
-
-
-def _renamed(checkpoint: Path) -> str | None:
-    """Returns in words that a checkpoint says of itself that it is of another step than its name; `None` where it says nothing."""
-    for file, key in (("stamp.json", "step"), ("trainer_state.json", "global_step")):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            step = read_json(checkpoint / file).get(key)
-            if isinstance(step, int) and step:
-                own = f"step-{step:06d}"
-                return None if step == step_of(checkpoint) else f"it is of step {step}, by its `{file}`: name it `{own}` again"
-    return None
 
 
 def partial_folder(run: RunFolder, step: int) -> Path:
@@ -77,37 +66,28 @@ def partial_folder(run: RunFolder, step: int) -> Path:
 
 
 def publish(run: RunFolder, step: int) -> Path:
-    """Renames a sealed partial folder, syncs that to the disk and points `last` at it. Returns the checkpoint."""
+    """Rename a sealed partial folder, sync that to the disk and point `last` at it. Return the checkpoint."""
     partial, target = partial_folder(run, step), run.checkpoint(step)
     assert (partial / MANIFEST).is_file(), f"{partial} is not sealed"
+    aside = target.with_name(f".{target.name}.replaced")
     if target.exists():  # a resumed run has reached this step again, from an older checkpoint
-        aside = target.with_name(f".{target.name}.replaced")
         shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)
-        try:
-            partial.rename(target)
-        except OSError:
-            aside.rename(target)
-            raise
-        sync_folder(run.checkpoints)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        partial.rename(target)
-        sync_folder(run.checkpoints)
+        target.rename(aside)  # the next reader gives its name back where this process does not come further
+    partial.rename(target)
+    sync_folder(run.checkpoints)
+    shutil.rmtree(aside, ignore_errors=True)
     link(run.last, target)
     return target
 
 
 def link(name: Path, target: Path) -> None:
-    """Points the relative link `name` at `target` in one step. A folder in its place, of a run copied with links followed, goes."""
-    temporary, old = name.with_name(f".{name.name}.new"), name.with_name(f".{name.name}.old")
+    """Point the relative link `name` at `target` in one step. A folder in its place, of a run copied with links followed, goes."""
+    temporary = name.with_name(f".{name.name}.new")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
     if name.is_dir() and not name.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-        name.rename(old)
+        shutil.rmtree(name)
     temporary.replace(name)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | None = None) -> list[Path]:
@@ -161,8 +141,6 @@ def clean_up(run: RunFolder) -> list[str]:
             elif path.name in (".last.new", ".best.new"):
                 with contextlib.suppress(OSError):
                     path.unlink()
-            elif path.name in (".last.old", ".best.old"):
-                shutil.rmtree(path, ignore_errors=True)
     return said
 
 

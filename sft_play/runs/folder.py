@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import read_json_lines, read_object, text_sha256, write_text
+from sft_play.files import read_object, text_sha256, write_text
 
 OWN = "SFT_PLAY_OWN_FOLDER"
 """Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
@@ -304,33 +303,25 @@ def read_predictions(folder: Path) -> list[dict[str, Any]]:
 
 
 def metric_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` every evaluation and `SPACED_ROWS` other rows, the last among them."""
+    """Return the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` every evaluation and `SPACED_ROWS` other rows, the last among them."""
+    rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        rows = read_json_lines(path) if path.stat().st_size <= WHOLE_BYTES else _spaced_rows(path)
-        return [row for row in rows if isinstance(row.get("step"), int)]
-    return []
+        content = path.read_bytes()
+        for line in _spaced(content) if len(content) > WHOLE_BYTES else content.split(b"\n"):
+            with contextlib.suppress(ValueError):  # the last line may be torn
+                row = json.loads(line)
+                rows += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
+    return rows
 
 
-def _spaced_rows(path: Path) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        whole = content.rfind(b"\n") + 1  # the last line may be torn
-
-        def add(inside: int) -> int:
-            start, end = content.rfind(b"\n", 0, inside) + 1, content.find(b"\n", inside)
-            with contextlib.suppress(ValueError):
-                row = json.loads(content[start:end])
-                if isinstance(row, dict):
-                    found[start] = row
-            return end
-
-        for part in range(1, SPACED_ROWS + 1):
-            add(part * whole // SPACED_ROWS - 2)
-        add(max(0, content.rfind(TRAINING, 0, whole)))
-        at = content.find(EVALUATION, 0, whole)
-        while at >= 0:
-            at = content.find(EVALUATION, add(at), whole)
-    return [found[start] for start in sorted(found)]
+def _spaced(content: bytes) -> list[bytes]:
+    inside = [part * len(content) // SPACED_ROWS for part in range(SPACED_ROWS)] + [content.rfind(TRAINING)]
+    at = content.find(EVALUATION)
+    while at >= 0:
+        inside.append(at)
+        at = content.find(EVALUATION, at + 1)
+    starts = sorted({content.rfind(b"\n", 0, max(0, at)) + 1 for at in inside})
+    return [content[start : content.find(b"\n", start)] for start in starts]
 
 
 def data_name(path: str, fingerprint: str) -> str:

@@ -356,8 +356,7 @@ def digests_of(paths: Sequence[Path], what: str) -> list[str]:
     with ThreadPoolExecutor(HASHED_TOGETHER) as pool:  # hashing leaves Python's lock
         digests = dict(zip(map(str, unread), pool.map(file_sha256, unread), strict=True))
     found = {name: [*fact, digests.get(name) or known[name][-1]] for name, fact in facts.items()}
-    # A file that somebody writes to right now is looked at again by the next start.
-    if unread and all(_facts(path) == facts[str(path)] for path in unread):
+    if unread:
         with contextlib.suppress(OSError):
             write_json(record, found)
     return [str(found[name][-1]) for name in names]

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import RULES, Stamp, compare, refuse
-from sft_play.stamps import parts_of
 from tests.conftest import Done, call_program
 from tests.conftest import environment as variables
 from tests.plans import simple_plan
@@ -60,7 +58,6 @@ def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
         assert first.split()[-4:] == [rule.resume, rule.merge, rule.infer, rule.eval], first
     assert "run it again: make train CONFIG=" in shown.out and "RUN_NAME=one-again TRAIN_BATCH_SIZE=4" in shown.out
     assert "TRAIN_BATCH_SIZE=4 TRAIN_PACKING=off TRAIN_GRADIENT_CHECKPOINTING=false" in shown.out
-    assert "made in parts" not in shown.out
     as_json = ask(runs, "RUN=one", "JSON=1").json
     assert as_json["stamp"]["backend"] == "bnb" and as_json["rules"]["backend"]["resume"] == "refuse"
 
@@ -77,23 +74,6 @@ def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:
         assert all(line.isprintable() for line in shown.out.split("\n"))
     [note, *_] = refuse(compare(stamp(), dataclasses.replace(stamp(), base_model="\x1b[2Jx"), "infer"), "x")
     assert note.isprintable() and "\\x1b[2J" in note
-
-
-def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "parts", stamp())
-    facts = {"command": "single", "num_gpus": None, "num_nodes": 1, "deepspeed": None}
-    events = [
-        {"event": "started", "world_size": 1, "strategy": "single", "steps": 4, "batches": ["1 x 4 x 2"], "launch": facts},
-        {"event": "resumed", "world_size": 1, "strategy": "single", "steps": 4, "batches": ["1 x 4 x 2"], "launch": facts,
-         "checkpoint": "step-000002"},
-        {"event": "resumed", "world_size": 2, "strategy": "ddp", "steps": 8, "batches": ["2 x 4 x 1"], "launch": facts,
-         "checkpoint": "step-000004"},
-    ]  # fmt: skip
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    start, second = parts_of(RunFolder(run))
-    assert start.startswith("from the start: world size 1, strategy single, steps 4")
-    assert second.startswith("from step-000004: world size 2, strategy ddp, steps 8")
-    assert "made in parts, which no one command repeats" in ask(tmp_path, "RUN=parts").out
 
 
 @pytest.mark.parametrize(

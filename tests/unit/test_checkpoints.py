@@ -205,22 +205,3 @@ def test_a_run_copied_with_its_links_followed_gets_its_links_back(run: RunFolder
     assert (run.last.resolve(), run.best.resolve()) == (newer.resolve(), older.resolve())
     assert run.last.is_symlink() and run.best.is_symlink()
     assert not list(run.checkpoints.glob(".*"))
-    shutil.copytree(older, run.checkpoints / ".last.old")  # its process ended between the two
-    clean_up(run)
-    assert not list(run.checkpoints.glob(".*"))
-
-
-@pytest.mark.parametrize(("file", "key"), [("stamp.json", "step"), ("trainer_state.json", "global_step")])
-def test_a_renamed_checkpoint_is_passed_over_with_the_step_that_it_says_itself(run: RunFolder, file: str, key: str) -> None:
-    newest = save(run, 40)
-    partial = partial_folder(run, 30)
-    partial.mkdir()
-    (partial / file).write_text(json.dumps({key: 30}))
-    seal(partial, ranks=())
-    renamed = publish(run, 30).rename(run.checkpoint(99))
-    found, skipped = newest_valid(run)
-    assert found == newest
-    assert skipped == [f"step-000099: it is of step 30, by its `{file}`: name it `step-000030` again"]
-    renamed.rename(run.checkpoint(30))
-    newest.rename(run.checkpoints / "away")
-    assert newest_valid(run) == (run.checkpoint(30), [])
