@@ -125,15 +125,11 @@ class Watch:
         return None
 
     def _frozen(self, heard: set[int], passed: float) -> Loss | None:
-        """The workers' parent, which keeps their store and would never say that they have ended, or a worker without any sign of life.
+        """A worker without any sign of life.
 
         A thread that holds Python's lock in a long call silences the beats, but uses the processor, or reads and writes; a process that was
         stopped does neither, nor one whose disk or device does not answer.
         """
-        with contextlib.suppress(psutil.Error):
-            if found := self._stuck(psutil.Process(self.agent), passed):
-                text = f"the process that had started the workers (`accelerate launch`) is frozen: {found[0]}"
-                return Loss(cause="agent", rank=None, text=text, hint=found[1])
         for worker, rank in self.workers.items():
             beating = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
             with contextlib.suppress(psutil.Error):
@@ -144,9 +140,7 @@ class Watch:
                     return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
         return None
 
-    def _stuck(
-        self, process: psutil.Process, passed: float, *, heard: bool = False, silent: bool = False
-    ) -> tuple[str, str] | None:
+    def _stuck(self, process: psutil.Process, passed: float, *, heard: bool, silent: bool) -> tuple[str, str] | None:
         """Returns how a process is frozen, and a hint. `silent`: one that sends beats, so that no beat (`heard`) is a sign too."""
         state = process.status()
         spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))

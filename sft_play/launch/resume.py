@@ -193,33 +193,22 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     group = group_size(loaded.config.launch, world)
     groups = max(1, world // group)
     train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
-    changes: dict[str, Any] = {"global_batch_size": wanted}
     given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
-    micro = 0 if train.batch_size == "auto" or "train.batch_size" in typed else train.batch_size
-    too_large = micro > rows_each(wanted, groups)
+    too_large = train.batch_size != "auto" and "train.batch_size" not in typed and train.batch_size > rows_each(wanted, groups)
     both = train.batch_size != "auto" and train.grad_accum != "auto"
-    if given or (global_rows(train, groups) == wanted and not too_large):
+    fits = global_rows(train, groups) == wanted or (not both and train.global_batch_size != "auto")
+    if given or (fits and not too_large):
         return loaded, None
-    if not too_large and not both and train.global_batch_size != "auto":
-        return loaded, None
-    note, free, product = None, "batch_size", f"`train.batch_size` {train.batch_size}"
-    if too_large:
-        unfixed = [key for key in ("batch_size", "grad_accum") if f"train.{key}" not in typed and getattr(train, key) != "auto"]
-        changes |= dict.fromkeys(unfixed, "auto")
-        rows = f"{micro * groups} at once"
-    elif both:
-        free = "batch_size" if "train.grad_accum" in typed else "grad_accum"
-        changes[free] = "auto"
-        product += f" x `train.grad_accum` {train.grad_accum}"
-        rows = f"{global_rows(train, groups)}"
-    if too_large or both:
-        many = plural(groups, "process" if group == 1 else "group")
-        note = f"note: the run's global batch stays {wanted} rows; {product} x {many} would be {rows}, so `train.{free}` is computed again"
-    config = replace(loaded.config, train=replace(train, **changes))
+    fixed = [key for key in ("grad_accum", "batch_size") if f"train.{key}" not in typed and getattr(train, key) != "auto"]
+    again = fixed if too_large else fixed[:1] if both else []
+    changes: dict[str, Any] = {"global_batch_size": wanted, **dict.fromkeys(again, "auto")}
     origins = dict(loaded.origins)
     for key in changes:
         if not origins.get(f"train.{key}", "").startswith(BY_RESUME):  # else it says already what was written
             origins[f"train.{key}"] = BY_RESUME + json.dumps(getattr(train, key))
+    many, names = plural(groups, "process" if group == 1 else "group"), " and ".join(f"`train.{key}`" for key in again)
+    note = f"note: the run's global batch stays {wanted} rows; for {many} {names} is computed again" if again else None
+    config = replace(loaded.config, train=replace(train, **changes))
     return replace(loaded, config=config, origins=origins), note
 
 

@@ -61,11 +61,10 @@ def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None
     assert "rank1.log" in outcome.message
 
 
-@pytest.mark.parametrize("end", [-15])
-def test_a_rank_that_never_joined_is_told_as_such_although_torchrun_ended_it(end: int, tmp_path: Path) -> None:
+def test_a_rank_that_never_joined_is_told_as_such_although_torchrun_ended_it(tmp_path: Path) -> None:
     said = "error: rank 1 of 2 did not join within 1 s; there are: 0 (vm)"
     run = run_with(tmp_path, {0: record(75, 1.0, said) | {"cause": "not_joined", "blames": 1}})
-    outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: 75, 1: end}))
+    outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: 75, 1: -15}))
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "not_joined")
     assert outcome.message.startswith("error: rank 1 of 2 did not join within 1 s; there are: 0 (vm); all ranks were stopped")
     short = judge(run, range(2), agent_code=1, agent_log=summary({0: 75, 1: -9}), memory_kill="oom_kill rose")
@@ -177,15 +176,14 @@ def alive(pids: list[int]) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143)])
 def test_a_signal_stops_workers_cleanly_and_leaves_no_process(
-    supervised: tuple[subprocess.Popen[bytes], Path], number: int, code: int
+    supervised: tuple[subprocess.Popen[bytes], Path],
 ) -> None:
     process, folder = supervised
     pids = everybody(folder)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     output, error = process.communicate(timeout=30)
-    assert process.returncode == code, error
+    assert process.returncode == 143, error
     assert b"save a checkpoint" in error
     assert json.loads((folder / "logs" / "exit-rank1.json").read_text())["code"] == 143  # it left by itself
     assert b"ready" in output
@@ -209,24 +207,11 @@ def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(supervised: tuple
     assert alive(pids) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
-def test_a_frozen_agent_is_named(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
-    process, folder = supervised
-    pids = everybody(folder)
-    agent = psutil.Process(process.pid).children()[0]
-    agent.suspend()
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 75, error
-    assert b"(`accelerate launch`) is frozen: stopped by a signal for 3 s" in error
-    assert alive([*pids, agent.pid]) == []
-
-
-@pytest.mark.parametrize("signals", [()])
-def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path, signals: tuple[int, ...]) -> None:
+def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) -> None:
     run = run_with(tmp_path, {})
     run.path.rename(tmp_path / "elsewhere")
     leave_record(run, 0, record(3, 1.0, "error: the run's folder is gone"))
     assert not run.path.exists(), "no stub that looks like a run"
-    outcome = judge(run, range(1), agent_code=1, agent_log=summary({0: 3}), signals=signals)
+    outcome = judge(run, range(1), agent_code=1, agent_log=summary({0: 3}))
     assert outcome.code == 3 and f"{run.path}: the run's folder is gone" in outcome.message and "was it moved" in outcome.message
     assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
