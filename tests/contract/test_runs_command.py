@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -160,19 +159,6 @@ def test_stop_continues_a_launcher_that_is_suspended(program: Program, tmp_path:
     finally:
         process.kill()
     assert done.code == 0 and "was suspended; it is continued" in done.err, done.err
-
-
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="a read-only mount needs root on Linux")
-def test_a_run_that_cannot_be_written_is_one_error(program: Program, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", "now", "started")
-    with contextlib.ExitStack() as stack:
-        place = str(run.path)
-        if subprocess.run(["mount", "--bind", "-o", "ro", place, place], capture_output=True, timeout=30, check=False).returncode:
-            pytest.skip("nothing can be mounted here")
-        stack.callback(subprocess.run, ["umount", "-l", place], check=True, timeout=30)
-        done = program("resume", "RUN=now")
-    assert done.code == 3 and "the run cannot be written: Read-only file system" in done.err, done.err
-    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(

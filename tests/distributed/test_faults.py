@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -144,7 +143,7 @@ def test_training_rows_that_have_changed_are_refused(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("harm", ["deleted", "changed", "cut"])
+@pytest.mark.parametrize("harm", ["deleted", "changed"])
 def test_prepared_data_that_are_gone_or_changed_are_made_again(
     harm: str, torn: tuple[Launcher, RunFolder, list[list[object]]], tmp_path: Path
 ) -> None:
@@ -156,12 +155,10 @@ def test_prepared_data_that_are_gone_or_changed_are_made_again(
     content = arrow.read_bytes()
     if harm == "deleted":
         shutil.rmtree(cache)
-    elif harm == "changed":  # another token in every row, the file as long as before
+    else:  # another token in every row, the file as long as before
         arrow.write_bytes(
             bytes(b ^ 1 if place % 97 == 0 and 600 < place < len(content) - 600 else b for place, b in enumerate(content))
         )
-    else:
-        arrow.write_bytes(content[:-50])
     done = launcher("resume", "RUN=half")
     assert done.returncode == 0, done.stderr
     assert exact(run) == whole
@@ -218,22 +215,3 @@ def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> N
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=none", SFT_PLAY_CACHE=str(tmp_path / "file" / "inside"))
     assert done.returncode == 3, done.stderr
     assert "SFT_PLAY_CACHE" in one_error(done.stderr)
-
-
-# ---- The port
-
-
-@pytest.mark.long
-def test_a_typed_port_that_is_taken_meanwhile(launcher: Launcher) -> None:
-    """It is kept: one error, worth trying again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    words = ("train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=port", f"MASTER_PORT={port}")
-    process = launcher.start(*words)
-    launcher.wait_for(launcher.runs / "port", process)
-    with socket.socket() as other:
-        other.bind(("", port))
-        _, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 75, error
-    assert "the port on which the workers meet was taken" in one_error(error) and "MASTER_PORT" in error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -112,40 +111,6 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     assert [row["step"] for row in steps if row["kind"] == "train"] == [1, 2, 3]
 
 
-def test_two_processes_are_stopped_and_resumed(launcher: Launcher) -> None:
-    process = launcher.start(
-        "train-distributed-tb",
-        f"CONFIG={launcher.config}",
-        "NUM_GPUS=2",
-        "RUN_NAME=two",
-        "TRAIN_MAX_STEPS=4000",
-        "TRAIN_SAVE_STEPS=1000",
-        f"TENSORBOARD_PORT={free_port()}",
-    )
-    run = launcher.runs / "two"
-    launcher.wait_for_steps(run, 3, process)
-    workers = workers_of(run)
-    assert sorted(workers) == [0, 1]
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 143, error
-    assert "save a checkpoint" in error
-    assert "make resume RUN=two" in error
-    assert "make tensorboard-stop" in error
-    assert "has ended" in launcher("tensorboard-stop").stdout
-    assert not any(worker.is_running() for worker in workers.values())
-    assert launcher.events("two")[-1] == launcher.events("two")[-1] | {"event": "stopped", "code": 143}
-    assert (run / "logs" / "rank1.log").is_file()
-    last = (run / "checkpoints" / "last").readlink().name
-
-    step = int(last.removeprefix("step-"))
-    resumed = launcher("resume", "RUN=two", f"TRAIN_MAX_STEPS={step + 1}")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"from {last}" in resumed.stderr
-    assert [e["event"] for e in launcher.events("two")] == ["started", "stopped", "resumed", "finished"]
-    assert launcher.events("two")[2]["world_size"] == 2
-
-
 @pytest.mark.cold
 def test_a_killed_rank_is_named_and_everything_stops(launcher: Launcher) -> None:
     process = launcher.start(
@@ -230,13 +195,6 @@ def test_refusals_leave_nothing(launcher: Launcher, arguments: tuple[str, ...], 
     assert "Traceback" not in outcome.stderr
     for word in words:
         assert word.format(**values) in outcome.stderr
-    assert not launcher.runs.exists()
-
-
-def test_resume_of_an_unknown_run(launcher: Launcher) -> None:
-    outcome = launcher("resume", "RUN=never")
-    assert outcome.returncode == 5
-    assert "there is no run `never`" in outcome.stderr
     assert not launcher.runs.exists()
 
 

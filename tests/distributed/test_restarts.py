@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -56,17 +54,6 @@ def test_a_killed_rank(variables: dict[str, str], config: str, undisturbed: list
 
 
 @pytest.mark.long
-def test_a_frozen_rank(variables: dict[str, str], config: str, undisturbed: list[tuple[int, float, float, float]]) -> None:
-    with start(variables, *TWO, config, name="frozen") as launch:
-        launch.wait_for_step(7)
-        launch.workers()[1].send_signal(signal.SIGSTOP)
-        code, error = launch.end()
-        assert code == 0, error
-        assert f"restarting: rank 1 ({socket.gethostname()}) is frozen" in error
-        assert learnt(launch.run) == undisturbed
-
-
-@pytest.mark.long
 def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[str, str], config: str) -> None:
     with start(variables, *TWO, config, name="damaged") as launch:
         launch.wait_for_step(12)
@@ -87,35 +74,6 @@ def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[
         assert saved and all(f"skipped: {checkpoint.name}: " in error for checkpoint in saved), error
         assert "no valid checkpoint to continue from" in error and f"rank 1 ({socket.gethostname()}) was killed" in error
         assert [event["event"] for event in launch.events()] == ["started", "failed"]
-
-
-@pytest.mark.long
-def test_checkpoints_that_are_gone_are_missed(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, "TRAIN_SAVE_STEPS=2", "TRAIN_MAX_STEPS=100000", name="gone") as launch:
-        launch.wait_for_step(12)
-        workers = launch.workers()
-        for worker in workers.values():
-            worker.suspend()
-        shutil.rmtree(launch.run / "checkpoints")
-        workers[1].kill()
-        workers[0].resume()
-        code, error = launch.end()
-        assert code == 5, error
-        assert "had saved checkpoints (the last at step " in error and "rank 1 (" in error and "Traceback" not in error
-        assert [event["event"] for event in launch.events()] == ["started", "failed"]
-
-
-@pytest.mark.long
-def test_a_stop_between_two_attempts_is_recorded(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, "TRAIN_MAX_STEPS=100000", name="between") as launch:
-        launch.wait_for_step(7)
-        launch.workers()[1].kill()
-        launch.wait_for(lambda: launch.events()[-1]["event"] == "restarted")
-        launch.process.send_signal(signal.SIGTERM)
-        code, error = launch.end(within=20)
-        assert code == 143 and "Traceback" not in error, error
-        last = launch.events()[-1]
-        assert (last["event"], last["signal"]) == ("stopped", "SIGTERM") and last["saved"].startswith("step-0000")
 
 
 @pytest.mark.long

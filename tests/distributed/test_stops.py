@@ -218,11 +218,6 @@ def test_two_ranks_stop_in_an_evaluation_and_the_same_command_goes_on(double: Pl
     assert_same(again)
 
 
-def test_a_run_that_is_complete_says_so(double: Place) -> None:
-    launch = double.again("whole")
-    assert "is complete" in launch.output.read_text()
-
-
 def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
     launch = double.start("loading")
     assert stop(launch, loading, signal.SIGUSR1, "everybody") == 143
@@ -253,17 +248,13 @@ def test_without_a_name_or_by_another_command_nothing_goes_on(double: Place) -> 
 
 MOMENTS = {
     "starting": (starting, signal.SIGUSR1, "launcher"),
-    "preparing": (preparing, signal.SIGUSR1, "launcher"),
     "preparing-ctrl-c": (preparing, signal.SIGINT, "group"),
     "preparing-everybody": (preparing, signal.SIGTERM, "everybody"),
     "loading-ctrl-c": (loading, signal.SIGINT, "group"),
-    "loading-agent": (loading, signal.SIGTERM, "agent"),
     "before-steps": (before_steps, signal.SIGTERM, "launcher"),
-    "step": (stepping, signal.SIGUSR1, "launcher"),
     "step-ctrl-c": (stepping, signal.SIGINT, "group"),
     "step-agent": (stepping, signal.SIGUSR1, "agent"),
     "step-worker": (stepping, signal.SIGUSR1, "0"),
-    "evaluation": (evaluating, signal.SIGTERM, "launcher"),
 }
 
 
@@ -283,13 +274,12 @@ def test_a_stop_loses_nothing(single: Place, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["agent", "everybody"])
-def test_slurms_warning_reaches_two_ranks(double: Place, target: str) -> None:
-    launch = double.start(f"slurm-{target}", "TRAIN_DATALOADER_NUM_WORKERS=1")
-    assert stop(launch, stepping, signal.SIGUSR1, target) == 143, launch.output.read_text()
+def test_slurms_warning_reaches_two_ranks(double: Place) -> None:
+    launch = double.start("slurm", "TRAIN_DATALOADER_NUM_WORKERS=1")
+    assert stop(launch, stepping, signal.SIGUSR1, "everybody") == 143, launch.output.read_text()
     last = events(launch.run)[-1]
     assert last["signal"] == "SIGUSR1" and last["saved"] == f"step-{last['step']:06d}"
-    assert_same(double.again(f"slurm-{target}"))
+    assert_same(double.again("slurm"))
 
 
 @pytest.mark.long

@@ -59,7 +59,7 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
 def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path, number: int, code: int) -> None:
     process, _ = start(tmp_path, LOADING)
     process.send_signal(number)
