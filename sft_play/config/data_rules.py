@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sft_play.config.keys import variable_name
@@ -176,24 +175,21 @@ def weights(config: Config) -> Iterator[Conflict]:
 RULES = (pretrained, from_scratch, both, task, entries, weights)
 
 
-# `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax. Nothing is ever executed.
+# `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax.
 #
-# Comparisons (`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`, `is None`), `and`, `or`, `not`, numbers, text, lists of them, columns by
-# their names, and four functions of a column: `len`, `blank` (null, or nothing but spaces), `has` (the row has it, and it is not null),
-# `number` (of text, as CSV files hold it). `column("my name")` is a column whose name is no word.
+# Comparisons, `and`, `or`, `not`, numbers, text, lists of them, columns by their names, and five functions: `len`, `blank` (null, or
+# nothing but spaces), `has` (the row has it, and it is not null), `number` (of text, as CSV files hold it), and `column("my name")` for a
+# column whose name is no word. Whatever else is in an expression is refused before anything of it runs.
 
 
 Row = Mapping[str, Any]
-Value = Callable[[Row], Any]
 
 SYNTAX = 'conditions look like `lang == "en" and score >= 3`, `source in ["a", "b"]`, `not blank(text)`, `len(answer) < 2000`'
-COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
-}  # fmt: skip
+PARTS = (ast.Expression, ast.BoolOp, ast.boolop, ast.Not, ast.USub, ast.Compare, ast.cmpop, ast.Constant, ast.expr_context,
+         ast.UnaryOp, ast.List, ast.Tuple, ast.Set)  # fmt: skip
 FUNCTIONS = ("len", "blank", "has", "number", "column")
-
-
+NAMING = ("has", "column")
+"""Functions of a column's name, and not of its value."""
 MISSING = object()
 
 
@@ -211,140 +207,62 @@ class Condition:
 
     def __init__(self, expression: str, name: str = "filter", syntax: str = SYNTAX) -> None:
         """`name`: what messages call the expression; `syntax`: their examples."""
-        self.expression, self.name, self.syntax = expression, name, syntax
-        source = expression.strip()
+        self.expression, self.name, self.syntax = expression.strip(), name, syntax
         try:
-            self._holds = self._truth(ast.parse(source, mode="eval").body)
-        except SyntaxError as error:
-            raise self._problem(error.msg or "invalid syntax", max((error.offset or 1) - 1, 0)) from None
-        except (ValueError, RecursionError, MemoryError) as error:
-            raise DataError(f"`{name}` cannot be read: {error or 'nested too deep'}", hint=syntax) from None
+            tree = _Columns().visit(ast.parse(self.expression, mode="eval"))
+            self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise self._error(str(error) or "it is nested too deep") from None
 
     def __call__(self, row: Row) -> bool:
-        return bool(self._holds(row))
-
-    def _problem(self, problem: str, column: int) -> DataError:
-        source = self.expression.strip()
-        return DataError(
-            f"`{self.name}` cannot be used: {problem} at character {column + 1}: `{source[:column]}` >>> `{source[column : column + 40]}`"
-            if column
-            else f"`{self.name}` cannot be used: {problem} at character 1 of `{source[:80]}`",
-            hint=self.syntax,
-        )
-
-    def _refused(self, node: ast.AST, problem: str) -> DataError:
-        offset = getattr(node, "col_offset", 0)  # in bytes of UTF-8, on the node's line
-        lines = self.expression.strip().split("\n")
-        line = getattr(node, "lineno", 1) - 1
-        before = sum(len(text) + 1 for text in lines[:line])
-        return self._problem(problem, before + len(lines[line].encode()[:offset].decode("utf-8", "ignore")))
-
-    def _truth(self, node: ast.expr) -> Value:
-        """Returns what computes a condition; a column alone is none, unless it holds true or false."""
-        value = self._value(node)
-
-        def truth(row: Row) -> bool:
-            found = value(row)
-            if found is True or found is False:
-                return bool(found)
-            raise self._refused(node, f"this is {kind_of(found)}, not true or false")
-
-        return value if isinstance(node, (ast.Compare, ast.BoolOp)) else truth
-
-    def _value(self, node: ast.expr) -> Value:
-        if isinstance(node, ast.BoolOp):
-            parts = [self._truth(part) for part in node.values]
-            every = isinstance(node.op, ast.And)
-            return lambda row: all(part(row) for part in parts) if every else any(part(row) for part in parts)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            negated = self._truth(node.operand)
-            return lambda row: not negated(row)
-        if isinstance(node, ast.Compare):
-            return self._comparison(node)
-        if name := _dotted(node):
-            return self._column(name)
-        if isinstance(node, ast.Call):
-            return self._call(node)
-        constant = self._constant(node)
-        return lambda _: constant
-
-    def _constant(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, int, float))):
-            return node.value
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = self._constant(node.operand)
-            if isinstance(value, (int, float)):
-                return -value
-        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-            return [self._constant(entry) for entry in node.elts]
-        raise self._refused(node, f"`{ast.unparse(node)[:40]}` is not part of the language")
-
-    def _comparison(self, node: ast.Compare) -> Value:
-        values = [self._value(node.left), *(self._value(part) for part in node.comparators)]
-        names = [COMPARE[type(op)] for op in node.ops]
-        for op, right in zip(node.ops, node.comparators, strict=True):
-            if isinstance(op, (ast.Is, ast.IsNot)) and not (isinstance(right, ast.Constant) and right.value is None):
-                raise self._refused(right, "`is` is for `None` alone; use `==`")
-
-        def compare(row: Row) -> bool:
-            found = [value(row) for value in values]
-            for name, left, right in zip(names, found, found[1:], strict=False):
-                try:
-                    if not name(left, right):
-                        return False
-                except TypeError:
-                    raise self._refused(node, f"{kind_of(left)} and {kind_of(right)} cannot be compared so") from None
-            return True
-
-        return compare
-
-    def _column(self, name: str) -> Value:
-        def look_up(row: Row) -> Any:
+        def column(name: str) -> Any:
             if (found := looked_up(row, name)) is MISSING:
                 raise DataError(
-                    f"`{self.name}: {self.expression.strip()[:200]}` names the column `{name}`, which is missing; the columns are {names_of(row)}",
+                    f"`{self.name}: {self.expression[:200]}` names the column `{name}`, which is missing; "
+                    f"the columns are {names_of(row)}",
                     hint=f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
-                )  # fmt: skip
+                )
             return found
 
-        return look_up
+        names = {
+            "__builtins__": {}, "len": len, "blank": lambda value: value is None or not value.strip(), "number": _number,
+            "has": lambda name: looked_up(row, name) not in (None, MISSING), "column": column,
+        }  # fmt: skip
+        try:
+            found = eval(self._code, names)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self._error(str(error)) from None
+        if not isinstance(found, bool):
+            raise self._error(f"it gives {kind_of(found)}, not true or false")
+        return found
 
-    def _call(self, node: ast.Call) -> Value:
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name not in FUNCTIONS:
-            raise self._refused(node, f"`{ast.unparse(node.func)[:40]}` is not a function; there are {', '.join(FUNCTIONS)}")
-        if len(node.args) != 1 or node.keywords:
-            raise self._refused(node, f"`{name}` takes one value")
-        argument = node.args[0]
-        if name == "column":
-            if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
-                raise self._refused(argument, "`column` takes the name of a column in quotes")
-            return self._column(argument.value)
-        if name == "has":
-            return self._has(argument)
-        value = self._value(argument)
-        function: Callable[[Any], Any] = {"len": len, "blank": _blank, "number": _number}[name]
-
-        def call(row: Row) -> Any:
-            found = value(row)
-            try:
-                return function(found)
-            except (TypeError, ValueError):
-                raise self._refused(node, f"`{name}` of {kind_of(found)}: `{str(found)[:40]}`") from None
-
-        return call
-
-    def _has(self, argument: ast.expr) -> Value:
-        if name := _dotted(argument):
-            column = name
-        elif isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-            column = argument.value
-        else:
-            raise self._refused(argument, "`has` takes a column")
-        return lambda row: looked_up(row, column) not in (None, MISSING)
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"`{self.name}` cannot be used: {problem}: `{self.expression[:200]}`", hint=self.syntax)
 
 
-def _dotted(node: ast.expr) -> str:
+class _Columns(ast.NodeTransformer):
+    """Makes names of columns to calls of `column`. Raises `ValueError` for what is not part of the language."""
+
+    def visit(self, node: ast.AST) -> Any:
+        if name := _dotted(node):
+            return ast.Call(ast.Name("column", ast.Load()), [ast.Constant(name)], [])
+        shown = f"`{ast.unparse(node)[:40]}`"
+        if isinstance(node, ast.Call):
+            function = _dotted(node.func)
+            argument = node.args[0] if len(node.args) == 1 and not node.keywords else None
+            if argument and function in NAMING and (column := _quoted(argument) or _dotted(argument)):
+                return ast.Call(node.func, [ast.Constant(column)], [])
+            if argument and function in FUNCTIONS and function not in NAMING:
+                return ast.Call(node.func, [self.visit(argument)], [])
+            raise ValueError(f"{shown} is not a function of one value; there are {', '.join(FUNCTIONS)}")
+        if isinstance(node, (ast.Is, ast.IsNot)):  # meant for `None`, of which `==` says the same
+            return ast.Eq() if isinstance(node, ast.Is) else ast.NotEq()
+        if not isinstance(node, PARTS):
+            raise ValueError(f"{shown} is not part of the language")
+        return self.generic_visit(node)
+
+
+def _dotted(node: ast.AST) -> str:
     """Return the name of a column, `lang` or `meta.lang`; nothing for another expression."""
     if isinstance(node, ast.Name):
         return node.id
@@ -352,12 +270,8 @@ def _dotted(node: ast.expr) -> str:
     return f"{head}.{node.attr}" if isinstance(node, ast.Attribute) and head else ""
 
 
-def _blank(value: Any) -> bool:
-    if value is None:
-        return True
-    if not isinstance(value, str):
-        raise TypeError
-    return not value.strip()
+def _quoted(node: ast.AST) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def _number(value: Any) -> float | None:

@@ -116,7 +116,7 @@ def test_nothing_is_measured_per_source_where_there_is_one() -> None:
         ("[{path: a.jsonl, format: sharegtp}]", "did you mean `sharegpt`"),
         ("[{path: a.jsonl, colums: {a: b}}]", "did you mean `columns`"),
         ("[{path: a.jsonl}]\n  validation: [{path: b.jsonl, weight: 1}]", "validation is not mixed"),
-        ("[{path: a.jsonl, filter: 'lang =='}]", "`data.sources[0].filter` cannot be used: invalid syntax at character "),
+        ("[{path: a.jsonl, filter: 'lang =='}]", "`data.sources[0].filter` cannot be used: invalid syntax"),
     ],
 )
 def test_what_a_source_cannot_mean_is_refused_with_its_place(sources: str, said: str, tmp_path: Path) -> None:
