@@ -18,7 +18,7 @@ from rich.text import Text
 
 from sft_play.config.call import Call
 from sft_play.data.chat import IGNORED
-from sft_play.data.manifest import counted_as, rows_cut, summary
+from sft_play.data.manifest import counted_as, left_out_of, rows_cut, summary
 from sft_play.data.store import Rows
 from sft_play.errors import UserError, printable
 from sft_play.files import write_text
@@ -200,8 +200,7 @@ def left_out(manifest: Mapping[str, Any]) -> list[str]:
     """Return a line for each reason for which rows of a source were skipped, with the first places, and one for rows that were cut."""
     lines = []
     for source in manifest["sources"]:
-        reasons = {**source["dropped"], **({"duplicate": source["duplicates"]} if source["duplicates"] else {})}
-        for reason, count in reasons.items():
+        for reason, count in left_out_of(source).items():
             places = [example["place"] for example in source.get("left_out", []) if example["reason"] == reason]
             shown = f": {', '.join(places[:3])}{', ...' if count > len(places[:3]) else ''}" if places else ""
             lines.append(f"skipped in {source['name']}: {count:,} ({reason}){shown}")

@@ -306,7 +306,6 @@ def template_sha256(tokenizer: Any) -> str | None:
 
 
 OPEN, CLOSE = "<think>", "</think>"
-_EMPTY = re.compile(rf"\s*{OPEN}\s*{CLOSE}")
 
 
 def thought_of(message: Message) -> str:
@@ -331,11 +330,6 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
     thoughts = [thought for index in chosen if (thought := thought_of(messages[index]))]
     text = "\0".join(_learnt_text(row) for row in rows)
     return sum(thought not in text for thought in thoughts)
-
-
-def empty_thoughts(rows: Sequence[RowText]) -> int:
-    """Return how many answers that are learnt begin with a thought without words, as Qwen3's template writes it."""
-    return sum(bool(_EMPTY.match(row.answer)) + sum(bool(_EMPTY.match(row.prompt, s.start)) for s in row.earlier) for row in rows)
 
 
 def _learnt_text(row: RowText) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.config.data_rules import refused_format
 from sft_play.config.schema import Config
-from sft_play.data.chat import IGNORED, Encoded, Renderer, RowText, empty_thoughts, lost_thoughts
+from sft_play.data.chat import IGNORED, Encoded, Renderer, RowText, lost_thoughts
 from sft_play.data.example import Example, Message
 from sft_play.data.templates import adds_bos
 from sft_play.data.tokens import Cut, RowTokens, chunks, cut_tokens, loses_end, split, truncated
@@ -40,8 +40,6 @@ class Outcome:
     """Answers that lost their end: no token that ends a turn is learnt from them."""
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
-    empty_thoughts: int = 0
-    """Learnt answers that the template begins with an empty thought."""
     overlong: int = 0
     """Tokens of an example that is longer than `model.max_seq_len`; 0 where it is not, and for documents made into chunks."""
 
@@ -101,7 +99,7 @@ class Encoder:
         if isinstance(found, DataError):
             return Outcome(error=found)
         messages = example.messages or []
-        kept = Outcome(thoughts=lost_thoughts(messages, texts, self.loss_on), empty_thoughts=empty_thoughts(texts))
+        kept = Outcome(thoughts=lost_thoughts(messages, texts, self.loss_on))
         rows = [without_tail(row) for row in found]
         length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:

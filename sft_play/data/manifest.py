@@ -1,28 +1,27 @@
-"""The manifest of a prepared split: for each source what was read, kept and skipped, and why; and the checksum of what its files hold."""
+"""The manifest of a prepared split: for each source what was read, kept and skipped, and why; and what is printed of it."""
 
 from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sft_play.config.schema import DataSource
 from sft_play.data.encode import Outcome
-from sft_play.data.example import EMPTY, OTHER_FILE, SCANNED, SHOWN_PLACES, Faults
-from sft_play.errors import DataError, raise_all
+from sft_play.data.example import EMPTY, OTHER_FILE, SCANNED, SHOWN_PLACES, LeftOut
+from sft_play.errors import DataError
 from sft_play.files import read_json, text_sha256
 from sft_play.runs.manifest import ALGORITHM, damage, digests_of
+from sft_play.text import plural
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-DUPLICATE = "duplicate"
 NAMED_FILES = 3
 """In the terminal, of the documents that were left out for one reason."""
 
@@ -31,10 +30,12 @@ NAMED_FILES = 3
 class SourceTally:
     """Counts of one source, in rows as they were read (an example), unless it says tokens or prepared rows."""
 
+    format: str | None = None
     rows_read: int = 0
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Left out, by reason."""
+    """Left out, by reason; copies aside."""
+    duplicates: int = 0
     cut: int = 0
     """Kept, but shortened (`data.overlong`)."""
     lost: Counter[str] = field(default_factory=Counter)
@@ -43,15 +44,12 @@ class SourceTally:
     """Answers that lost their end, and with it the token that ends a turn."""
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template left out."""
-    empty_thoughts: int = 0
-    """Learnt answers that the chat template begins with an empty thought."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
     """Conversations and token rows longer than `model.max_seq_len`, whatever became of them."""
     overlong_tokens: int = 0
     """Their tokens, before anything was left out."""
-    formats: Counter[str] = field(default_factory=Counter)
     there: int | None = None
     """How many rows there were, where the source's `rows` asks for more."""
     commit: str | None = None
@@ -69,40 +67,41 @@ class SourceTally:
         self.lost.update(outcome.lost)
         self.answers_cut += outcome.answers_cut
         self.thoughts += outcome.thoughts
-        self.empty_thoughts += outcome.empty_thoughts
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
+    def add_left_out(self, left: LeftOut) -> None:
+        """Count what readers left out."""
+        self.rows_read += left.counts.total()
+        self.dropped += left.counts
+        self.left_out += [{"reason": reason, "place": place} for reason, places in left.places.items() for place in places]
+        self.there = left.there
 
-def source_manifest(
-    source: DataSource, tally: SourceTally, lengths: Sequence[int], trained: int, content: str | None
-) -> dict[str, Any]:
-    """Return what is said of one source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
-    return {
-        "name": source.name or source.path,
-        "path": source.path,
-        "format": max(tally.formats, key=lambda form: tally.formats[form], default=None),
-        "rows_read": tally.rows_read,
-        "rows_wanting": None if tally.there is None else {"asked": source.rows, "there": tally.there},
-        "kept": tally.kept,
-        "dropped": dict(sorted((reason, n) for reason, n in tally.dropped.items() if reason != DUPLICATE)),
-        "duplicates": tally.dropped[DUPLICATE],
-        "left_out": tally.left_out,
-        "cut": tally.cut,
-        "lost": dict(sorted(tally.lost.items())),
-        "answers_cut": tally.answers_cut,
-        "thoughts_left_out": tally.thoughts,
-        "empty_thoughts": tally.empty_thoughts,
-        "split": tally.split,
-        "overlong": tally.overlong,
-        "overlong_tokens": tally.overlong_tokens,
-        "rows": len(lengths),
-        "tokens": sum(lengths),
-        "trained_tokens": trained,
-        "length_quantiles": quantiles(lengths),
-        "content_sha256": content,
-        "hub_commit": tally.commit,
-    }
+    def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
+        """Return what is said of the source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
+        return {
+            "name": source.name or source.path,
+            "path": source.path,
+            "format": self.format,
+            "rows_read": self.rows_read,
+            "rows_wanting": None if self.there is None else {"asked": source.rows, "there": self.there},
+            "kept": self.kept,
+            "dropped": dict(sorted(self.dropped.items())),
+            "duplicates": self.duplicates,
+            "left_out": self.left_out,
+            "cut": self.cut,
+            "lost": dict(sorted(self.lost.items())),
+            "answers_cut": self.answers_cut,
+            "thoughts_left_out": self.thoughts,
+            "split": self.split,
+            "overlong": self.overlong,
+            "overlong_tokens": self.overlong_tokens,
+            "rows": len(lengths),
+            "tokens": sum(lengths),
+            "trained_tokens": trained,
+            "content_sha256": content,
+            "hub_commit": self.commit,
+        }
 
 
 def split_manifest(
@@ -118,17 +117,12 @@ def split_manifest(
     """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by prepared row."""
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
-        chosen = [number == index for number in of_source] if len(sources) > 1 else [True] * len(lengths)
-        described.append(source_manifest(source, tally, list(compress(lengths, chosen)), sum(compress(trained, chosen)), content))
-    dropped = sum((tally.dropped for tally in tallies), Counter[str]())
-    facts = [
-        {"name": d["name"], "rows": d["rows"], "tokens": d["tokens"], "label_tokens": d["trained_tokens"], "weight": s.weight}
-        for s, d in zip(sources, described, strict=True)
-    ]
+        mine = [number == index for number in of_source]
+        described.append(tally.manifest(source, list(compress(lengths, mine)), sum(compress(trained, mine)), content))
     split = {
         "path": "",
         "rows": len(lengths),
-        "dropped": dropped.total(),
+        "dropped": sum(tally.dropped.total() + tally.duplicates for tally in tallies),
         "tokens": sum(lengths),
         "label_tokens": sum(trained),
         "longest": max(lengths),
@@ -136,26 +130,14 @@ def split_manifest(
         "fingerprint": fingerprint,
         "most_labels": max(trained),
         "truncated": sum(tally.cut for tally in tallies),
-        "sources": facts,
+        "sources": [
+            {"name": d["name"], "rows": d["rows"], "tokens": d["tokens"], "label_tokens": d["trained_tokens"], "weight": s.weight}
+            for s, d in zip(sources, described, strict=True)
+        ],
     }
-    return {
-        "split": split,
-        "answers_cut": sum(tally.answers_cut for tally in tallies),
-        "thoughts_left_out": sum(tally.thoughts for tally in tallies),
-        "empty_thoughts": sum(tally.empty_thoughts for tally in tallies),
-        "rows_read": sum(tally.rows_read for tally in tallies),
-        "dropped": dict(sorted((reason, n) for reason, n in dropped.items() if reason != DUPLICATE)),
-        "duplicates": dropped[DUPLICATE],
-        "formats": dict(sum((tally.formats for tally in tallies), Counter[str]())),
-        "length_quantiles": quantiles(lengths),
-        "sources": described,
-    }
-
-
-def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Return lengths in tokens that the given shares of rows do not exceed; empty for no row."""
-    found = sorted(lengths)
-    return {f"{share:.0%}": found[min(len(found) - 1, int(share * len(found)))] for share in QUANTILES if found}
+    ordered = sorted(lengths)
+    quantiles = {f"{share:.0%}": ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in QUANTILES}
+    return {"split": split, "length_quantiles": quantiles, "sources": described}
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -176,50 +158,36 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def summary(name: str, manifest: Mapping[str, Any]) -> str:
-    """Return what is printed about a split: one line, and with several sources one more for each."""
-    split = manifest["split"]
-    share = split["label_tokens"] / split["tokens"]
+    """Return what is printed about a split: one line, one more for each source, and warnings."""
+    split, sources = manifest["split"], manifest["sources"]
+    counted = counted_as(name)
     first = (
         f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens, "
-        f"{share:.0%} of them {counted_as(name)}, median row {split['median']}, longest {split['longest']}"
+        f"{split['label_tokens'] / split['tokens']:.0%} of them {counted}, median row {split['median']}, longest {split['longest']}"
     )
-    if name == "training":
-        first += _never_trained(split["sources"])
-    lines = [first, *(_source_line(source, name) for source in manifest["sources"])]
-    gone = sum(rows for reason, rows in manifest["dropped"].items() if reason.endswith("model.max_seq_len"))
-    if 2 * gone > manifest["rows_read"]:
-        whole = any(reason.startswith("longer") for reason in manifest["dropped"])  # else they were cut, and too long even so
+    unused = [source for source in split["sources"] if source["weight"] == 0]
+    if rows := sum(source["rows"] for source in unused) if name == "training" else 0:
+        first += f"; of sources with weight 0, never trained: {plural(rows, 'row')} ({sum(s['tokens'] for s in unused):,} tokens)"
+    lines = [first, *(_source_line(source, name) for source in sources)]
+    reasons = [(reason, rows) for source in sources for reason, rows in source["dropped"].items()]
+    gone, read = sum(rows for why, rows in reasons if why.endswith("model.max_seq_len")), sum(s["rows_read"] for s in sources)
+    if 2 * gone > read:
+        whole = any(reason.startswith("longer") for reason, _ in reasons)  # else they were cut, and too long even so
         other = ", or cut them: DATA_OVERLONG=split" if whole else ""
+        lines.append(f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}")
+    if ends := sum(source["answers_cut"] for source in sources):
         lines.append(
-            f"  warning: {gone:,} of {manifest['rows_read']:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
+            f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with "
+            "DATA_OVERLONG=truncate"
         )
-    if ends := manifest["answers_cut"]:
-        what = (
-            f"{ends:,} answers cut before their end: they teach no stop"
-            if ends > 1
-            else "1 answer cut before its end: it teaches no stop"
-        )
-        lines.append(f"  {what}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with DATA_OVERLONG=truncate")
-    if thoughts := manifest.get("thoughts_left_out", 0):  # a manifest of an earlier version says nothing of them
-        what = f"{thoughts:,} thoughts" if thoughts > 1 else "1 thought"
-        lines.append(f"  {what} of learnt turns left out by the chat template, so not learnt: docs/data.md, What is learnt")
-    if empty := manifest.get("empty_thoughts", 0):
-        what = f"{empty:,} learnt answers begin" if empty > 1 else "1 learnt answer begins"
-        lines.append(f"  {what} with an empty thought, which the chat template writes; their tokens are learnt too: docs/data.md")
-    shared = manifest.get("overlap")
-    if shared and shared["rows"]:
+    if thoughts := sum(source["thoughts_left_out"] for source in sources):
         lines.append(
-            f"  {shared['rows']:,} of its rows {'is' if shared['rows'] == 1 else 'are'} in the training data too: scores on them say little"
+            f"  thoughts that the chat template leaves out of learnt turns, so not learnt: {thoughts:,}; "
+            "docs/data.md, What is learnt"
         )
+    if shared := manifest.get("overlap", {}).get("rows"):
+        lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
-
-
-def _never_trained(sources: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is said of sources that stand in the counts of the training data, but not in any epoch."""
-    rows = sum(source["rows"] for source in sources if source["weight"] == 0)
-    tokens = sum(source["tokens"] for source in sources if source["weight"] == 0)
-    have = "has weight 0 and is" if rows == 1 else "have weight 0 and are"
-    return f"; {rows:,} of the rows ({tokens:,} tokens) {have} never trained" if rows else ""
 
 
 def _source_line(source: Mapping[str, Any], name: str) -> str:
@@ -228,17 +196,21 @@ def _source_line(source: Mapping[str, Any], name: str) -> str:
         return f"  {source['name']}: no row{lacks}"
     form = f" as {source['format']}" if source["format"] else ""
     parts = [f"{source['rows_read']:,} read{form}", f"{source['kept']:,} kept"]
-    wanting = source.get("rows_wanting")
+    wanting = source["rows_wanting"]
     parts += [f"rows: {wanting['asked']:,} asked, {wanting['there']:,} there"] if wanting else []
-    left_out = {**source["dropped"], **({DUPLICATE: source["duplicates"]} if source["duplicates"] else {})}
-    parts += [f"{count:,} left out ({reason}{_files(source, reason)})" for reason, count in left_out.items()]
+    parts += [f"{count:,} left out ({reason}{_files(source, reason)})" for reason, count in left_out_of(source).items()]
     parts += [rows_cut(source)] if source["cut"] else []
-    parts += [f"{source['split']:,} split" + (f" into {source['rows']:,} rows in all")] if source["split"] else []
+    parts += [f"{source['split']:,} split into {source['rows']:,} rows in all"] if source["split"] else []
     long = f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
     return (
         f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} "
         f"{counted_as(name)}{long}"
     )
+
+
+def left_out_of(source: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many rows of a source were left out, by reason, copies among them."""
+    return source["dropped"] | ({"duplicate": source["duplicates"]} if source["duplicates"] else {})
 
 
 def counted_as(name: str) -> str:
@@ -262,53 +234,9 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
 
 
 def files_sha256(paths: Sequence[Path]) -> str:
-    """Return a sha256 over names and contents of `paths`, in order. Raises `DataError` for a file that cannot be read."""
+    """Return a sha256 over names and contents of `paths`, in order. Raise `DataError` for a file that cannot be read."""
     try:
         digests = digests_of(paths, "data")
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", place=str(error.filename or paths[0])) from None
     return text_sha256("\n".join(f"{path.name} {digest}" for path, digest in zip(paths, digests, strict=True)))
-
-
-# What is wrong with rows, gathered: up to five different problems are shown, each once with its number of rows; one file holds all.
-
-
-class RowProblems:
-    """Gathers bad rows: to raise them together, or with `drop` to say what was skipped (`data.bad_rows`)."""
-
-    def __init__(self, file: Path, *, drop: bool = False) -> None:
-        """`file`: gets a line for each row, `place: reason`; it is made with the first one."""
-        self.file, self.drop = file, drop
-        self._stream: IO[str] | None = None
-        self._faults = Faults()
-        self.good = 0
-        """Rows that nothing is wrong with, so far."""
-        self._ended: list[DataError] = []
-
-    @property
-    def stops(self) -> bool:
-        """Whether something was found that ends the preparation, so that nothing needs to be written."""
-        return bool(self._ended) or (not self.drop and self._faults.rows > 0)
-
-    def add(self, error: DataError) -> None:
-        if self._stream is None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = self.file.open("w", encoding="utf-8", errors="backslashreplace")
-        self._stream.write(" ".join(f"{error.place}: {error.message}".split()) + "\n")
-        self._faults.add(error)
-
-    def add_error(self, error: DataError, place: str) -> None:
-        """Keep what ended the reading of a source, which is never skipped."""
-        self._ended.append(DataError(error.message, place=error.place or place, hint=error.hint))
-
-    def end(self) -> None:
-        """Raise `DataError` for what cannot be skipped; say which rows were, and where all of them are named."""
-        if self._stream is not None:
-            self._stream.close()
-            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
-            print(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}", file=sys.stderr, flush=True)
-        found = self._faults.told()
-        if self.drop:
-            for error in found:
-                print(f"left out: {error.place}: {error.message}", file=sys.stderr, flush=True)
-        raise_all([*([] if self.drop else found), *self._ended])

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import IO, TYPE_CHECKING, Any
 
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.chat import template_sha256
-from sft_play.data.example import BAD, EMPTY, SCANNED, LeftOut
+from sft_play.data.example import BAD, EMPTY, SCANNED, Faults, LeftOut
 from sft_play.data.formats import recognise
-from sft_play.data.manifest import DUPLICATE, RowProblems, SourceTally, files_sha256, read_manifest, split_manifest
-from sft_play.data.processes import CHUNK_CHARACTERS, CHUNK_ROWS, KEY_BYTES, Chunk, Engine, Work, size_of
+from sft_play.data.manifest import SourceTally, files_sha256, read_manifest, split_manifest
+from sft_play.data.processes import CHUNK_CHARACTERS, CHUNK_ROWS, KEY_BYTES, Chunk, Work, encode_all
 from sft_play.data.readers import Placed
 from sft_play.data.sources import BUILTIN, files_of, read_source
-from sft_play.errors import DataError
+from sft_play.errors import DataError, raise_all
 from sft_play.files import text_sha256
 from sft_play.launch.process import raise_what_was_heard
 from sft_play.runs.folder import cache_folder
@@ -115,96 +114,118 @@ def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
 # Reads, encodes and publishes splits that the cache does not have.
 
 
+class RowProblems:
+    """Gathers bad rows: to raise them together, or with `drop` to say what was skipped (`data.bad_rows`)."""
+
+    def __init__(self, file: Path, *, drop: bool = False) -> None:
+        """`file`: gets a line for each row, `place: reason`; it is made with the first one."""
+        self.file, self.drop = file, drop
+        self._stream: IO[str] | None = None
+        self._faults = Faults()
+        self.good = 0
+        """Rows that nothing is wrong with, so far."""
+        self.ended: list[DataError] = []
+        """What ended the reading of a source, which is never skipped."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether something was found that ends the preparation, so that nothing needs to be written."""
+        return bool(self.ended) or (not self.drop and self._faults.rows > 0)
+
+    def add(self, error: DataError) -> None:
+        if self._stream is None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = self.file.open("w", encoding="utf-8", errors="backslashreplace")
+        self._stream.write(" ".join(f"{error.place}: {error.message}".split()) + "\n")
+        self._faults.add(error)
+
+    def end(self) -> None:
+        """Raise `DataError` for what cannot be skipped; say which rows were, and where all of them are named."""
+        if self._stream is not None:
+            self._stream.close()
+            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
+            print(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}", file=sys.stderr, flush=True)
+        found = self._faults.told()
+        if not self.drop:
+            raise_all([*found, *self.ended])
+        for error in found:
+            print(f"left out: {error.place}: {error.message}", file=sys.stderr, flush=True)
+        raise_all(self.ended)
+
+
 class Gatherer:
     """Takes the rows of one split out of chunks: counts them, leaves out copies, hands the rest to the writer."""
 
     def __init__(self, config: Config, part: Part, writer: SplitWriter) -> None:
         self.config, self.part, self.writer = config, part, writer
         self.tallies = [SourceTally() for _ in part.sources]
-        self.overlong = 0
         self.longest = ("", 0)
-        """Place and tokens of the longest of them."""
+        """Place and tokens of the longest row that is too long."""
         self._seen: set[bytes] = set()
         self.examples = 0
         """Rows of this split, also those that were skipped because of their length or as copies."""
 
     def take(self, chunk: Chunk) -> None:
         """Add what belongs to this split."""
-        mine = chunk.held_out == (self.part.name == "validation") if self.part.fraction else np.ones(chunk.examples, np.bool_)
-        numbers = self.examples + np.cumsum(mine) - 1
-        count = int(mine.sum())
-        self.examples += count
         tally = self.tallies[chunk.source]
-        tally.rows_read += count
-        for form in chunk.forms if count else ():  # a source has one
-            tally.formats[form] += count
-        kept = self._without_copies(chunk, mine, tally)
-        for example, told in chunk.told.items():
-            if kept[example]:
-                tally.add(told)
-                if told.overlong:
-                    self.overlong += 1
-                    self.longest = max(self.longest, (told.place, told.overlong), key=lambda item: item[1])
-        tally.split += int((chunk.rows_of[kept] > 1).sum())
-        tally.kept += int((chunk.rows_of[kept] > 0).sum())
-        self.writer.append(chunk, kept, numbers)
-
-    def _without_copies(self, chunk: Chunk, mine: Any, tally: SourceTally) -> Any:
-        if self.config.data.duplicates == "keep":
-            return mine
-        kept = mine.copy()
-        for example in np.flatnonzero(mine):
-            if (key := chunk.key(int(example))) in self._seen:
-                kept[example] = False
-                tally.dropped[DUPLICATE] += 1
-            self._seen.add(key)
-        return kept
+        for made in chunk.examples:
+            if self.part.fraction and made.held_out != (self.part.name == "validation"):
+                continue
+            number, self.examples = self.examples, self.examples + 1
+            tally.rows_read += 1
+            tally.format = tally.format or chunk.form
+            if self.config.data.duplicates == "drop":
+                if made.key in self._seen:
+                    tally.duplicates += 1
+                    continue
+                self._seen.add(made.key)
+            if made.outcome:
+                tally.add(made.outcome)
+                self.longest = max(self.longest, (made.outcome.place, made.outcome.overlong), key=lambda item: item[1])
+            tally.kept += bool(made.rows)
+            tally.split += len(made.rows) > 1
+            self.writer.append(made, source=chunk.source, number=number)
 
     def take_left_out(self, left: Sequence[LeftOut]) -> None:
         """Count what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
         for tally, out in zip(self.tallies, left, strict=True):
             tally.commit = out.commit
-        if self.part.fraction and self.part.name == "validation":
-            return
-        for tally, out in zip(self.tallies, left, strict=True):
-            tally.rows_read += out.counts.total()
-            tally.dropped += out.counts
-            tally.left_out += [{"reason": reason, "place": place} for reason, places in out.places.items() for place in places]
-            tally.there = out.there
+            if not self.part.fraction or self.part.name == "train":
+                tally.add_left_out(out)
 
     def refuse_what_cannot_be_trained(self, of_both: int) -> None:
         """Raise `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both splits."""
         part, limit = self.part, self.config.model.max_seq_len
         kind = "" if part.name == "train" else f"{part.name} "
         place, tokens = self.longest
-        if self.overlong and self.config.data.overlong == "error":
+        overlong = sum(tally.overlong for tally in self.tallies)
+        if overlong and self.config.data.overlong == "error":
             raise DataError(
-                f"{self.overlong:,} of {self.examples:,} {kind}rows are longer than `model.max_seq_len` {limit}; "
+                f"{overlong:,} of {self.examples:,} {kind}rows are longer than `model.max_seq_len` {limit}; "
                 f"the longest has {tokens} tokens",
                 place=place,
                 hint=f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut them, "
                 "or split to make several rows of each",
             )
         if not self.examples:
-            share = part.fraction if part.name == "validation" else 1 - part.fraction
-            grouped = ", and whole groups" if self.config.data.group_by else ""
-            message = (
-                f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, of which a hash of each one's "
-                f"content{grouped} chooses about {share * of_both:.2g}"
+            raise DataError(
+                f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, "
+                "and a hash of each one's content or group chooses",
+                hint="give more rows, another fraction, or a file of their own: DATA_VAL_PATH=",
             )
-            raise DataError(message, hint="give more rows, another fraction, or a file of their own: DATA_VAL_PATH=")
         if not len(self.writer.lengths):
-            reasons = sum((tally.dropped for tally in self.tallies), Counter[str]())
-            told = ", ".join(f"{count:,} left out ({reason})" for reason, count in sorted(reasons.items()))
-            hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if self.overlong else None
-            raise DataError(f"no {kind}row is left of {self.examples:,}: {told}", place=place or None, hint=hint)
+            hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if overlong else None
+            reasons = sum((tally.dropped for tally in self.tallies), Counter(duplicate=sum(t.duplicates for t in self.tallies)))
+            raise DataError(f"no {kind}row is left of {self.examples:,}: {_told(reasons)}", place=place or None, hint=hint)
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self, template: str | None) -> dict[str, Any]:
         writer = self.writer
-        return split_manifest(
+        found = split_manifest(
             self.part.sources, self.tallies, lengths=writer.lengths, of_source=writer.sources, trained=writer.trained,
             contents=self.part.contents, fingerprint=writer.fingerprint(),
         )  # fmt: skip
+        found["split"]["template"] = template
+        return found
 
 
 def _make(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
@@ -212,30 +233,30 @@ def _make(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) ->
 
     Raise `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
     """
-    together = [list(parts)] if all(part.fraction for part in parts) else [[part] for part in parts]
     template = template_sha256(tokenizer)
-    with Engine(config, tokenizer) as engine:
-        for some in together:
-            _pass(config, engine, some, train, template)
+    for together in [parts] if all(part.fraction for part in parts) else [[part] for part in parts]:
+        _pass(config, tokenizer, together, train, template)
 
 
-def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, template: str | None) -> None:
+def _pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part, template: str | None) -> None:
     from sft_play.data.store import KEYS, SplitWriter  # pyarrow, which prepared data do not need
 
-    drop = config.data.bad_rows == "drop"
+    sources, drop = parts[0].sources, config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
-    left = [LeftOut() for _ in parts[0].sources]
+    left = [LeftOut() for _ in sources]
     with ExitStack() as stack:
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
-        chunks = engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction)
+        works = works_of(sources, problems, config.train.seed, left)
+        chunks = stack.enter_context(closing(encode_all(config, tokenizer, works, fraction=parts[0].fraction)))
         show, rows = stack.enter_context(bar(f"preparing {' and '.join(part.name for part in parts)}", "rows")), 0
         for chunk in chunks:
-            rows += chunk.examples
+            rows += len(chunk.examples)
             show(rows, None)
-            problems.good += chunk.examples - len(chunk.unencoded)
-            for error in (*chunk.unread, *chunk.unencoded):
+            unencoded = [made.outcome.error for made in chunk.examples if made.outcome and made.outcome.error]
+            problems.good += len(chunk.examples) - len(unencoded)
+            for error in (*chunk.unread, *unencoded):
                 problems.add(error)
-            for error in chunk.unread if drop else ():  # others are counted as rows, and left out of the chunk
+            for error in chunk.unread if drop else ():  # others are counted as examples
                 left[chunk.source].add(BAD, error.place or "")
             if not problems.stops:
                 for gatherer in gatherers:
@@ -243,13 +264,12 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, te
             raise_what_was_heard()
         problems.end()
         if not any(gatherer.examples for gatherer in gatherers):
-            refuse_nothing(parts[0].sources, left)
+            refuse_nothing(sources, left)
         for gatherer in gatherers:
             gatherer.take_left_out(left)
             gatherer.refuse_what_cannot_be_trained(sum(one.examples for one in gatherers))
         for gatherer in gatherers:
-            manifest = gatherer.manifest()
-            manifest["split"]["template"] = template
+            manifest = gatherer.manifest(template)
             if gatherer.part.name == "validation":
                 trained = set(_keys((train.folder / KEYS).read_bytes()))
                 shared = sum(key in trained for key in _keys(bytes(gatherer.writer.keys)))
@@ -265,13 +285,16 @@ def _keys(content: bytes) -> Iterator[bytes]:
 def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> None:
     """Raise `DataError` for sources without any row, with what was `left` out of them and why."""
     reasons = sum((out.counts for out in left), Counter[str]())
-    told = ", ".join(f"{count:,} left out ({reason})" for reason, count in reasons.items())
     first = next((place for out in left for places in out.places.values() for place in places), None)
     raise DataError(
-        f"the sources hold no row: {told}" if told else "the sources hold no row",
+        f"the sources hold no row: {_told(reasons)}" if reasons else "the sources hold no row",
         place=first or ", ".join(source.path for source in sources),
         hint="pages that are pictures must be read by an OCR program first" if SCANNED in reasons or EMPTY in reasons else None,
     )
+
+
+def _told(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count:,} left out ({reason})" for reason, count in reasons.items() if count)
 
 
 def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]) -> Iterator[Work]:
@@ -284,9 +307,9 @@ def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, le
         try:
             for rows in _chunks(read_source(source, seed=seed, left=left[index])):
                 form = form or _first_form(rows)  # `auto` goes by the first row; another format later is an error of that row
-                yield Work(source=index, form=form, rows=rows)
+                yield Work(index, form, rows)
         except DataError as error:
-            problems.add_error(error, source.path)
+            problems.ended.append(error)
 
 
 def _chunks(rows: Iterator[Placed]) -> Iterator[list[Placed]]:
@@ -295,7 +318,7 @@ def _chunks(rows: Iterator[Placed]) -> Iterator[list[Placed]]:
     try:
         for placed in rows:
             gathered.append(placed)
-            size += size_of(placed[1])
+            size += len(str(placed[1]))
             if len(gathered) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
                 yield gathered
                 gathered, size = [], 0

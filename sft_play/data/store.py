@@ -9,16 +9,14 @@ import shutil
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from sft_play.data.manifest import MANIFEST
-from sft_play.data.processes import Chunk, Integers
+from sft_play.data.processes import Made
 from sft_play.files import new_folder, sync_folder, write_bytes, write_json
 from sft_play.runs.manifest import checksum
 
@@ -44,13 +42,13 @@ class SplitWriter:
         self._scratch = new_folder(folder.parent, folder.name)
         self._stream = pa.OSFile(str(self._scratch / ARROW), "wb")
         self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
-        self._batches: list[Any] = []
-        self._rows_waiting = self._tokens_waiting = 0
+        self._waiting: list[tuple[Any, ...]] = []
+        self._tokens_waiting = 0
         self._digests = tuple(hashlib.sha256() for _ in range(3))
         self.lengths, self.sources, self.trained = array("i"), array("i"), array("i")
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.keys = bytearray()
-        """`split.KEY_BYTES` for each example that gave a row."""
+        """`processes.KEY_BYTES` for each example that gave a row."""
 
     def __enter__(self) -> SplitWriter:
         return self
@@ -60,41 +58,28 @@ class SplitWriter:
             self._stream.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def append(self, chunk: Chunk, examples: NDArray[np.bool_], numbers: NDArray[np.int64]) -> None:
-        """Add the rows of those examples of `chunk` that `examples` chooses; `numbers` is each example's `row`."""
-        rows = np.repeat(examples, chunk.rows_of)
-        lengths, prompt_lengths = chunk.lengths[rows], chunk.prompt_lengths[rows]
-        if not len(lengths):
-            return
-        tokens = np.repeat(rows, chunk.lengths)
-        ids, labels = chunk.input_ids[tokens], chunk.labels[tokens]
-        prompts = chunk.prompt_ids[np.repeat(rows, chunk.prompt_lengths)]
-        for digest, part in zip(self._digests, (lengths, ids, labels), strict=True):
-            digest.update(part.tobytes())
-        self.lengths.frombytes(lengths.tobytes())
-        self.trained.frombytes(chunk.trained[rows].tobytes())
-        self.sources.extend([chunk.source] * len(lengths))
-        numbers_of_rows = np.repeat(numbers[examples], chunk.rows_of[examples])
-        source = np.full(len(lengths), chunk.source, np.int32)
-        self._wait(
-            [_lists(lengths, ids), _lists(lengths, labels), pa.array(numbers_of_rows), pa.array(source),
-             _lists(prompt_lengths, prompts), pa.array(compress(chunk.references, rows), pa.string())]
-        )  # fmt: skip
-        for example in np.flatnonzero(examples & (chunk.rows_of > 0)):
-            self.keys += chunk.key(int(example))
-
-    def _wait(self, columns: list[Any]) -> None:
-        """Gather small batches into a large one, which a reader finds its rows in faster."""
-        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
-        self._rows_waiting += len(columns[0])
-        self._tokens_waiting += len(columns[0].values)
-        if self._rows_waiting >= BATCH_ROWS or self._tokens_waiting >= BATCH_TOKENS:
-            self._flush()
+    def append(self, made: Made, *, source: int, number: int) -> None:
+        """Add the rows of an example; `number` is its place among those of the split."""
+        for row in made.rows:
+            length = np.int32(len(row.input_ids))
+            for digest, part in zip(self._digests, (length, row.input_ids, row.labels), strict=True):
+                digest.update(part.tobytes())
+            self.lengths.append(int(length))
+            self.sources.append(source)
+            self.trained.append(row.trained)
+            self._waiting.append((row.input_ids, row.labels, number, source, row.prompt_ids, row.reference))
+            self._tokens_waiting += int(length)
+            if len(self._waiting) >= BATCH_ROWS or self._tokens_waiting >= BATCH_TOKENS:
+                self._flush()
+        if made.rows:
+            self.keys += made.key
 
     def _flush(self) -> None:
-        if self._batches:
-            self._writer.write_table(pa.Table.from_batches(self._batches).combine_chunks())
-        self._batches, self._rows_waiting, self._tokens_waiting = [], 0, 0
+        if self._waiting:
+            columns = zip(SCHEMA, zip(*self._waiting, strict=True), strict=True)
+            arrays = [pa.array(values, field.type) for field, values in columns]
+            self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA))
+        self._waiting, self._tokens_waiting = [], 0
 
     def fingerprint(self) -> str:
         """Return a sha256 over lengths, tokens and labels of all rows, in order."""
@@ -108,7 +93,7 @@ class SplitWriter:
         with (self._scratch / ARROW).open("rb") as stream:
             os.fsync(stream.fileno())
         for name, content in ((LENGTHS, self.lengths), (SOURCES, self.sources), (LABELS, self.trained)):
-            write_bytes(self._scratch / name, _little_endian(content))
+            write_bytes(self._scratch / name, np.asarray(content, "<i4").tobytes())
         write_bytes(self._scratch / KEYS, bytes(self.keys))
         state: dict[str, Any] = {
             "_data_files": [{"filename": ARROW}],
@@ -128,17 +113,6 @@ class SplitWriter:
             if not (self.folder / MANIFEST).is_file():
                 raise
         sync_folder(self.folder.parent)
-
-
-def _lists(lengths: Integers, values: Integers) -> Any:
-    """Return a `pyarrow.ListArray` of int32 whose lists stand one after another in `values`."""
-    ends = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=ends[1:])
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))
-
-
-def _little_endian(values: array[int]) -> bytes:
-    return np.asarray(values, np.int32).astype("<i4").tobytes()
 
 
 # Prepared rows, read without `datasets`: that package imports pandas, a second of processor time for every rank.

@@ -35,7 +35,7 @@ NOT_SETTINGS = ("data.train_path", "data.val_path")
 
 
 def main(call: Call) -> int:
-    """Compares, and prints tables, or JSON."""
+    """Compare, and prints tables, or JSON."""
     if "RUNS" not in call.options:
         raise UserError("`RUNS` is missing", hint='make compare RUNS="first second", or RUNS="run@base run@step-000040 run"')
     rows = call.integer("ROWS")
@@ -49,68 +49,72 @@ def main(call: Call) -> int:
 
 
 def compare(sides: Sequence[Side], wanted: str | None, count: int) -> dict[str, Any]:
-    """Returns everything that is shown. `wanted` is the metric by which `count` rows are chosen. Raises `UserError`."""
+    """Return everything that is shown. `wanted` is the metric by which `count` rows are chosen. Raise `UserError`."""
     rows, notes = common_rows(sides)
-    metrics = shared_metrics(sides)
-    metric = _metric(wanted, metrics, sides)
+    metrics = [name for name in sides[0].metrics if all(name in side.metrics for side in sides)]
+    metric = _metric(wanted, metrics)
     if not metrics:
         notes.append("no score of answers is common to all; `make eval` scores answers, with EVAL_METRICS= for the same metrics")
+    benchmarks = _side_by_side([side.benchmarks() for side in sides])
     return {
         "runs": [side.name for side in sides],
         "folders": [str(side.folder) for side in sides],
         "settings": changed_settings(sides),
-        "facts": _facts(sides),
+        "facts": _side_by_side([side.facts() for side in sides]),
         "losses": {key: [side.scores[key] for side in sides] for key in ("loss", "perplexity")},
-        "scores": {name: [metrics_of(side.scores)[name] for side in sides] for name in metrics},
+        "scores": {name: [side.metrics[name] for side in sides] for name in metrics},
         "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
-        "benchmarks": shared_benchmarks(sides),
+        "benchmarks": {name: values for name, values in benchmarks.items() if None not in values},
         "metric": metric,
-        "rows": _rows(sides, rows, metric, count) if metric else [],
+        "rows": _rows_apart(sides, rows, metric, count) if metric else [],
         "notes": notes,
     }
 
 
-def _metric(wanted: str | None, metrics: Sequence[str], sides: Sequence[Side]) -> str | None:
+def _metric(wanted: str | None, metrics: Sequence[str]) -> str | None:
+    """Return the metric by which rows are chosen."""
     if wanted is None:
         return "rougeL" if "rougeL" in metrics else next(iter(metrics), None)
     name = wanted.removeprefix("eval_")
-    if name in metrics:
-        return name
-    close = get_close_matches(name, metrics, n=1, cutoff=0.5)
-    known = f"all of them have {', '.join(f'`{m}`' for m in metrics) or 'no score of answers'}"
-    raise UserError(
-        f"`METRIC` is `{wanted}`, which {' or '.join(f'`{s.name}`' for s in sides if name not in metrics_of(s.scores))} lacks",
-        hint=f"did you mean `METRIC={close[0]}`? {known}" if close else known,
-    )
+    if name not in metrics:
+        close = get_close_matches(name, metrics, n=1, cutoff=0.5)
+        known = f"all of them have {', '.join(f'`{m}`' for m in metrics) or 'no score of answers'}"
+        raise UserError(
+            f"`METRIC` is `{wanted}`, which not all of them have",
+            hint=f"did you mean `METRIC={close[0]}`? {known}" if close else known,
+        )
+    return name
 
 
-def _facts(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    each = [side.facts() for side in sides]
+def _side_by_side(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return name -> one value a side, `None` where it has none."""
     return {name: [found.get(name) for found in each] for name in dict.fromkeys(name for found in each for name in found)}
 
 
 def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> list[dict[str, Any] | None]:
-    """Returns each side's paired difference from the first, `None` for the first itself."""
+    """Return each side's paired difference from the first, `None` for the first itself."""
     from sft_play.evaluation.scores import paired_difference
 
-    values = [
-        [float(side.answers[row]["scores"][metric]) for row in rows if metric in side.answers[row]["scores"]] for side in sides
-    ]
-    if len(values[0]) < len(rows):  # a metric of the whole set, with nothing for a single answer
+    values = [[side.score(row, metric) for row in rows] for side in sides]
+    if None in values[0]:  # a metric of the whole set, with nothing for a single answer
         return [None] * len(sides)
     return [None, *(paired_difference(values[0], other).to_json() for other in values[1:])]
 
 
-def _rows(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -> list[dict[str, Any]]:
-    """Returns the `count` rows whose scores lie furthest apart."""
-    scored = [(row, [side.answers[row]["scores"].get(metric) for side in sides]) for row in rows]
-    apart = [(max(values) - min(values), row, values) for row, values in scored if None not in values]
-    apart.sort(key=lambda item: (-item[0], item[1]))
+def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -> list[dict[str, Any]]:
+    """Return the `count` rows whose scores lie furthest apart."""
+    scored = {row: [side.score(row, metric) for side in sides] for row in rows}
+    gaps = {row: max(values) - min(values) for row, values in scored.items() if None not in values}
     found = []
-    for gap, row, values in apart[:count]:
+    for row in sorted(gaps, key=lambda row: (-gaps[row], row))[:count]:
+        answers = [
+            {"run": side.name, "answer": side.answers[row]["answer"], "score": score}
+            for side, score in zip(sides, scored[row], strict=True)
+        ]
         first = sides[0].answers[row]
-        answers = [{"run": s.name, "answer": s.answers[row]["answer"], "score": v} for s, v in zip(sides, values, strict=True)]
-        found.append({"row": row, "gap": gap, "prompt": first["prompt"], "reference": first["reference"], "answers": answers})
+        found.append(
+            {"row": row, "gap": gaps[row], "prompt": first["prompt"], "reference": first["reference"], "answers": answers}
+        )
     return found
 
 
@@ -118,48 +122,36 @@ def _rows(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Prints tables for settings, facts and scores, then the rows that differ most."""
+    """Print tables for settings, facts and scores, then the rows that differ most."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else max(LEAST_WIDTH, 34 + 48 * len(result["runs"])), highlight=False)
-
-    def table(title: str, lines: Mapping[str, Sequence[Any]]) -> None:
+    tables = {
+        "Configuration: keys that differ": result["settings"],
+        "Training": result["facts"],
+        "Scores (95 % intervals)": _score_lines(result),
+    }
+    for title, lines in tables.items():
         if not lines:
-            return
-        console.print(Text(title, style="bold"))
-        found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            continue
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for heading in ("", *result["runs"]):
-            found.add_column(Text(heading), overflow="fold")
+            table.add_column(Text(heading), overflow="fold")
         for name, values in lines.items():
-            found.add_row(Text(name), *(Text(_shown(value)) for value in values))
-        console.print(found)
-        console.print()
-
-    table("Configuration: keys that differ", result["settings"])
-    table("Training", _with_units(result["facts"]))
-    table("Scores (95 % intervals)", _score_lines(result))
+            table.add_row(Text(name.removesuffix(BYTES)), *(Text(_shown(value, name)) for value in values))
+        console.print(Text(title, style="bold"), table, "", sep="\n")
     for part in result["rows"]:
         console.print(Text(f"row {part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart", style="bold"))
-        for label, text in (("prompt", SPECIAL.sub("", part["prompt"])), ("reference", part["reference"])):
-            console.print(Text(f"  {label}: {_indented(text)}"))
-        for one in part["answers"]:
-            console.print(Text(f"  {one['run']} ({one['score']:.3f}): {_indented(one['answer'])}"))
+        texts = {"prompt": SPECIAL.sub("", part["prompt"]), "reference": part["reference"]}
+        texts |= {f"{one['run']} ({one['score']:.3f})": one["answer"] for one in part["answers"]}
+        for label, text in texts.items():
+            indented = text.strip().replace("\n", "\n    ")
+            console.print(Text(f"  {label}: {indented}"))
         console.print()
     for note in result["notes"]:
         print(f"note: {note}", file=sys.stderr)
-
-
-def _with_units(facts: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Returns bytes as people read them."""
-    sizes = {name: [value and f"{value / 2**30:.2f} GiB" for value in facts[name]] for name in facts if name.endswith(BYTES)}
-    return {name.removesuffix(BYTES): sizes.get(name, values) for name, values in facts.items()}
-
-
-def _indented(text: str) -> str:
-    """Returns a text of several lines that stands clear of the names."""
-    return text.strip().replace("\n", "\n    ")
 
 
 def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -171,17 +163,17 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
             lines[f"  {label}, paired difference"] = [
                 f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else "" for d in found
             ]
-    return lines | {name: list(values) for name, values in result["benchmarks"].items()}
+    return lines | result["benchmarks"]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, name: str) -> str:
     if value is None:
         return "-"
+    if name.endswith(BYTES):
+        return f"{value / 2**30:.2f} GiB"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return f"{value:,}" if type(value) is int else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 # The runs that are compared: what their evaluations left, and which of their rows are the same.
@@ -204,8 +196,16 @@ class Side:
     """Its configuration: key -> value."""
     tokenizer: str
 
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        return metrics_of(self.scores)
+
+    def score(self, row: int, metric: str) -> Any:
+        """Return the score of one answer, `None` where the metric has none."""
+        return self.answers[row]["scores"].get(metric)
+
     def facts(self) -> dict[str, Any]:
-        """Returns what is known of its training and size."""
+        """Return what is known of its training and size."""
         plan, prepared, one = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
         found = {
             "weights": f"{self.weights.label} (step {self.weights.step})", "model": prepared.model.name, "strategy": plan.strategy,
@@ -217,13 +217,19 @@ class Side:
         }  # fmt: skip
         return {name: value for name, value in found.items() if value is not None}
 
+    def benchmarks(self) -> dict[str, float]:
+        """Return its figures of standard benchmarks, by task and metric."""
+        tasks = (read_benchmarks(self.run.evaluation(self.weights.step)) or {}).get("tasks", {})
+        return {f"{task} {metric}": v["value"] for task, part in tasks.items() for metric, v in part["metrics"].items()}
+
 
 def read_sides(names: Sequence[str], data: str | None) -> list[Side]:
-    """Returns what is known of each `run` or `run@checkpoint`. Raises `UserError` or `CheckpointError` for what is missing."""
-    if len(names) < 2:
-        raise UserError(f"`RUNS` names {len(names)} run; expected two or more", hint='make compare RUNS="first second"')
-    if len(set(names)) < len(names):
-        raise UserError("`RUNS` names a run twice", hint="one run at two steps: make compare RUNS='a@base a'")
+    """Return what is known of each `run` or `run@checkpoint`. Raise `UserError` or `CheckpointError` for what is missing."""
+    if len(set(names)) < max(2, len(names)):
+        raise UserError(
+            f"`RUNS` names {' '.join(names)}; expected two or more different ones",
+            hint='make compare RUNS="first second", or one run at two steps: RUNS="a@base a"',
+        )
     return [_side(name, data) for name in names]
 
 
@@ -235,9 +241,7 @@ def _side(name: str, data: str | None) -> Side:
     if not run.plan.is_file() or not run.prepared.is_file():
         raise CheckpointError(f"the run `{run.name}` was never launched, so there is nothing to compare")
     weights = find_weights(run, checkpoint or None)
-    folder = _evaluation(name, run, weights, data)
-    scores = read_scores(folder)
-    assert scores is not None, "_evaluation returns only what has scores"
+    folder, scores = _evaluation(name, run, weights, data)
     return Side(
         name=name,
         run=run,
@@ -250,39 +254,42 @@ def _side(name: str, data: str | None) -> Side:
     )
 
 
-def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -> Path:
-    """Returns the folder with the scores of these weights on the run's own rows, or on `data`: its path, or a folder's name."""
-    base = run.evaluation(weights.step).name
-    all_of_step = [run.evaluation(weights.step), *sorted(run.path.glob(f"eval/{base}-*"))]
-    known = {folder: scores for folder in all_of_step if (scores := read_scores(folder)) is not None}
-    if data is None:
-        found = [folder for folder in known if folder.name == base]
-    else:
-        found = [f for f, scores in known.items() if data in (scores["settings"].get("data"), f.name.removeprefix(f"{base}-"))]
-    if not found:
-        how = f"make eval RUN={run.name}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
-        how += f" DATA={data}" if data else ""
-        others = sorted(str(scores["settings"].get("data")) for folder, scores in known.items() if folder.name != base)
-        hint = f"score it: {how}" + (f"; or compare what it was scored on: DATA={others[0]}" if others and not data else "")
-        of_step = f"{f' on `{data}`' if data else ''} of its step {weights.step}"
-        raise CheckpointError(f"`{name}` has no scores{of_step}", place=str(run.path / "eval"), hint=hint)
-    chosen = max(found, key=lambda folder: (folder / "scores.json").stat().st_mtime)
-    made_of = known[chosen]["settings"]
-    if made_of.get("weights") == weights.label and made_of.get("weights_sha256") not in (None, weights.content):
-        raise CheckpointError(
-            f"the scores of `{name}` are older than its weights", place=str(chosen), hint=f"make eval RUN={run.name}"
-        )
-    return chosen
+def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -> tuple[Path, Mapping[str, Any]]:
+    """Return the folder and the scores of these weights on the run's own rows, or on `data`: its path, or a folder's name."""
+    own = run.evaluation(weights.step)
+    folders = [own, *sorted(run.path.glob(f"eval/{own.name}-*"), key=lambda folder: -folder.stat().st_mtime)]
+    known = {folder: scores for folder in folders if (scores := read_scores(folder)) is not None}
+    for folder, scores in known.items():
+        made_of = scores["settings"]
+        if folder != own if data is None else data not in (made_of.get("data"), folder.name.removeprefix(f"{own.name}-")):
+            continue
+        if made_of.get("weights") == weights.label and made_of.get("weights_sha256") not in (None, weights.content):
+            raise CheckpointError(
+                f"the scores of `{name}` are older than its weights", place=str(folder), hint=f"make eval RUN={run.name}"
+            )
+        return folder, scores
+    how = f"make eval RUN={run.name}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
+    others = sorted(str(scores["settings"].get("data")) for folder, scores in known.items() if folder != own)
+    raise CheckpointError(
+        f"`{name}` has no scores{f' on `{data}`' if data else ''} of its step {weights.step}",
+        place=str(run.path / "eval"),
+        hint=f"score it: {how}{f' DATA={data}' if data else ''}"
+        + (f"; or compare what it was scored on: DATA={others[0]}" if others and not data else ""),
+    )
 
 
 def _settings(run: RunFolder) -> dict[str, Any]:
-    """Returns key -> value of the configuration; of a plain model without what is about training, which it never had."""
+    """Return key -> value of the configuration; of a plain model without what is about training, which it never had."""
     found = dict(_flat(saved_form(read_config(run.config))["config"]))
     for key in ("data.sources", "data.validation"):
         if isinstance(found[key], list):
             found[key] = [{k: v for k, v in source.items() if v not in (None, False, "auto", {})} for source in found[key]]
     trained = has_started(run)
-    return {key: value for key, value in found.items() if trained or key.startswith(("model.", "tuning."))}
+    return {
+        key: value
+        for key, value in found.items()
+        if key not in NOT_SETTINGS and (trained or key.startswith(("model.", "tuning.")))
+    }
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -294,38 +301,26 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    """Returns the keys in which the configurations differ, each with one value a side; `None` where a side has no such key."""
-    keys = dict.fromkeys(key for side in sides for key in side.settings if key not in NOT_SETTINGS)
-    values = {key: [side.settings[key] for side in sides if key in side.settings] for key in keys}
-    differ = (key for key, known in values.items() if any(value != known[0] for value in known))
-    return {key: [side.settings.get(key) for side in sides] for key in differ}
-
-
-def shared_metrics(sides: Sequence[Side]) -> list[str]:
-    """Returns the metrics that every side has, in the first one's order."""
-    return [name for name in metrics_of(sides[0].scores) if all(name in metrics_of(side.scores) for side in sides)]
-
-
-def shared_benchmarks(sides: Sequence[Side]) -> dict[str, list[float]]:
-    """Returns standard benchmarks that every side has: `task metric` -> one value a side."""
-    each = []
-    for side in sides:
-        tasks = (read_benchmarks(side.run.evaluation(side.weights.step)) or {}).get("tasks", {})
-        each.append({f"{t} {m}": v["value"] for t, part in tasks.items() for m, v in part["metrics"].items()})
-    return {name: [found[name] for found in each] for name in each[0] if all(name in found for found in each)}
+    """Return the keys in which the configurations differ, each with one value a side; `None` where a side has no such key."""
+    found = _side_by_side([side.settings for side in sides])
+    known = {key: [side.settings[key] for side in sides if key in side.settings] for key in found}
+    return {key: values for key, values in found.items() if any(value != known[key][0] for value in known[key])}
 
 
 def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
-    """Returns the rows that all sides answered, and what the user must know about the others.
+    """Return the rows that all sides answered, and what the user must know about the others.
 
     Rows are the same when number and reference are, and the prompt, unless another tokenizer or template wrote it: then
-    every prompt differs, and that is said. Raises `DataError` when no row is common.
+    every prompt differs, and that is said. Raise `DataError` when no row is common.
     """
     first, notes = sides[0], []
-    numbers = [row for row in first.answers if all(row in side.answers for side in sides)]
-    same = [row for row in numbers if all(side.answers[row]["reference"] == first.answers[row]["reference"] for side in sides)]
-    asked = [row for row in same if all(side.answers[row]["prompt"] == first.answers[row]["prompt"] for side in sides)]
-    template = any(side.tokenizer != first.tokenizer or _template(side.settings) != _template(first.settings) for side in sides)
+
+    def alike(rows: Sequence[int], key: str) -> list[int]:
+        return [row for row in rows if all(side.answers[row][key] == first.answers[row][key] for side in sides)]
+
+    same = alike([row for row in first.answers if all(row in side.answers for side in sides)], "reference")
+    asked = alike(same, "prompt")
+    template = any(side.tokenizer != first.tokenizer or _template(side) != _template(first) for side in sides)
     if same and not asked and template:
         notes.append("the prompts differ, since templates or tokenizers do; rows are paired by number and reference")
         asked = same
@@ -337,19 +332,17 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
     for side in sides:
         if left := len(side.answers) - len(asked):
             notes.append(f"{left} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row")
+        if side.scores.get("complete") is False:
+            notes.append(f"`{side.name}` was scored in part only: its time budget ended (`eval.max_seconds`)")
     if len({side.scores["settings"].get("rows_sha256") for side in sides} - {None}) > 1 and not template:
         notes.append("the validation rows are not all the same: losses are of different rows, answers of the common ones")
     for key in ("max_new_tokens", "num_beams"):
         made = [side.scores["settings"].get(key) for side in sides if side.answers]
         if len({value for value in made if value is not None}) > 1:
             notes.append(f"the answers were made differently: {key} {', '.join(map(str, made))}")
-    for side in sides:
-        if side.scores.get("complete") is False:
-            notes.append(f"`{side.name}` was scored in part only: its time budget ended (`eval.max_seconds`)")
     return asked, notes
 
 
-def _template(settings: Mapping[str, Any]) -> list[Any]:
-    return [
-        value for key, value in settings.items() if key.startswith("data.style.") or key in ("data.chat_template", "data.system")
-    ]
+def _template(side: Side) -> list[Any]:
+    keys = ("data.style.", "data.chat_template", "data.system")
+    return [value for key, value in side.settings.items() if key.startswith(keys)]

@@ -83,12 +83,12 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
     assert (second["name"], second["format"], second["kept"]) == ("more", "question_answer", 5)
     assert first["tokens"] + second["tokens"] == found["train"]["split"]["tokens"]
     assert first["trained_tokens"] + second["trained_tokens"] == found["train"]["split"]["label_tokens"]
-    assert first["length_quantiles"].keys() == {"5%", "25%", "50%", "75%", "95%"}
+    assert found["train"]["length_quantiles"].keys() == {"5%", "25%", "50%", "75%", "95%"}
     assert len(first["content_sha256"]) == 64
     assert found["validation"]["overlap"] == {"with": "train", "rows": 2}
-    assert found["validation"]["dropped"] == {"longer than model.max_seq_len": 1}
+    assert found["validation"]["sources"][0]["dropped"] == {"longer than model.max_seq_len": 1}
     assert f"  {train}: 34 read as prompt_completion, 30 kept, 4 left out (duplicate); " in done.err
-    assert "2 of its rows are in the training data too" in done.err
+    assert "rows that are in the training data too: 2" in done.err
     folder = Path(found["train"]["split"]["path"])
     prepared = lookup(load_config(tmp_path / "x.yaml", environ={}).config)
     assert prepared and prepared.train and [fact.weight for fact in prepared.train.sources] == [3, 2]
@@ -110,7 +110,7 @@ def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path)
             assert {**other[split]["split"], "path": None} == {**found[0][split]["split"], "path": None}
             assert other[split]["sources"] == found[0][split]["sources"]
     assert found[0]["train"]["split"]["rows"] + found[0]["validation"]["split"]["rows"] == 1500
-    assert found[0]["train"]["duplicates"] + found[0]["validation"]["duplicates"] == 20
+    assert sum(found[0][split]["sources"][0]["duplicates"] for split in ("train", "validation")) == 20
 
 
 def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:

@@ -24,9 +24,7 @@ def told(name: str, sources: list[DataSource], tallies: list[SourceTally], of_so
 
 
 def read(count: int, form: str = "text") -> SourceTally:
-    tally = SourceTally(rows_read=count, kept=count)
-    tally.formats[form] += count
-    return tally
+    return SourceTally(rows_read=count, kept=count, format=form)
 
 
 def test_fewer_rows_than_were_asked_for_are_told() -> None:
@@ -40,7 +38,7 @@ def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
     sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
     first = told("training", sources, [read(1), read(2)], [0, 1, 1]).splitlines()[0]
     assert first.startswith("training data: 3 rows, 30 tokens, 40% of them trained, ")
-    assert first.endswith("; 1 of the rows (10 tokens) has weight 0 and is never trained")
+    assert first.endswith("; of sources with weight 0, never trained: 1 row (10 tokens)")
     assert "weight 0" not in told("validation", sources, [read(1), read(2)], [0, 1, 1])
 
 
