@@ -25,7 +25,6 @@ from sft_play.launch.machines import agreed, joined, meet, own_part
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
-    as_long,
     as_resume,
     check_overrides,
     choose_checkpoint,
@@ -95,7 +94,6 @@ def start_run(
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, command)
     if existing := existing_run(options, loaded):
-        loaded = as_long(loaded, existing)
         again = as_resume(call, options, loaded, existing)
         check_overrides(again)
         with ended_by_signals(), lock_run(existing, node_rank=options.request.node_rank):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,7 @@ from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 
 EVENT = "recovered"
-KEPT = ("rank", "cause", "doing", "before", "after", "checkpoint")
-"""Fields of the event that plan, stamp and `training_metrics.json` keep."""
 RESTARTED = "restarted"
-KEPT_OF_RESTARTS = ("rank", "cause", "error", "checkpoint")
 FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
 CONTROLLED = "SFT_PLAY_CLUSTER"
 """Variable of a launcher that `train-cluster` has started, which says itself what can be typed next."""
@@ -177,9 +174,19 @@ def _although_typed(config: Config) -> str:
 
 
 def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Returns what was changed in a run because memory ran out, oldest first, from its events."""
-    events = [event for event in read_events(run) if event.get("event") == EVENT and event.get("node", 0) == 0]
-    return tuple({key: event[key] for key in KEPT if key in event} for event in events)
+    """Returns what was changed in a run because memory ran out, oldest first."""
+    return _events(run, EVENT, ("rank", "cause", "doing", "before", "after", "checkpoint"))
+
+
+def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
+    """Returns the restarts of a run, oldest first."""
+    return _events(run, RESTARTED, ("rank", "cause", "error", "checkpoint"))
+
+
+def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
+    """Returns what plan, stamp and `training_metrics.json` keep of events."""
+    events = [event for event in read_events(run) if event["event"] == kind and event.get("node", 0) == 0]
+    return tuple({name: event[name] for name in names if name in event} for event in events)
 
 
 def remedies_so_far(run: RunFolder) -> tuple[int, bool, bool]:
@@ -254,9 +261,3 @@ def restart_announcement(outcome: Outcome, checkpoint: Path | None, state: Resta
     """Returns the one line that says what happened and where it continues."""
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
     return f"restarting: {outcome.first_line}; continuing from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
-
-
-def restarts(run: RunFolder) -> list[Mapping[str, Any]]:
-    """Returns the restarts of a run, oldest first, from its events."""
-    events = [event for event in read_events(run) if event.get("event") == RESTARTED and event.get("node", 0) == 0]
-    return [{key: event[key] for key in KEPT_OF_RESTARTS if key in event} for event in events]

@@ -13,14 +13,14 @@ from typing import Any
 
 from sft_play.config.call import Call, flatten
 from sft_play.config.layers import Override
-from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_config
+from sft_play.config.load import LoadedConfig, read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
 from sft_play.launch.job import LaunchOptions, without_batch_numbers
 from sft_play.launch.recovery import remedies_so_far
-from sft_play.launch.run_folder import cannot_continue, has_started, last_plan, launches
+from sft_play.launch.run_folder import cannot_continue, has_started, launches
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, make_stamp
@@ -141,7 +141,6 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
 
 ELSEWHERE = ("slurm.", "kubernetes.")
 """Sections that say where a run is started, and nothing of what it computes."""
-LONGER = frozenset({"train.max_steps", "train.epochs"})
 BY_RESUME = "resume, in place of "
 """How the origin begins of what `with_its_batch` has computed anew; the value that was written follows, as JSON."""
 
@@ -279,19 +278,6 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
     if not run.config.is_file():
         raise cannot_continue(run, run.config)
     return run
-
-
-def as_long(loaded: LoadedConfig, run: RunFolder) -> LoadedConfig:
-    """Returns the configuration with the run's own length where that is greater: `make resume` has made the run longer since."""
-    plan = last_plan(run)
-    if steps_asked(loaded.config, plan) >= (plan.steps or 0):
-        return loaded
-    own = read_config(run.config)
-    print(f"note: `{run.name}` keeps its {plan.steps} steps; `make resume` changes them", file=sys.stderr)
-    flat = flatten(own)
-    return override_config(
-        loaded, [Override(key=key, text=str(flat[key]), origin=own.origins.get(key, DEFAULT)) for key in sorted(LONGER)]
-    )
 
 
 def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:

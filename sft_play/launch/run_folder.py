@@ -234,36 +234,21 @@ def checkpoint_bytes(plan: Plan) -> int:
     return sizes
 
 
-def needed_bytes(plan: Plan, config: Config, run: RunFolder) -> int:
-    """Returns what the run will still take at its fullest: kept checkpoints, the best one, a new one beside them, and `model/`.
-
-    Checkpoints that it has already have their space; they never have that of the new one or of the model.
-    """
-    one = checkpoint_bytes(plan)
-    limit = config.train.save_total_limit
-    kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 1
-    there = min(kept * one, occupied_bytes(run.checkpoints))
-    return SPARE_BYTES + one * (kept + 1 + bool(kept)) - there
-
-
-def occupied_bytes(folder: Path) -> int:
-    """Returns the bytes that the files below `folder` take on the disk; 0 where it is not there."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += (Path(path) / name).lstat().st_blocks * 512
-    return total
-
-
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
-    """Raises `HardwareError` when the disk of the run folder is too small for the run's checkpoints."""
-    needed = needed_bytes(plan, config, run)
+    """Raises `HardwareError` when the disk of the run folder is too small for what the run will still take at its fullest.
+
+    That are kept checkpoints, the best one, a new one beside them, and `model/`. Checkpoints that it has already have their space; they
+    never have that of the new one or of the model.
+    """
+    one, limit = checkpoint_bytes(plan), config.train.save_total_limit
+    kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 1
+    there = sum(path.lstat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
+    needed = SPARE_BYTES + one * (kept + 1 + bool(kept)) - min(kept * one, there)
     free = shutil.disk_usage(run.path).free
     if free < needed:
         raise HardwareError(
             f"the disk of `{run.path.parent}` has {free / 2**30:.2f} GiB free, but this run needs {needed / 2**30:.2f} GiB: "
-            f"checkpoints of {checkpoint_bytes(plan) / 2**30:.2f} GiB each, the model and logs",
+            f"checkpoints of {one / 2**30:.2f} GiB each, the model and logs",
             hint="free some space, set RUNS_DIR to another disk, or lower `train.save_total_limit`",
         )
 

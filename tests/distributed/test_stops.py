@@ -344,15 +344,3 @@ def test_what_no_checkpoint_keeps_is_published_after_the_last_step(single: Place
     weights = Path("model") / "adapter_model.safetensors"
     assert (launch.run / weights).read_bytes() == (launch.run.parent / "whole" / weights).read_bytes()
     assert events(launch.run)[-1]["event"] == "finished" and not checkpoints(launch.run)
-
-
-@pytest.mark.long
-def test_a_run_that_was_made_longer_stays_so(single: Place) -> None:
-    run = single.again("longer").run
-    done = run_program(["resume", f"RUN={run}", f"TRAIN_MAX_STEPS={STEPS + 2}"], single.environment)
-    assert done.code == 0, done.err
-    config, happened = (run / "config.json").read_bytes(), events(run)
-    assert "is complete" in single.again("longer").output.read_text()
-    done = run_program(["resume", f"RUN={run}", f"TRAIN_MAX_STEPS={STEPS - 2}"], single.environment)
-    assert done.code == 0 and "is complete" in done.err, done.err
-    assert (run / "config.json").read_bytes() == config and events(run) == happened
