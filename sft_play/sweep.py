@@ -26,7 +26,7 @@ from sft_play.evaluation.compare import show as show_comparison
 from sft_play.files import typed_path
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import read_options
-from sft_play.launch.rehearse import planned_ahead
+from sft_play.launch.rehearse import plan_ahead
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.runs import Summary, summary_of
 from sft_play.plan.detect import detect
@@ -289,7 +289,7 @@ def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, in
     for trial in trials:
         ours = _call(call, trial.name, *trial.overrides())
         if call.flag("SLURM"):
-            plan = planned_ahead(ours).plan
+            plan = plan_ahead(ours).plan
         else:
             options, loaded = read_options(ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto")
             plan = plan_for(loaded, hardware, options.request)

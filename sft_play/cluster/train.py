@@ -45,7 +45,7 @@ from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import disk_errors_told
 from sft_play.launch.environment import VARIABLE, key_here, new_word
-from sft_play.launch.node import Stop, signals_noted
+from sft_play.launch.node import Stop, hear_signals
 from sft_play.launch.process import ended_by_signals, stop_code
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import LOST
@@ -157,7 +157,7 @@ class Control:
             self._start(rank, host, facts, resume=resume, absent=range(len(crew), self.count))
         problem: tuple[int, str] | None = None
         shown = live_panel(sys.stdout, task.run, lambda: "running") if self._on_terminal else contextlib.nullcontext()
-        with shown, signals_noted(self.stop):
+        with shown, hear_signals(self.stop):
             while self.members[0].code is None:
                 self._receive()
                 problem = problem or self._unable()

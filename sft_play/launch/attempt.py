@@ -28,7 +28,7 @@ from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
-from sft_play.launch.watch import is_terminal, shown_live
+from sft_play.launch.watch import is_terminal, show_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.measured import Probed, load, save
@@ -97,7 +97,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
     ranks, variables = job.ranks_here(plan), environment.variables
     live = ranks.start == 0 and is_terminal(console) and not job.loaded.config.train.extra.get("disable_tqdm")
-    with shown_live(run, console, wanted=live) as rank0:
+    with show_live(run, console, wanted=live) as rank0:
         outcome = supervise(
             arguments, {**variables, PANEL: "1"} if live else variables, run, ranks, console=rank0, shown=f"{launched}\n",
             elsewhere=elsewhere_of(job, run), **({"share": job.rendezvous.share_standings} if job.rendezvous else {}),

@@ -41,16 +41,16 @@ from sft_play.launch.resume import (
 )
 from sft_play.launch.run_folder import (
     choose_name,
-    disk_refusals_told,
+    explain_disk_errors,
     find_run,
     is_finished,
     last_plan,
     lock_run,
     record_event,
     remove_left,
-    reserved,
+    reserve_folder,
 )
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, stop_recorded, tell_cause
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, record_stop, tell_cause
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import newest_valid, step_of
@@ -104,7 +104,7 @@ def start_run(
     with ended_by_signals(), contextlib.ExitStack() as stack:
         if rank > 0:  # on a shared disk node 0 makes the folder
             job = stack.enter_context(joined(job, RunFolder(runs_folder() / name)))
-        run = stack.enter_context(reserved(name, node_rank=rank, never_started_too=again_too))
+        run = stack.enter_context(reserve_folder(name, node_rank=rank, never_started_too=again_too))
         stack.enter_context(lock_run(run, node_rank=rank))
         if rank == 0:
             job = stack.enter_context(joined(job, run))
@@ -180,10 +180,10 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         probe(job, run, prepared)
     job, plan = agreed(job, prepared, run, recovery.recoveries(run))
     lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
-    with disk_refusals_told(run):
+    with explain_disk_errors(run):
         outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
     try:
-        with stop_recorded(run, job.node.rank), disk_refusals_told(run):
+        with record_stop(run, job.node.rank), explain_disk_errors(run):
             outcome = _go_on(job, run, prepared, plan, outcome, lost)
     except UserError as error:
         outcome = Outcome(code=error.exit_code, message=error.render())

@@ -276,7 +276,7 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
     return part
 
 
-def checked_plan(user: UserDeepSpeed | None, config: Config, shape: ModelShape, make: Callable[[], Plan]) -> Plan:
+def plan_and_check(user: UserDeepSpeed | None, config: Config, shape: ModelShape, make: Callable[[], Plan]) -> Plan:
     """Returns the plan that `make` makes. Raises, before anything is prepared, what `resolve` would refuse of a user's file."""
     plan = make()
     if user:

@@ -14,7 +14,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.metrics import missing
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.agreement import NodeFacts
-from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, checked_plan, read_user_json
+from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, plan_and_check, read_user_json
 from sft_play.launch.environment import (
     Node,
     WorkerEnvironment,
@@ -295,7 +295,7 @@ def refuse_early(job: Job) -> None:
     """
     raise_all(missing(job.loaded.config))
     try:
-        plan = checked_plan(job.options.deepspeed, job.loaded.config, job.shape, lambda: job.plan(None))
+        plan = plan_and_check(job.options.deepspeed, job.loaded.config, job.shape, lambda: job.plan(None))
     except HardwareError:
         if job.node.count == 1 or job.nodes:
             raise

@@ -196,7 +196,7 @@ def supervise(
     adopt_orphans()
     stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills(), set(psutil.Process().children())
     beats, log = Listener(mark), launcher_log(run, ranks.start)
-    with log.open("wb") as agent_log, signals_noted(stop):
+    with log.open("wb") as agent_log, hear_signals(stop):
         agent_log.write(shown.encode())
         agent_log.flush()
         process = subprocess.Popen(
@@ -337,7 +337,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def signals_noted(stop: Stop) -> Iterator[None]:
+def hear_signals(stop: Stop) -> Iterator[None]:
     """Lets `stop` hear the signals meanwhile."""
     previous = {number: signal.signal(number, stop.note) for number in signals_to_hear()}
     try:

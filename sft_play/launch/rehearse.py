@@ -16,7 +16,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
 from sft_play.launch.attempt import prepare, probe
-from sft_play.launch.deepspeed import checked_plan
+from sft_play.launch.deepspeed import plan_and_check
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.run_folder import find_run
@@ -43,12 +43,12 @@ from sft_play.runs.prepared import Prepared
 
 def main(call: Call) -> int:
     """Prints the plan, as plan.json with `JSON=1`, and returns 0; what does not fit is shown part by part before the error."""
-    with misfit_shown(call):
+    with explain_misfit(call):
         return _rehearse(call)
 
 
 @contextlib.contextmanager
-def misfit_shown(call: Call) -> Iterator[None]:
+def explain_misfit(call: Call) -> Iterator[None]:
     """Shows what does not fit part by part, before the error goes on."""
     try:
         yield
@@ -74,7 +74,7 @@ def _rehearse(call: Call) -> int:
     if source == "probe":
         _probe(call, loaded, replace(options, request=request), hardware)
     shape = shape_of(loaded.config.model)
-    plan = checked_plan(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request, prepared, source))
+    plan = plan_and_check(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request, prepared, source))
     plan = with_cost(plan, hardware, price)
     rows = scale_table(lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price)
     for notice in options.notices:
@@ -180,7 +180,7 @@ class Ahead:
         return command_of(self.plan.strategy)
 
 
-def planned_ahead(call: Call) -> Ahead:
+def plan_ahead(call: Call) -> Ahead:
     """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's.
 
     Raises `UserError`; what does not fit is shown before.
@@ -190,6 +190,6 @@ def planned_ahead(call: Call) -> Ahead:
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
     request = _request(call, loaded, options.request, hardware)
     shape = shape_of(loaded.config.model)
-    with misfit_shown(call):
-        plan = checked_plan(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request))
+    with explain_misfit(call):
+        plan = plan_and_check(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request))
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)

@@ -44,7 +44,7 @@ def choose_name(run_name: str | None, config_path: Path | None) -> str:
 
 
 @contextlib.contextmanager
-def reserved(name: str, *, node_rank: int = 0, never_started_too: bool = False) -> Iterator[RunFolder]:
+def reserve_folder(name: str, *, node_rank: int = 0, never_started_too: bool = False) -> Iterator[RunFolder]:
     """Takes `runs/NAME/` for this launch and gives it back when the body raises before the workers have started.
 
     mkdir is atomic, so of two launches with one name exactly one gets it. Nodes other than 0 may share the folder with node 0
@@ -253,7 +253,7 @@ def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
         )
 
 
-def disk_refusals_told(run: RunFolder) -> AbstractContextManager[None]:
+def explain_disk_errors(run: RunFolder) -> AbstractContextManager[None]:
     """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its place."""
 
     def hint(full: bool, _: Path) -> str:

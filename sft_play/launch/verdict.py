@@ -306,7 +306,7 @@ def describe_stop(stop: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def stop_recorded(run: RunFolder, node_rank: int) -> Iterator[None]:
+def record_stop(run: RunFolder, node_rank: int) -> Iterator[None]:
     """Records a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's to tell."""
     try:
         yield

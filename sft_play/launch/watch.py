@@ -130,7 +130,7 @@ def is_terminal(console: TextIO) -> bool:
 
 
 @contextlib.contextmanager
-def shown_live(run: RunFolder, console: TextIO, *, wanted: bool = True) -> Iterator[int]:
+def show_live(run: RunFolder, console: TextIO, *, wanted: bool = True) -> Iterator[int]:
     """Yields the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the console's own."""
     if not wanted or not is_terminal(console):
         yield console.fileno()

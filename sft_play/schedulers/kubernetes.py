@@ -19,7 +19,7 @@ from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Ahead, planned_ahead
+from sft_play.launch.rehearse import Ahead, plan_ahead
 from sft_play.launch.run_folder import NAME_PATTERN
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
@@ -79,7 +79,7 @@ def main(call: Call) -> int:
 
 def render(call: Call) -> Rendered:
     """Returns the files for a call. Raises `UserError` with what the kind of job cannot say."""
-    ahead = planned_ahead(call)
+    ahead = plan_ahead(call)
     spec = _spec(call, ahead)
     settings, loaded = spec.settings, ahead.loaded
     typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]

@@ -32,7 +32,7 @@ from sft_play.config.load import DEFAULT, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Ahead, planned_ahead
+from sft_play.launch.rehearse import Ahead, plan_ahead
 from sft_play.launch.run_folder import choose_name, has_started, launches
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.plan import COMMANDS
@@ -120,7 +120,7 @@ def main(call: Call) -> int:
 
 def write_job(call: Call, tasks: Tasks) -> int:
     """The same for the runs of a sweep, which `slurm.array` counts."""
-    ahead = planned_ahead(call)
+    ahead = plan_ahead(call)
     _refuse_unlike(ahead)
     submitting = call.flag("SUBMIT")
     name = choose_name(call.options.get("RUN_NAME"), ahead.loaded.path)

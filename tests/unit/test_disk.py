@@ -16,7 +16,7 @@ from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import append_text, disk_errors_told, disk_problem, errno_of, write_json
 from sft_play.launch.resume import restore_on_error
-from sft_play.launch.run_folder import disk_refusals_told, record_event, require_disk_space
+from sft_play.launch.run_folder import explain_disk_errors, record_event, require_disk_space
 from sft_play.plan.plan import Plan
 from sft_play.prepare import place_hint
 from sft_play.runs.folder import RunFolder, cache_folder
@@ -43,13 +43,13 @@ def test_a_disk_that_is_too_small_is_refused_before_the_launch(tmp_path: Path) -
 
 def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "mine")
-    with pytest.raises(HardwareError, match="no space is left on the disk") as refused, disk_refusals_told(run):
+    with pytest.raises(HardwareError, match="no space is left on the disk") as refused, explain_disk_errors(run):
         Path("/dev/full").write_bytes(b"x")
     assert (refused.value.exit_code, refused.value.place) == (3, str(run.path))
     assert refused.value.hint == "free some space, then: the same command again"
     run.path.mkdir()
     record_event(run, "started")
-    with pytest.raises(HardwareError) as outside, disk_refusals_told(run):
+    with pytest.raises(HardwareError) as outside, explain_disk_errors(run):
         raise OSError(errno.EROFS, "Read-only file system", "/elsewhere/cache")
     assert outside.value.render().startswith("error: /elsewhere/cache: cannot be written: Read-only file system")
     assert outside.value.hint is not None and outside.value.hint.endswith("then: make resume RUN=mine")

@@ -14,7 +14,7 @@ from sft_play.errors import CheckpointError, UserError
 from sft_play.launch.attempt import show_launch, worker_arguments
 from sft_play.launch.commands import finish
 from sft_play.launch.environment import Node, worker_environment
-from sft_play.launch.run_folder import find_run, lock_run, record_event, reserved
+from sft_play.launch.run_folder import find_run, lock_run, record_event, reserve_folder
 from sft_play.launch.runs import holders
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
@@ -30,7 +30,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_existing_name_is_refused_and_nothing_is_lost(runs: Path) -> None:
     (runs / "a").mkdir(parents=True)
     (runs / "a" / "precious").touch()
-    with pytest.raises(UserError, match="exists already") as caught, reserved("a"):
+    with pytest.raises(UserError, match="exists already") as caught, reserve_folder("a"):
         pass
     assert caught.value.exit_code == 2
     assert "make resume RUN=a" in caught.value.render()
@@ -38,26 +38,26 @@ def test_an_existing_name_is_refused_and_nothing_is_lost(runs: Path) -> None:
 
 
 def test_a_failure_before_the_workers_leaves_no_trace(runs: Path) -> None:
-    with pytest.raises(RuntimeError), reserved("b") as run:
+    with pytest.raises(RuntimeError), reserve_folder("b") as run:
         run.config.write_text("{}")
         raise RuntimeError
     assert not runs.exists()
 
 
 def test_a_failure_after_the_start_keeps_the_run() -> None:
-    with pytest.raises(RuntimeError), reserved("c") as run:
+    with pytest.raises(RuntimeError), reserve_folder("c") as run:
         record_event(run, "started")
         raise RuntimeError
     assert run.events.is_file()
 
 
 def test_a_second_node_joins_once() -> None:
-    with reserved("d") as run:
+    with reserve_folder("d") as run:
         record_event(run, "started", node_rank=0)
-        with reserved("d", node_rank=1) as joined:
+        with reserve_folder("d", node_rank=1) as joined:
             assert joined.path == run.path
             record_event(joined, "started", node_rank=1)
-        with pytest.raises(UserError, match="exists already"), reserved("d", node_rank=1):
+        with pytest.raises(UserError, match="exists already"), reserve_folder("d", node_rank=1):
             pass
 
 

@@ -18,7 +18,7 @@ from sft_play.launch.run_folder import (
     has_started,
     last_plan,
     launches,
-    reserved,
+    reserve_folder,
 )  # fmt: skip
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -56,7 +56,7 @@ def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, left: str)
     folder = run.path.parent
     assert has_started(run) and existing_run(typed(folder), config(folder)) == run
     for too in (True, False):
-        with pytest.raises(UserError, match="exists already"), reserved("demo", never_started_too=too):
+        with pytest.raises(UserError, match="exists already"), reserve_folder("demo", never_started_too=too):
             pass
     with pytest.raises(CheckpointError, match=r"its `events.jsonl` is missing or damaged") as refused:
         as_resume(Call(command="train", options={"RUN_NAME": "demo"}), typed(folder), config(folder), run)

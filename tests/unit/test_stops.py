@@ -20,7 +20,7 @@ from sft_play.errors import UserError
 from sft_play.launch.process import stop_code
 from sft_play.launch.resume import changes, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events
-from sft_play.launch.verdict import describe_stop, stop_facts, stop_recorded
+from sft_play.launch.verdict import describe_stop, record_stop, stop_facts
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.runs.stamp import CHANGEABLE
@@ -135,11 +135,11 @@ def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stop", "code", "name"), [(SystemExit(143), 143, "SIGTERM"), (KeyboardInterrupt(), 130, "SIGINT")])
 def test_a_stop_while_no_worker_lives_is_recorded(tmp_path: Path, stop: BaseException, code: int, name: str) -> None:
     run = RunFolder(tmp_path)
-    with pytest.raises(type(stop)), stop_recorded(run, 1):
+    with pytest.raises(type(stop)), record_stop(run, 1):
         raise stop
     (event,) = read_events(run)
     assert (event["event"], event["code"], event["signal"], event["node"], event["saved"]) == ("stopped", code, name, 1, None)
-    with pytest.raises(type(stop)), stop_recorded(RunFolder(tmp_path / "gone"), 0):  # where nothing can be written
+    with pytest.raises(type(stop)), record_stop(RunFolder(tmp_path / "gone"), 0):  # where nothing can be written
         raise stop
 
 
