@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import ipaddress
@@ -77,9 +78,11 @@ class Guard:
     a page that anyone wrote can make a browser call 127.0.0.1.
     """
 
-    def __init__(self, app: App, *, token: str | None, address: str, pages: frozenset[str] = frozenset()) -> None:
-        """`pages`: paths that may be asked for; all where none are named."""
-        self.app, self._pages = app, pages
+    def __init__(
+        self, app: App, *, token: str | None, address: str, pages: frozenset[str] = frozenset(), as_password: bool = False
+    ) -> None:
+        """`pages`: paths that may be asked for; all where none are named. `as_password`: a browser may ask for the token and send it as one."""
+        self.app, self._pages, self._as_password = app, pages, as_password
         self._digest = hashlib.sha256(token.encode()).digest() if token else None
         self._own = {"localhost", address, LOOPBACK, "::1"}
 
@@ -96,7 +99,7 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _answer(send, *refused)
+            await _answer(send, *refused, challenge=b'Basic realm="SFT-Play"' if self._as_password else b"Bearer")
 
     def _refusal(self, headers: list[tuple[bytes, bytes]]) -> tuple[int, str] | None:
         def named(wanted: bytes) -> list[bytes]:
@@ -105,6 +108,8 @@ class Guard:
         if self._digest is not None:
             given = named(b"authorization")
             scheme, _, token = given[0].strip().partition(b" ") if len(given) == 1 else (b"", b"", b"")
+            if self._as_password and scheme.lower() == b"basic":
+                scheme, token = b"bearer", _password(token)
             # Of digests, so that neither the time nor the length tells how much was right.
             same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
             return None if same and scheme.lower() == b"bearer" else (401, "the API key is missing or wrong")
@@ -124,11 +129,19 @@ def _hostname(url: str) -> str | None:
         return None
 
 
-async def _answer(send: Send, status: int, text: str) -> None:
+def _password(given: bytes) -> bytes:
+    """Return the password of `Authorization: Basic ...`; nothing where there is none."""
+    try:
+        return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
+async def _answer(send: Send, status: int, text: str, *, challenge: bytes) -> None:
     """Sends an error as OpenAI's API words it."""
     body = json.dumps({"error": {"message": text, "type": "invalid_request_error", "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers.append((b"www-authenticate", challenge))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -105,7 +105,7 @@ def _refuse_other_hosts(call: Call) -> None:
         return
     port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
     raise UserError(
-        f"`HOST` is `{address}`, but TensorBoard, which shows all runs to whoever asks, listens on {HOST} only",
+        f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only: it shows all runs to whoever asks",
         hint=f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open http://{HOST}:{port}/",
     )
 

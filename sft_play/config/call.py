@@ -160,15 +160,13 @@ def _plain(value: Any) -> Any:
 def as_yaml(flat: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """Returns block YAML that can be saved and used again; origins are comments."""
     lines: list[str] = []
-    open_sections: list[str] = []
+    opened: set[str] = set()
     for key, value in flat.items():
         *sections, name = key.split(".")
-        shared = 0
-        while shared < min(len(sections), len(open_sections)) and sections[shared] == open_sections[shared]:
-            shared += 1
-        for depth in range(shared, len(sections)):
-            lines.append("  " * depth + f"{sections[depth]}:")
-        open_sections = sections
+        for depth, section in enumerate(sections):
+            if (head := ".".join(sections[: depth + 1])) not in opened:
+                opened.add(head)
+                lines.append("  " * depth + f"{section}:")
         text = "  " * len(sections) + f"{name}: {scalar_text(value)}"
         lines.append(f"{text:<{COLUMN}}  # {_comment(origins[key])}")
     return "\n".join(lines)

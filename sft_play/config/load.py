@@ -113,10 +113,7 @@ def _read_saved(path: Path) -> tuple[Values, Path | None]:
     """Return the values of a run's `config.json`, and the file that they came from. Raise `CheckpointError`."""
     try:
         saved = read_json(path)
-        tree, origins = dict(saved["config"]), {str(key): str(origin) for key, origin in saved["origins"].items()}
-        tree["train"] = {**tree["train"], **tree["train"]["extra"]}
-        del tree["train"]["extra"]
-        return _values_of(tree, origins, place=str(path)), Path(saved["path"]) if saved.get("path") else None
+        return _values_of(saved, place=str(path)), Path(saved["path"]) if saved.get("path") else None
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -134,26 +131,26 @@ def _in_words(error: Exception) -> str:
 
 
 def override_config(loaded: LoadedConfig, overrides: Iterable[Override]) -> LoadedConfig:
-    """Returns `loaded` with further overrides. Raises `UserError`."""
+    """Return `loaded` with further overrides. Raise `UserError`."""
     overrides = list(overrides)
     if not overrides:
         return loaded
-    tree = dataclasses.asdict(_plain(loaded.config))
-    tree["train"].update(tree["train"].pop("extra"))
-    found = _values_of(tree, loaded.origins, place=str(loaded.path))
+    found = _values_of(saved_form(loaded), place=str(loaded.path))
     found.notices = list(loaded.notices)
     _read_overrides(overrides, found)
     return _finish(found, loaded.path)
 
 
-def _values_of(tree: Mapping[str, Any], origins: Mapping[str, str], place: str) -> Values:
-    """Returns a whole configuration as one layer: what this version's defaults are does not matter to a run that exists."""
-    found = Values()
+def _values_of(saved: Mapping[str, Any], place: str) -> Values:
+    """Return a complete configuration as one layer: what this version's defaults are does not matter to a run that exists."""
+    tree, origins, found = dict(saved["config"]), saved["origins"], Values()
+    tree["train"] = {**tree["train"], **tree["train"]["extra"]}
+    del tree["train"]["extra"]
     for key, node in leaves(wrap(tree), ""):
         if find_key(key) is None:
             found.problems.append(UserError(f"`{key}` is not a key of this version", place=place))
         else:
-            found.put(key, node, origins.get(key, DEFAULT), literal=True)
+            found.put(key, node, str(origins.get(key, DEFAULT)), literal=True)
     return found
 
 
@@ -164,12 +161,9 @@ def save_config(loaded: LoadedConfig, path: Path) -> None:
 
 def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
     """Returns what `config.json` holds."""
-    value = {"config": dataclasses.asdict(_plain(loaded.config)), "origins": dict(loaded.origins)}
-    return value | {"path": str(loaded.path) if loaded.path else None}
-
-
-def _plain(config: Config) -> Config:
-    return replace(config, train=replace(config.train, extra=dict(config.train.extra)))
+    config = replace(loaded.config, train=replace(loaded.config.train, extra=dict(loaded.config.train.extra)))
+    origins, path = dict(loaded.origins), str(loaded.path) if loaded.path else None
+    return {"config": dataclasses.asdict(config), "origins": origins, "path": path}
 
 
 # ---- Environment and command line

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 
 from sft_play.config.reader import Conflict, closest_word
 from sft_play.config.schema import Config
@@ -56,19 +55,11 @@ def unknown(metric: str) -> tuple[str, str] | None:
         return None
     if metric.startswith(LIBRARY):
         where, _ = library_parts(metric)
-        if not is_file_name(where):
-            return (
-                "names no metric of the `evaluate` library: no folder can be called so",
-                "evaluate:exact_match, or evaluate:path/to/folder",
-            )
-        return (
-            None
-            if where.strip("/ ")
-            else ("names no metric of the `evaluate` library", "evaluate:exact_match, or evaluate:path/to/folder")
-        )
+        wrong = ("names no metric of the `evaluate` library", "evaluate:exact_match, or evaluate:path/to/folder")
+        return None if where.strip("/ ") and is_file_name(where) else wrong
     if metric in OF_LOSS or metric.startswith(("loss/", "perplexity/")):
         return "is no score of answers", "loss and perplexity, also per source, are always measured; leave it out here"
-    close = closest(metric, OF_ANSWERS)
+    close = closest_word(metric, OF_ANSWERS)
     choices = f"one of {', '.join(OF_ANSWERS)}, or evaluate:NAME for one of the `evaluate` library"
     return "is no metric", f"did you mean `{close}`?" if close else choices
 
@@ -78,19 +69,12 @@ def metrics_hint(value: object) -> str | None:
     if not isinstance(value, str) or not value.strip():
         return None
     words = [word.strip() for word in value.split(",")]
-    meant = [word if unknown(word) is None else closest(word, OF_ANSWERS) for word in words]
+    meant = [word if unknown(word) is None else closest_word(word, OF_ANSWERS) for word in words]
     if None in meant:
         return None
     listed = f"a list is written `[{', '.join(str(word) for word in meant)}]`"
     mended = [f"`{better}`" for word, better in zip(words, meant, strict=True) if word != better]
     return f"did you mean {' and '.join(mended)}? {listed}" if mended else listed
-
-
-def closest(name: str, known: tuple[str, ...]) -> str | None:
-    """Returns the known name that `name` most likely stands for; letters' case and `_`, `-` do not count."""
-    plain = {re.sub(r"[^a-z0-9/]", "", one.lower()): one for one in known}
-    found = get_close_matches(re.sub(r"[^a-z0-9/]", "", name.lower()), plain, n=1)
-    return plain[found[0]] if found else None
 
 
 def validation_names(config: Config) -> tuple[str, ...]:
@@ -220,7 +204,7 @@ def _never_evaluated(config: Config) -> str:
 def _hint(bare: str, known: tuple[str, ...]) -> str:
     if bare in OF_ANSWERS:
         return f"add it: `eval.metrics: [{', '.join((*[k for k in known if k in OF_ANSWERS], bare))}]`"
-    close = closest(bare, known)
+    close = closest_word(bare, known)
     return f"did you mean `eval_{close}`?" if close else f"one of {', '.join(f'eval_{one}' for one in known)}"
 
 

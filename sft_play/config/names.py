@@ -331,15 +331,12 @@ def refusal(key: str) -> tuple[str | None, str] | None:
 
 
 def closest_file(path: Path, folder: Path) -> str | None:
-    """Returns a YAML file beside `path` or in `folder` whose name is close to it, as the user would type it."""
-    beside = list(path.parent.glob("*.yaml")) if path.parent.is_dir() and str(path.parent) != "." else []
-    shipped = list(folder.glob("*.yaml")) if folder.is_dir() else []
-    known = {p.stem.lower(): p for p in [*shipped, *beside]}
+    """Return a YAML file next to `path` or in `folder` whose name is close to it, as the user would type it."""
+    known = {p.stem.lower(): f"configs/{p.name}" for p in folder.glob("*.yaml")}
+    if path.parent != Path():
+        known |= {p.stem.lower(): str(p) for p in path.parent.glob("*.yaml")}
     close = get_close_matches(path.name.lower().removesuffix(".yaml"), known, n=1, cutoff=0.65)
-    if not close:
-        return None
-    found = known[close[0]]
-    return f"configs/{found.name}" if found in shipped else str(found)
+    return known[close[0]] if close else None
 
 
 def unknown_key(key: str, place: str, node: Node) -> UserError:

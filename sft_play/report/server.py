@@ -6,17 +6,15 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sft_play.access import App, Guard, Message, Receive, Send, address_of, is_loopback, own_url, serve_token
+from sft_play.access import App, Guard, address_of, is_loopback, own_url, serve_token
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS
 from sft_play.errors import UserError
@@ -49,7 +47,9 @@ def main(call: Call) -> int:
     if call.json:
         print(json.dumps({"url": url, "runs": str(runs_folder()), "token": token is not None}), flush=True)
     else:
-        print(f"all runs of `{runs_folder()}` at {url}{'?token=...' if token else ''}  (Ctrl-C stops)", flush=True)
+        print(
+            f"all runs of `{runs_folder()}` at {url}  ({'the token is the password; ' if token else ''}Ctrl-C stops)", flush=True
+        )
     uvicorn.Server(
         uvicorn.Config(application(token, address), host=address, port=port, log_level="error", timeout_graceful_shutdown=1)
     ).run()
@@ -66,31 +66,7 @@ def application(token: str | None, address: str) -> App:
         Route("/api/compare", _compare),
         Route("/api/changes", _changes),
     ]
-    guarded = Guard(Starlette(routes=routes), token=token, address=address)
-    return CookieToken(guarded) if token else guarded
-
-
-class CookieToken:
-    """An ASGI application that takes the token of `/?token=...` into a cookie, since a browser sends no header of its own for a page."""
-
-    def __init__(self, app: App) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes a request on with the token where `Guard` looks for it."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        if given and scope["path"] == "/":
-            cookie = f"{COOKIE}={quote(given[0])}; HttpOnly; SameSite=Strict; Path=/"
-            await Response(status_code=303, headers={"location": "/", "set-cookie": cookie})(scope, receive, send)
-            return
-        cookies = SimpleCookie("; ".join(value.decode("latin-1") for name, value in headers if name == b"cookie"))
-        if COOKIE in cookies and not any(name == b"authorization" for name, _ in headers):
-            headers.append((b"authorization", b"Bearer " + unquote(cookies[COOKIE].value).encode()))
-        await self.app({**scope, "headers": headers}, receive, send)
+    return Guard(Starlette(routes=routes), token=token, address=address, as_password=True)
 
 
 def runs() -> list[RunFolder]:

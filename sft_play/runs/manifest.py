@@ -251,23 +251,18 @@ class StatesFacts:
 def read_facts(checkpoint: Path) -> StatesFacts:
     """Reads `states.json`. Raises `CheckpointError` when it is missing (an older version's pickles) or not one of ours."""
     path = checkpoint / STATES_NAME
+    hint = (
+        "resume it with the version that wrote it, which its stamp.json names (`make stamp`), or start a new run from its weights"
+    )
     try:
         facts: dict[str, Any] = read_json(path)
         if facts["format"] != FORMAT:
-            raise CheckpointError(
-                f"its states have the format {facts['format']}; this version reads {FORMAT}",
-                place=str(path),
-                hint="resume it with the version that wrote it, which its stamp.json names (`make stamp`)",
-            )
+            text = f"its states have the format {facts['format']}; this version reads {FORMAT}"
+            raise CheckpointError(text, place=str(path), hint=hint)
         return StatesFacts(**facts)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"`{checkpoint.name}` has no `{STATES_NAME}`: an older version wrote it, with states in pickles, which are no longer read"
-            " since loading one can run any program",
-            place=str(checkpoint),
-            hint="resume it with the version that wrote it (see stamp.json), or start a new run from its weights: set `model.name` to"
-            " a full model's checkpoint, or to what `make merge` makes of an adapter",
-        ) from None
+        text = f"`{checkpoint.name}` has no `{STATES_NAME}`: an older version wrote it, with states in pickles, which are no longer read"
+        raise CheckpointError(text, place=str(checkpoint), hint=hint) from None
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint") from error
 
