@@ -28,7 +28,7 @@ from sft_play.training.faults import Heartbeat, Program, beating, contain, end
 from sft_play.training.process import StopRequest, check_launch, import_libraries, launched_world, log_alone, quiet_libraries
 
 if TYPE_CHECKING:
-    from sft_play.model.tensor_parallel import Slicer
+    from sft_play.model.parallel import Slicer
     from sft_play.training.pipeline import Pipeline
     from sft_play.training.ranks import Ranks
     from sft_play.training.trainer import SftTrainer
@@ -186,11 +186,11 @@ def _shared_out(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer 
 
     limit = config.launch.timeout_seconds
     if plan.sequence_parallel > 1:
-        from sft_play.model.sequence_parallel import share_heads
+        from sft_play.model.parallel import share_heads
 
         share_heads(group_of(ranks, limit))
     if plan.tensor_parallel > 1:
-        from sft_play.model.tensor_parallel import Slicer
+        from sft_play.model.parallel import Slicer
 
         slicer = Slicer(ranks.rank % ranks.group_size, ranks.group_size, group_of(ranks, limit))
         slicer.cut(model)

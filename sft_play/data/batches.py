@@ -196,7 +196,7 @@ class Collator:
     collective operation of a step still happens. `rows` keeps the rows' ids and `tokens` counts theirs; neither reaches the model.
 
     `part` (i, N): of a flattened line, made longer by a row of padding where N does not divide it, only slice i of N equal ones, its
-    targets and tokens; the lengths stay those of the whole line (`model.sequence_parallel`).
+    targets and tokens; the lengths stay those of the whole line (`model.parallel`).
     """
 
     def __init__(

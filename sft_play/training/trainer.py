@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from transformers import Trainer
 
 from sft_play.data.batches import Batch, GlobalBatchSampler
-from sft_play.model.tensor_parallel import Slicer
+from sft_play.model.parallel import Slicer
 from sft_play.training.arguments import reduce_in_fp32
 from sft_play.training.balance import Balancer, together
 from sft_play.training.guards import Finite, Holdings, SpikeGuard

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from sft_play.config.schema import LoraSettings
 from sft_play.data.batches import Collator
 from sft_play.model import lora
-from sft_play.model.tensor_parallel import Slicer, families_plan, slice_of
+from sft_play.model.parallel import Slicer, families_plan, slice_of
 from sft_play.trace.build import BASE
 from sft_play.training.loss import NOT_FOR_THE_MODEL
 from tests.families import tiny_model

@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 
 from sft_play.data.batches import Collator
 from sft_play.model import kernels
-from sft_play.model.sequence_parallel import share_heads
+from sft_play.model.parallel import share_heads
 from sft_play.training.loss import NOT_FOR_THE_MODEL, token_loss_sum
 from sft_play.training.ranks import Ranks, group_of
 from tests.families import tiny_model

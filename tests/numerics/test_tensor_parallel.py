@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sft_play.model.tensor_parallel import STYLES
+from sft_play.model.parallel import STYLES
 from sft_play.plan.shape import TENSOR_PARALLEL_MODEL_TYPES
 from tests.families import COMPOSITE, FAMILIES
 from tests.numerics.rank_processes import found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from sft_play.errors import CheckpointError
-from sft_play.model.tensor_parallel import local_part, slice_of
+from sft_play.model.parallel import local_part, slice_of
 from sft_play.training.states.files import flat_shares, partition
 
 

@@ -1,12 +1,18 @@
-"""Layers whose weights the ranks of a group hold in slices (tensor parallelism, Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""Layers, and lines of packed rows, that the ranks of a group hold in slices.
 
-A rank computes its share of the attention heads and of the feed-forward units: of the layers into them it holds rows, of the layers out of them
-columns. All ranks of a group read the same rows of data. What a region's first layers read is theirs in common, so its gradients are summed;
-what its last layers give is summed. Everything else (embeddings, norms, head) every rank holds and computes itself.
+Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a rank computes its share of the attention heads and of the
+feed-forward units: of the layers into them it holds rows, of the layers out of them columns. All ranks of a group read the same rows of
+data. What a region's first layers read is theirs in common, so its gradients are summed; what its last layers give is summed. Everything
+else (embeddings, norms, head) every rank holds and computes itself.
+
+Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): an all-to-all turns each rank's slice of a line with all heads into the
+whole line with its share of the heads; `kernels.varlen_attention` computes them with every row apart, as in one process; another all-to-all
+turns them back. Everything else in a layer works token by token.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,11 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, all_to_all_single
 from torch.nn import functional
+from transformers import AttentionInterface
 
 from sft_play.errors import UserError
+from sft_play.model.kernels import attention_dtype, varlen_attention
 from sft_play.model.stages import list_of_layers
+from sft_play.plan.shape import VARLEN
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Of transformers' plans for a family (`base_model_tp_plan`), those that are understood here."""
@@ -233,3 +242,60 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+def share_heads(group: ProcessGroup) -> None:
+    """Makes `attn_implementation="varlen"` compute lines whose slices lie on the ranks of `group`, from now on in this process."""
+    AttentionInterface.register(VARLEN, partial(sliced_attention, group))
+
+
+def sliced_attention(
+    group: ProcessGroup,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    s_aux: Tensor | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Returns [1, t, H, V], as `varlen_attention` does, of this rank's slice: `query` [1, H, t, D], `key` [1, K, t, D], `value` [1, K, t, V].
+
+    All ranks of the group call it together. `settings` has the lengths of the whole line. N must divide H.
+    """
+    ranks, dtype = group.size(), attention_dtype(query, value)
+    parts = [_by_rank(states.to(dtype), ranks) for states in (query, key, value)]
+    sizes = [part.shape[2:] for part in parts]
+    line = _exchange(torch.cat([part.flatten(2) for part in parts], 2), group).flatten(0, 1)
+    states = line.split([size.numel() for size in sizes], 1)
+    query, key, value = (one.unflatten(1, size).transpose(0, 1)[None] for one, size in zip(states, sizes, strict=True))
+    sinks = None if s_aux is None else s_aux.chunk(ranks)[group.rank()]
+    found, _ = varlen_attention(module, query, key, value, attention_mask, s_aux=sinks, **settings)
+    return _exchange(found[0].unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
+
+
+def _by_rank(states: Tensor, ranks: int) -> Tensor:
+    """Returns [N, t, H / N, D] of [1, H, t, D]: each rank's heads, repeated where N does not divide them, as grouped attention would."""
+    heads = states[0].repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], 0)
+    return heads.unflatten(0, (ranks, -1)).transpose(1, 2)
+
+
+def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
+    found: Tensor = _AllToAll.apply(parts, group)
+    return found
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i goes to rank i of the group, and rank i's part comes into its place. Gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.forward(ctx, gradients[0], ctx.group), None
