@@ -49,12 +49,21 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         return _load_unsloth(config, plan, prepared), tokenizer
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
-    check_vocabulary(model, tokenizer, prepared.model.name)
+    if len(tokenizer) > (rows := model.config.get_text_config().vocab_size):
+        raise CheckpointError(
+            f"the tokenizer of `{prepared.model.name}` has {len(tokenizer)} tokens, but the model's embeddings have {rows} rows",
+            hint="tokenizer and weights are of different models: fetch both again",
+        )
     model.config.get_text_config().use_cache = False
     if plan.kernels == "liger":
         use_kernels(model)
     if config.tuning.mode == "full":
-        _free_text_part(model)
+        if prefix := lora.free_text_part(model):
+            frozen = sum(
+                getattr(p, "ds_numel", p.numel()) for p in model.parameters() if not p.requires_grad
+            )  # ZeRO-3 keeps shards
+            said = f"multimodal model: `{prefix}` and the head are tuned"
+            tell(f"{said}; {frozen:,} parameters of vision tower and projector are frozen")
     else:
         model.requires_grad_(False)
         # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
@@ -118,26 +127,6 @@ def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
     if config.tuning.mode == "qlora" and plan.weights_dtype == "bfloat16":
         return torch.bfloat16
     return torch.float32
-
-
-def check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
-    """Raises `CheckpointError` when the tokenizer has tokens that the model has no embedding for."""
-    rows = model.config.get_text_config().vocab_size
-    if len(tokenizer) > rows:
-        raise CheckpointError(
-            f"the tokenizer of `{name}` has {len(tokenizer)} tokens, but the model's embeddings have {rows} rows",
-            hint="tokenizer and weights are of different models: fetch both again",
-        )
-
-
-def _free_text_part(model: Any) -> None:
-    """Lets the text model and its head train, and says what stays frozen."""
-    prefix = lora.free_text_part(model)
-    if prefix:
-        frozen = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if not p.requires_grad)  # ZeRO-3 keeps shards
-        tell(
-            f"multimodal model: `{prefix}` and the head are tuned; {frozen:,} parameters of vision tower and projector are frozen"
-        )
 
 
 def _placement(plan: Plan) -> str | None:
@@ -264,78 +253,57 @@ def tell(*notes: str) -> None:
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def _check_unsloth() -> None:
-    """Raises `HardwareError` that names what is missing: the package, the GPU, or both."""
-    lacking = []
-    if importlib.util.find_spec("unsloth") is None:
-        lacking.append(NO_UNSLOTH)
+def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
+    """Return the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
+
+    The tokenizer stays ours: Unsloth's would be changed on the way. Raise `HardwareError` when Unsloth or the GPU is missing
+    and `UserError` for what Unsloth does not do.
+    """
+    lacking = [] if importlib.util.find_spec("unsloth") else [NO_UNSLOTH]
     if not torch.cuda.is_available() or torch.version.cuda is None:
         lacking.append("an NVIDIA GPU (none is seen here)")
     if lacking:
         raise HardwareError(f"`tuning.backend: unsloth` needs {' and '.join(lacking)}", hint=UNSLOTH_HINT)
-
-
-def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
-    """Returns the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
-
-    The tokenizer stays ours: Unsloth's would be changed on the way. Raises `HardwareError` when Unsloth or the GPU is missing
-    and `UserError` for what Unsloth does not do.
-    """
-    _check_unsloth()
-    folder = Path(prepared.model.path)
-    existing = quantise.quantisation_of(folder)
-    if existing is not None:
-        quantise.check_existing(existing, config.tuning, plan.strategy)
-    four_bit = config.tuning.mode == "qlora" if existing is None else quantise.describe(existing).startswith("bitsandbytes nf4")
-    model = _read_unsloth(config, plan, folder, four_bit=four_bit)
-    if config.tuning.mode != "full":
-        model = _add_unsloth_adapters(model, config, plan)
-    model.config.get_text_config().use_cache = False
-    return _select_positions(model)
-
-
-def _read_unsloth(config: Config, plan: Plan, folder: Path, *, four_bit: bool) -> Any:
-    if config.tuning.mode == "qlora" and config.tuning.quantization == "int8":
-        raise UserError(
-            "`tuning.backend: unsloth` quantises to nf4, not int8",
-            hint="use `tuning.quantization: nf4`, or `tuning.backend: bnb`",
-        )
+    folder, tuning = Path(prepared.model.path), config.tuning
+    if existing := quantise.quantisation_of(folder):
+        quantise.check_existing(existing, tuning, plan.strategy)
+    if tuning.mode == "qlora" and tuning.quantization == "int8":
+        hint = "use `tuning.quantization: nf4`, or `tuning.backend: bnb`"
+        raise UserError("`tuning.backend: unsloth` quantises to nf4, not int8", hint=hint)
+    four_bit = quantise.describe(existing).startswith("bitsandbytes nf4") if existing else tuning.mode == "qlora"
     # Unsloth patches transformers while it is imported, so this import is the switch, and it must not happen elsewhere.
     from unsloth import FastLanguageModel
 
-    full = config.tuning.mode == "full"
+    checkpointing = "unsloth" if plan.gradient_checkpointing else False
     model, _ = FastLanguageModel.from_pretrained(
         model_name=str(folder),
         max_seq_length=config.model.max_seq_len,
         dtype=getattr(torch, plan.weights_dtype),
         load_in_4bit=four_bit,
-        load_in_16bit=not four_bit and not full,
-        full_finetuning=full,
+        load_in_16bit=not four_bit and tuning.mode != "full",
+        full_finetuning=tuning.mode == "full",
         device_map={"": int(os.environ.get("LOCAL_RANK", "0"))},
-        use_gradient_checkpointing="unsloth" if plan.gradient_checkpointing else False,
+        use_gradient_checkpointing=checkpointing,
         trust_remote_code=config.model.trust_remote_code and runs_code(folder),
         # Our folder and nothing else: else Unsloth takes its own quantised upload of a model with a known name.
         use_exact_model_name=True,
         local_files_only=True,
     )
-    return model
-
-
-def _add_unsloth_adapters(model: Any, config: Config, plan: Plan) -> Any:
-    from unsloth import FastLanguageModel
-
-    settings = config.tuning.lora
-    return FastLanguageModel.get_peft_model(
-        model,
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=TARGETS if settings.target_modules == "auto" else list(settings.target_modules),
-        bias="none",
-        use_gradient_checkpointing="unsloth" if plan.gradient_checkpointing else False,
-        random_state=config.train.seed,
-        max_seq_length=config.model.max_seq_len,
-    )
+    if tuning.mode != "full":
+        targets = tuning.lora.target_modules
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=tuning.lora.r,
+            lora_alpha=tuning.lora.alpha,
+            lora_dropout=tuning.lora.dropout,
+            target_modules=TARGETS if targets == "auto" else list(targets),
+            bias="none",
+            use_gradient_checkpointing=checkpointing,
+            random_state=config.train.seed,
+            max_seq_length=config.model.max_seq_len,
+        )
+    model.config.get_text_config().use_cache = False
+    return _select_positions(model)
 
 
 def _select_positions(model: Any) -> Any:

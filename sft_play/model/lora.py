@@ -79,10 +79,20 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Returns the names of the text model's linear layers that take an adapter, the head left out."""
+    """Return the names of the text model's linear layers that take an adapter, the head left out."""
+    head = model.get_output_embeddings()
+    named = _named_layers(model).items()
+    return [name for name, module in named if is_linear(module) and module is not head and why_not(model, name) is None]
+
+
+def _named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers and embeddings of the text model, and its head, by their names."""
     prefix, head = text_prefix(model), model.get_output_embeddings()
-    found = [name for name, module in model.named_modules() if is_linear(module) and module is not head and _inside(name, prefix)]
-    return [name for name in found if why_not(model, name) is None]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (is_linear(module) or isinstance(module, nn.Embedding)) and (_inside(name, prefix) or module is head)
+    }
 
 
 def why_not(model: nn.Module, name: str) -> str | None:
@@ -124,30 +134,22 @@ def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
 
     Raises `UserError` when a typed name matches nothing in the text model, or the head of a model with tied embeddings.
     """
-    experts = expert_names(model)
-    if wanted == "auto":
+    experts, parameters, notes = expert_names(model), list[str](), tuple[str, ...]()
+    if isinstance(wanted, str):
         names = linear_names(model)
-        parameters: list[str] = []
-        notes = (_frozen_experts_note(experts),) if experts else ()
         if not names:
             raise UserError(
                 "`tuning.lora.target_modules: auto` finds no linear layer in this model",
                 hint=f"type the names of the layers; it holds {_some(sorted({_leaf(n) for n, _ in model.named_modules() if n}))}",
             )
+        if experts:
+            typed = ", ".join(sorted({_last_two(name) for name in experts}))
+            frozen = f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention, dense layers"
+            notes = (f"{frozen} and shared experts; to adapt experts too, type their names ({typed})",)
     else:
-        assert not isinstance(wanted, str)
         names, parameters = _match_typed(model, wanted, experts)
-        notes = ()
     conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
     return Targets(modules=names, parameters=parameters, conv1d=conv1d, notes=notes)
-
-
-def _frozen_experts_note(experts: Sequence[str]) -> str:
-    typed = ", ".join(sorted({_last_two(name) for name in experts}))
-    return (
-        f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention, dense layers and shared experts; "
-        f"to adapt experts too, type their names ({typed})"
-    )
 
 
 def _ends(name: str, typed: str) -> bool:
@@ -156,13 +158,8 @@ def _ends(name: str, typed: str) -> bool:
 
 def _match_typed(model: nn.Module, wanted: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns names of matched modules and of matched expert weights."""
-    prefix, head = text_prefix(model), model.get_output_embeddings()
+    head, named = model.get_output_embeddings(), _named_layers(model)
     tied = head is not None and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    named = {
-        name: module
-        for name, module in model.named_modules()
-        if (is_linear(module) or isinstance(module, nn.Embedding)) and (_inside(name, prefix) or module is head)
-    }
     refused = {name: why for name in named if (why := why_not(model, name))}
     candidates = {name: module for name, module in named.items() if name not in refused}
     modules: dict[str, None] = {}
@@ -300,7 +297,8 @@ def add_adapters(
     with warnings.catch_warnings(), as_named():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    _check_placed(adapted, targets)
+    placed = {*adapted.base_model.targeted_module_names, *adapted.base_model.targeted_parameter_names}
+    assert placed == {*targets.modules, *targets.parameters}, "PEFT put adapters elsewhere than they were planned"
     for name, value in saved.items():
         setattr(config, name, value)
     # Other tools find the base by this; the folder that it was read from may be a cache of this machine.
@@ -309,18 +307,6 @@ def add_adapters(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted, targets.notes
-
-
-def _check_placed(adapted: Any, targets: Targets) -> None:
-    """Raises `UserError` unless PEFT has put adapters exactly where they were planned."""
-    placed = {*adapted.base_model.targeted_module_names, *adapted.base_model.targeted_parameter_names}
-    planned = {*targets.modules, *targets.parameters}
-    if placed != planned:
-        raise UserError(
-            f"PEFT put adapters on {_some(sorted(placed - planned)) or 'nothing else'}, which were not planned, and none on "
-            f"{_some(sorted(planned - placed)) or 'nothing else'}",
-            hint="type fewer names as `tuning.lora.target_modules`, and report this model",
-        )
 
 
 def leave_casts_to_autocast(model: nn.Module) -> None:

@@ -15,10 +15,10 @@ import torch
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import current_umask, file_sha256, read_json, sync_folder, write_json
+from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_folder, write_json
 from sft_play.model import quantise
 from sft_play.model.load import read_model
-from sft_play.model.resolve import stored_numbers
+from sft_play.model.resolve import count_numbers
 from sft_play.model.tokenizer import end_of_turn_ids, write_chat
 from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype, tokenizer_of
 from sft_play.plan.hardware import ram_bytes
@@ -74,8 +74,7 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     prepared = Prepared.load(run.prepared)
     settled = read_config(run.config).config
     checked_base(weights, settled, Plan.load(run.plan), prepared, "merge")
-    size = sum(p.stat().st_size for p in weights.iterdir() if p.is_file())
-    _require_disk(partial, size)
+    _require_disk(partial, _size(weights))
     for path in model_files(weights):
         shutil.copy2(path, partial / path.name)
     tokenizer = tokenizer_of(partial, prepared.model, settled)
@@ -86,15 +85,9 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
         part.update({"use_cache": True} if "use_cache" in part else {})  # training turned it off
     write_json(partial / "config.json", config)
     settings = partial / "generation_config.json"
-    write_json(settings, (read_json(settings) if settings.is_file() else {}) | _ends(tokenizer))
-    return {
-        "dtype": stored_dtype(weights),
-        "parameters": stored_numbers(weights),
-        "size_bytes": _size(partial),
-        "difference": None,
-        "saved_difference": None,
-        "largest_logit": None,
-    }
+    write_json(settings, read_object(settings) | _ends(tokenizer))
+    compared = dict.fromkeys(("difference", "saved_difference", "largest_logit"))
+    return {"dtype": stored_dtype(weights), "parameters": count_numbers(weights), "size_bytes": _size(partial), **compared}
 
 
 def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> dict[str, Any]:
@@ -122,8 +115,12 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
     if config.tuning.mode == "qlora" and quantise.quantisation_of(folder) is None:
         del saved
         gc.collect()
-        quantised = add_trained_adapter(read_base(config, plan, base, "cpu"), weights)
-        _tell_quantised(quantised, wanted, prompts, config.tuning.quantization, say)
+        quantised = add_trained_adapter(read_base(config, plan, base, "cpu"), weights).eval()
+        apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), wanted, strict=True))
+        say(
+            f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ by {apart:.2e} "
+            "on average: the error of quantisation, which merging takes out of the base"
+        )
     return {
         "dtype": dtype,
         "parameters": parameters,
@@ -137,8 +134,12 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
 def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) -> Any:
     """Returns the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
     existing = quantise.quantisation_of(folder)
-    parameters = stored_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
-    _require_memory(4 * parameters)
+    parameters = count_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
+    if (needed := 4 * parameters) > (free := ram_bytes()[1]):
+        raise HardwareError(
+            f"merging in float32 needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free",
+            hint="merge on a machine with more memory; `infer` and `eval` work without merging",
+        )
     _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
     if existing is None:
         if config.tuning.mode == "qlora":
@@ -151,15 +152,6 @@ def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) 
         )
     say(f"the base exists only quantised ({quantise.describe(existing)}): its weights are dequantised to float32 and merged")
     return read_model(folder, config.model, dtype=torch.float32).dequantize()
-
-
-def _tell_quantised(quantised: Any, wanted: list[Any], prompts: list[Any], how: str, say: Say) -> None:
-    """Says how far the merged model is from the quantised one that was trained and scored: that is the quantisation's error."""
-    apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised.eval(), prompts), wanted, strict=True))
-    say(
-        f"note: compared with the {how} model that was trained and scored, its logits differ by {apart:.2e} on average: the error of "
-        "quantisation, which merging takes out of the base"
-    )
 
 
 def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> None:
@@ -189,10 +181,9 @@ def _ends(tokenizer: Any) -> dict[str, Any]:
 
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
-    stamp = read_json(weights / "stamp.json") if (weights / "stamp.json").is_file() else {}
     files = sorted(p for p in weights.iterdir() if p.suffix == ".safetensors" and not is_state_file(p.name))
     made_from = {"run": run.name, "weights": label_of(run, weights), "sha256": {p.name: file_sha256(p) for p in files}}
-    write_json(partial / "stamp.json", {**stamp, "merged_from": made_from})
+    write_json(partial / "stamp.json", {**read_object(weights / "stamp.json"), "merged_from": made_from})
 
 
 def _ids(tokenizer: Any, prompt: str) -> torch.Tensor:
@@ -220,20 +211,8 @@ def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> 
 def _require_disk(place: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed * 1.05:
-        raise HardwareError(
-            f"the merged model needs {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free",
-            place=str(place.parent),
-            hint="make room, or name a place on another disk with OUT=",
-        )
-
-
-def _require_memory(needed: int) -> None:
-    free = ram_bytes()[1]
-    if free < needed:
-        raise HardwareError(
-            f"merging in float32 needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free",
-            hint="merge on a machine with more memory; `infer` and `eval` work without merging",
-        )
+        message = f"the merged model needs {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free"
+        raise HardwareError(message, place=str(place.parent), hint="make room, or name a place on another disk with OUT=")
 
 
 def _size(folder: Path) -> int:

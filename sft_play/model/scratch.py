@@ -17,7 +17,7 @@ from sft_play.data.formats import recognise, to_example
 from sft_play.data.sources import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
-from sft_play.model.resolve import TOKENIZER_FILES, describe, resolve_model, small_files, stored_numbers, tokenizer_sha256
+from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
 from sft_play.model.resolve import says as says_where
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
@@ -40,7 +40,7 @@ def says(config: Config, model: ResolvedModel) -> str:
     """Returns one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
     if model.source != "scratch":
         return says_where(model)
-    weights = stored_numbers(Path(model.path))
+    weights = count_numbers(Path(model.path))
     named = f"the tokenizer of {config.model.tokenizer or config.model.name}"
     tokenizer = "a tokenizer trained on the training data" if trains_tokenizer(config.model) else named
     return f"model: {model.name}, {weights:,} random weights from train.seed {config.train.seed}, {tokenizer}"
