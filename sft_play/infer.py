@@ -43,7 +43,7 @@ class Ready(NamedTuple):
 
 
 def main(call: Call) -> int:
-    """Answers in the way that the variables ask for. Input is read and checked before the model is loaded."""
+    """Answer in the way that the variables ask for. Input is read and checked before the model is loaded."""
     options = call.options
     _check_options(options)
     plain = plain_model(options, "infer")
@@ -51,54 +51,40 @@ def main(call: Call) -> int:
     run = None if plain else find_run(options["RUN"])
     folder = weights_folder(run, options.get("CHECKPOINT")) if run else None
     rows = read_questions(Path(options["INPUT"]), _columns(run) if run else ()) if "INPUT" in options else None
-    ready = _load(call, run, folder) if run and folder else _load_plain(call, plain or "")
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for answers
+        ready = _load(call, run, folder) if run and folder else _load_plain(call, plain or "")
     if "PROMPT" in options:
-        return _one(
-            call, ready, {"run": run.name, "weights": label_of(run, folder)} if run and folder else {"model": plain or ""}
-        )
+        facts = {"run": run.name, "weights": label_of(run, folder)} if run and folder else {"model": plain or ""}
+        return _one(call, ready, facts)
     if rows is not None:
         return _file(call, ready, rows, Path(options["OUTPUT"]))
     return Conversation(ready, as_json=call.json).run(sys.stdin)
 
 
-def _question(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
 def _columns(run: RunFolder) -> list[Mapping[str, str]]:
-    """Returns how the run's own sources rename columns."""
+    """Return how the run's own sources rename columns."""
     from sft_play.config.load import read_config
 
     return [source.columns for source in read_config(run.config).config.data.sources if source.columns]
 
 
 def _check_options(options: Mapping[str, str]) -> None:
-    """Raises `UserError` for variables that are missing or do not go together."""
-    problems = []
+    """Raise `UserError` for variables that do not go together, and for a file that would lose the questions or the answers."""
+    hint = "make infer RUN=name INPUT=questions.jsonl OUTPUT=answers.jsonl"
     if "PROMPT" in options and ("INPUT" in options or "OUTPUT" in options):
-        problems.append(UserError("`PROMPT` asks for one answer and `INPUT`/`OUTPUT` for a file of them: give one or the other"))
-    elif ("INPUT" in options) != ("OUTPUT" in options):
+        raise UserError("`PROMPT` asks for one answer and `INPUT`/`OUTPUT` for a file of them: give one or the other")
+    if not options.get("PROMPT", "?").strip():
+        raise UserError("`PROMPT` is empty")
+    if ("INPUT" in options) != ("OUTPUT" in options):
         given, lacking = ("INPUT", "OUTPUT") if "INPUT" in options else ("OUTPUT", "INPUT")
-        problems.append(
-            UserError(f"`{given}` needs `{lacking}`", hint="make infer RUN=name INPUT=questions.jsonl OUTPUT=answers.jsonl")
-        )
-    elif "PROMPT" in options and not options["PROMPT"].strip():
-        problems.append(UserError("`PROMPT` is empty"))
-    elif "OUTPUT" in options and Path(options["OUTPUT"]).is_dir():
-        problems.append(UserError("`OUTPUT` is a folder; expected a file", place=options["OUTPUT"]))
-    elif "OUTPUT" in options:
-        problems += _output_problems(Path(options["INPUT"]), Path(options["OUTPUT"]))
-    raise_all(problems)
-
-
-def _output_problems(source: Path, output: Path) -> list[UserError]:
-    """Returns what would lose the questions or the answers, before anything is computed."""
-    if source.exists() and output.exists() and source.samefile(output):
-        return [UserError("`OUTPUT` is the same file as `INPUT`: the questions would be lost", place=str(output))]
-    folder = output.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return [UserError("`OUTPUT` cannot be written: its folder does not exist or is not writable", place=str(output))]
-    return []
+        raise UserError(f"`{given}` needs `{lacking}`", hint=hint)
+    if "OUTPUT" in options:
+        source, output = Path(options["INPUT"]), Path(options["OUTPUT"])
+        if source.exists() and output.exists() and source.samefile(output):
+            raise UserError("`OUTPUT` is the same file as `INPUT`: the questions would be lost", place=str(output))
+        if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
+            message = "`OUTPUT` cannot be written: it is a folder, or its folder does not exist or is not writable"
+            raise UserError(message, place=str(output))
 
 
 def _check_overrides(call: Call, allowed: frozenset[str]) -> None:
@@ -126,30 +112,24 @@ def _load(call: Call, run: RunFolder, folder: Path) -> Ready:
     from sft_play.plan.plan import Plan
 
     settings = _settings(read_config(run.config, call.overrides).config, Plan.load(run.plan).eval_batch_size)
-    _tell_loading(f"{label_of(run, folder)} of the run {run.name}")
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for answers
-        return Ready(*load_for_use(run, folder), settings)
+    print(f"loading {label_of(run, folder)} of the run {run.name} ...", file=sys.stderr, flush=True)
+    return Ready(*load_for_use(run, folder), settings)
 
 
 def _load_plain(call: Call, name: str) -> Ready:
     from sft_play.model.use import find_plain, load_plain
 
-    with contextlib.redirect_stdout(sys.stderr):
-        config, model = find_plain(call, name)
-        settings = _settings(config, BATCH_SIZE)
-        _tell_loading(f"{name}")
-        return Ready(*load_plain(config, model), settings)
-
-
-def _tell_loading(what: str) -> None:
-    print(f"loading {what} ...", file=sys.stderr, flush=True)
+    config, model = find_plain(call, name)
+    print(f"loading {name} ...", file=sys.stderr, flush=True)
+    return Ready(*load_plain(config, model), _settings(config, BATCH_SIZE))
 
 
 def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
     from sft_play.evaluation.answering import answer_all
 
     prompt = call.options["PROMPT"]
-    answer = answer_all(*ready, _prompts(ready, [Question("`PROMPT`", _question(prompt))]))[0]
+    question = Question("`PROMPT`", [{"role": "user", "content": prompt}])
+    answer = answer_all(*ready, _prompts(ready, [question]))[0]
     if call.json:
         found = {"prompt": prompt, "answer": answer.text, "tokens": answer.tokens, "stopped": answer.stopped}
         print(json.dumps({**facts, **found}, ensure_ascii=False))
@@ -248,8 +228,8 @@ class Conversation:
             elif line.strip():
                 self.ask(line.strip())
 
-    def ask(self, question: str) -> str:
-        """Answers one turn, streams it to stdout and keeps it in the history."""
+    def ask(self, question: str) -> None:
+        """Answer one turn, stream it to stdout and keep it in the history."""
         from sft_play.evaluation.answering import answer_all
 
         self.messages.append({"role": "user", "content": question})
@@ -258,14 +238,13 @@ class Conversation:
         except DataError as error:
             self.messages.pop()
             print(error.render(), file=sys.stderr)
-            return ""
+            return
         if self.as_json or self.settings.num_beams > 1:  # beams decide on the text only at the end
             text = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].text
             print(json.dumps({"prompt": question, "answer": text}, ensure_ascii=False) if self.as_json else text, flush=True)
         else:
             text = self._stream(prompt)
         self.messages.append({"role": "assistant", "content": text})
-        return text
 
     def _stream(self, prompt: Sequence[int]) -> str:
         """Prints the answer while it is made, and returns it."""
