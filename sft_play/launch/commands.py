@@ -21,7 +21,7 @@ from sft_play.launch import recovery
 from sft_play.launch.attempt import FETCH, fetch_checkpoint, prepare, probe, run_attempt, wait_until_free
 from sft_play.launch.environment import indices_of
 from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
-from sft_play.launch.machines import agreed, joined, meet, own_part
+from sft_play.launch.machines import agree, join_machines, meet, remove_own_part
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
@@ -103,13 +103,13 @@ def start_run(
     name, rank, again_too = choose_name(options.run_name, loaded.path), job.node.rank, loaded.config.launch.auto_resume
     with ended_by_signals(), contextlib.ExitStack() as stack:
         if rank > 0:  # on a shared disk node 0 makes the folder
-            job = stack.enter_context(joined(job, RunFolder(runs_folder() / name)))
+            job = stack.enter_context(join_machines(job, RunFolder(runs_folder() / name)))
         run = stack.enter_context(reserve_folder(name, node_rank=rank, never_started_too=again_too))
         stack.enter_context(lock_run(run, node_rank=rank))
         if rank == 0:
-            job = stack.enter_context(joined(job, run))
-        stack.enter_context(own_part(job, run))
-        if job.nodes:
+            job = stack.enter_context(join_machines(job, run))
+        stack.enter_context(remove_own_part(job, run))
+        if job.measured:
             refuse_early(job)
         save_config(loaded, job.home(run).config)
         prepare(job.home(run))
@@ -151,7 +151,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
     choices = iter([first])
-    with joined(alone, run, choose=lambda: next(choices, None) or _newest(run, alone.node.rank)) as together:
+    with join_machines(alone, run, choose=lambda: next(choices, None) or _newest(run, alone.node.rank)) as together:
         job, checkpoint = together, together.checkpoint
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
@@ -178,7 +178,7 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
-    job, plan = agreed(job, prepared, run, recovery.recoveries(run))
+    job, plan = agree(job, prepared, run, recovery.recoveries(run))
     lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
     with explain_disk_errors(run):
         outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
@@ -275,12 +275,12 @@ def _meet_again(
     """Returns job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
     ours = job.rendezvous
     if ours is None:
-        return agreed(job, prepared, run, recoveries)
+        return agree(job, prepared, run, recoveries)
     try:
         if alone:
             ours.close()
             ours.open()
-        return agreed(meet(job, run, lambda: _newest(run, job.node.rank)), prepared, run, recoveries)
+        return agree(meet(job, run, lambda: _newest(run, job.node.rank)), prepared, run, recoveries)
     except BaseException as error:
         ours.fail(error)
         raise

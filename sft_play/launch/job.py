@@ -13,7 +13,6 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
 from sft_play.config.metrics import missing
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch.agreement import NodeFacts
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, plan_and_check, read_user_json
 from sft_play.launch.environment import (
     Node,
@@ -37,7 +36,7 @@ from sft_play.launch.settings import (
     read_accelerate_config,
 )
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import load_calibration, of_all_nodes
+from sft_play.plan.calibration import Calibration, load_calibration, of_all_nodes
 from sft_play.plan.detect import detect, require_usable
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
@@ -229,14 +228,12 @@ class Job:
     """With the launchers of the other machines, from the first hello to the last exit."""
     checkpoint: Path | None = None
     """What this attempt continues from."""
-    nodes: tuple[NodeFacts, ...] = ()
-    """On node 0: what the nodes said of themselves, where there are several."""
+    measured: tuple[tuple[Calibration, ...], ...] = ()
+    """On node 0, of each node: what `make bench` measured there; empty until they have met."""
     processes: int | None = None
     """Of all nodes, where several have met."""
     shared: bool = False
     """Whether this is a node other than 0 that sees node 0's run folder."""
-    apart: bool = False
-    """Whether this is a node that does not see node 0's run folder."""
 
     def environment(self, plan: Plan) -> WorkerEnvironment:
         """Returns the environment of this node's workers."""
@@ -248,7 +245,7 @@ class Job:
         request = Request(
             config=self.loaded.config, hardware=self.hardware, shape=self.shape, typed=self.loaded.typed, prepared=prepared,
             launch=replace(self.options.request, early=prepared is None),
-            calibration=of_all_nodes(load_calibration(self.hardware), [node.measured for node in self.nodes]),
+            calibration=of_all_nodes(load_calibration(self.hardware), self.measured),
         )  # fmt: skip
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):
@@ -297,7 +294,7 @@ def refuse_early(job: Job) -> None:
     try:
         plan = plan_and_check(job.options.deepspeed, job.loaded.config, job.shape, lambda: job.plan(None))
     except HardwareError:
-        if job.node.count == 1 or job.nodes:
+        if job.node.count == 1 or job.measured:
             raise
         return
     if plan.device == "cuda":

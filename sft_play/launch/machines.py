@@ -1,4 +1,4 @@
-"""A job on several machines: the launchers meet in the store of node 0, and all of them train by one plan for the devices of all."""
+"""A job on several machines: their launchers compare facts, all train by one plan for the devices of all, and one error says where they differ."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sft_play.config.call import flatten
+from sft_play.config.load import LoadedConfig
+from sft_play.config.reader import record_of
 from sft_play.config.rules import elastic_bounds
-from sft_play.errors import HardwareError, UserError
-from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, folders_apart, versions_here
+from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, UserError
+from sft_play.files import text_sha256
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
 from sft_play.launch.job import Job
-from sft_play.launch.meeting import Given
+from sft_play.launch.membership import Given
 from sft_play.launch.node import Elsewhere
 from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
@@ -33,34 +36,33 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
-from sft_play.runs.manifest import checksum
+from sft_play.runs.manifest import SHARDED, checksum
+from sft_play.runs.origin import code_sha256, torch_cuda, versions
 from sft_play.runs.prepared import Prepared
+from sft_play.text import plural
 
 ABSENT = "SFT_PLAY_ABSENT"
 """Variable of node 0's launcher: ranks of machines that what started it knows not to come now; an elastic run does not wait for them."""
-MARK = re.compile(r"\.seen-[0-9a-f]{16}")
-"""Names of the files by which machines see whether they share a run folder."""
 LOOK_SECONDS = 1.0
 """How often node 0 of an elastic run looks for machines that want to take part, and for a checkpoint that is newer."""
 
 
 @contextlib.contextmanager
-def joined(job: Job, run: RunFolder, *, choose: Callable[[], Path | None] | None = None) -> Iterator[Job]:
-    """Yields the job that knows the devices of all machines, with its rendezvous; of one machine the same job.
+def join_machines(job: Job, run: RunFolder, *, choose: Callable[[], Path | None] | None = None) -> Iterator[Job]:
+    """Yield the job that knows the devices of all machines, with its rendezvous; of one machine the same job.
 
     `choose` returns the checkpoint that a resumed run continues from, anew for a later attempt that takes this machine in.
 
-    Whatever the body raises is told to the others. Raises `UserError` for machines that do not agree, the same on each, and
+    Whatever the body raises is reported to the others. Raise `UserError` for machines that do not agree, the same on each, and
     `RetryableError` for those that do not come within `launch.join_seconds`.
     """
     if job.node.count == 1:
         yield replace(job, checkpoint=choose() if choose else None)
         return
     if job.call.options.get("SOURCE") == "probe":
-        raise UserError(
-            "`SOURCE=probe` measures on one machine, and `NUM_NODES` is more", hint="SOURCE=trace plans without a probe"
-        )
-    ours = opened(job, run)
+        text = "`SOURCE=probe` measures on one machine, and `NUM_NODES` is more"
+        raise UserError(text, hint="SOURCE=trace plans without a probe")
+    ours = _open(job, run)
     try:
         yield meet(replace(job, rendezvous=ours), run, choose)
     except BaseException as error:
@@ -71,79 +73,12 @@ def joined(job: Job, run: RunFolder, *, choose: Callable[[], Path | None] | None
         ours.close()
 
 
-def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> Job:
-    """Returns the job of an attempt, which knows its machines, their devices and its own place among them. Raises as `joined` does."""
-    ours = job.rendezvous
-    assert ours is not None, "one machine has nobody to meet"
-    mark, checkpoint = _mark(run) if job.node.rank == 0 else None, None
-
-    def give() -> Given:
-        nonlocal checkpoint
-        checkpoint = choose() if choose else None
-        facts = _facts(job, run.name, resumed=choose is not None, checkpoint=checkpoint)
-        return {"facts": facts.to_json()}
-
-    nodes: list[NodeFacts] = []
-
-    def answer(found: Sequence[Given]) -> Given:
-        nodes[:] = [NodeFacts.from_json(one["facts"]) for one in found]
-        here = f"all {len(nodes)} nodes are here: {', '.join(_counted(node) for node in nodes)}"
-        return {"mark": mark, "processes": [len(node.devices) for node in nodes], "said": [here, *_unmeasured(nodes)]}
-
-    found = ours.meet(give, _judge_nodes, answer)
-    for line in found["said"]:
-        say(line)
-    shared = job.node.rank > 0 and _sees(run, found["mark"])
-    place, count = ours.members.index(job.node.rank), len(ours.members)
-    request = replace(job.options.request, node_devices=tuple(node.devices for node in nodes), num_nodes=count, node_rank=place)
-    node = replace(job.node, count=count, place=place, interface=_interface(ours.own_addresses(), job.node.interface))
-    return replace(
-        job, nodes=tuple(nodes), processes=sum(found["processes"]), node=node, options=replace(job.options, request=request),
-        shared=shared, apart=found["mark"] is not None and job.node.rank > 0 and not shared, checkpoint=checkpoint,
-    )  # fmt: skip
-
-
-def agreed(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
-    """Returns the job with the port of the workers' store, and the plan. Of several machines node 0 plans, when all have prepared the same.
-
-    Raises `DataError`, `CheckpointError` (parts of checkpoints on several disks) or `HardwareError`, the same on every machine.
-    """
-    ours, config, planned = job.rendezvous, job.loaded.config, list[Plan]()
-    if job.node.rank == 0:  # all are here, and none has begun to write
-        planned.append(replace(job.plan(prepared), recoveries=recoveries))
-        require_disk_space(planned[0], config, run)
-        remove_left(run, range(planned[0].world_size))
-    if ours is None:
-        return job, planned[0]
-
-    def judge(found: Sequence[Given]) -> list[UserError]:
-        apart = [node for node, one in zip(job.nodes, found, strict=True) if one.get("apart")]
-        return [
-            *data_apart(job.nodes, [one["prepared"] for one in found]),
-            *folders_apart(apart, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
-        ]
-
-    found = ours.share(
-        "prepared", {"prepared": _content(prepared), "apart": job.apart}, judge,
-        lambda _: {"plan": planned[0].to_json(), "port": ours.workers_port()},
-    )  # fmt: skip
-    _remove_marks(job, run)
-    plan = Plan.from_json(found["plan"])
-    require_disk_space(plan, config, run)
-    ours.share("room", {}, lambda _: [], lambda _: {})
-    ours.ranks_by_node = plan.ranks_by_node
-    return replace(job, node=replace(job.node, workers_port=int(found["port"]))), plan
-
-
-def opened(job: Job, run: RunFolder) -> Rendezvous:
-    """Returns this machine's end of the run's store, open. Raises as `Rendezvous.open` does."""
-    node, launch = job.rendezvous.node if job.rendezvous else job.node, job.loaded.config.launch
+def _open(job: Job, run: RunFolder) -> Rendezvous:
+    """Return this machine's end of the run's store, open. Raise as `Rendezvous.open` does."""
+    node, launch, host = job.node, job.loaded.config.launch, socket.gethostname()[:255]
     bounds = elastic_bounds(launch.elastic)
-    host = socket.gethostname()[:255]
     if node.key is None:
-        say(
-            f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run: the network is trusted"
-        )
+        say(f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run")
         say(f"hint: {MAKE_ONE}")
     if node.rank > 0:
         say(f"node {node.rank} ({host}): meeting the other nodes at {node.master}")
@@ -157,8 +92,62 @@ def opened(job: Job, run: RunFolder) -> Rendezvous:
     return ours
 
 
+def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> Job:
+    """Return the job of an attempt, which knows its machines, their devices and its own place among them. Raise as `join_machines` does."""
+    ours = job.rendezvous
+    assert ours is not None, "one machine has nobody to meet"
+    mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[NodeFacts]()
+
+    def give() -> Given:
+        nonlocal checkpoint
+        checkpoint = choose() if choose else None
+        return asdict(_facts(job, resumed=choose is not None, checkpoint=checkpoint))
+
+    def answer(found: Sequence[Given]) -> Given:
+        nodes[:] = map(NodeFacts.from_json, found)
+        here = [f"{one.name} with {plural(len(one.devices), 'GPU' if one.kind == 'cuda' else 'process')}" for one in nodes]
+        return {"mark": mark, "processes": [len(one.devices) for one in nodes], "here": here}
+
+    found = ours.meet(give, compare_given, answer)
+    say(f"all {len(found['here'])} nodes are here: {', '.join(found['here'])}")
+    place, count = ours.members.index(job.node.rank), len(ours.members)
+    request = replace(job.options.request, node_devices=tuple(one.devices for one in nodes), num_nodes=count, node_rank=place)
+    return replace(
+        job, measured=tuple(one.measured for one in nodes), processes=sum(found["processes"]),
+        node=replace(job.node, count=count, place=place, interface=_interface(ours.own_addresses(), job.node.interface)),
+        options=replace(job.options, request=request),
+        shared=job.node.rank > 0 and found["mark"] is not None and (run.path / found["mark"]).exists(),
+        checkpoint=checkpoint,
+    )  # fmt: skip
+
+
+def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
+    """Return the job with the port of the workers' store, and the plan. Of several machines node 0 plans, when all have prepared the same.
+
+    Raise `DataError`, `CheckpointError` (parts of checkpoints on several disks) or `HardwareError`, the same on every machine.
+    """
+    ours, config, planned = job.rendezvous, job.loaded.config, list[Plan]()
+    if job.node.rank == 0:  # all are here, and none has begun to write
+        planned.append(replace(job.plan(prepared), recoveries=recoveries))
+        require_disk_space(planned[0], config, run)
+        remove_left(run, range(planned[0].world_size))
+    if ours is None:
+        return job, planned[0]
+    here = {"node": ours.name, "prepared": _content(prepared), "apart": job.node.rank > 0 and not job.shared}
+    found = ours.share(
+        "prepared", here, lambda given: compare_prepared(given, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
+        lambda _: {"plan": planned[0].to_json(), "port": ours.workers_port()},
+    )  # fmt: skip
+    _remove_marks(job, run)
+    plan = Plan.from_json(found["plan"])
+    require_disk_space(plan, config, run)
+    ours.share("room", {}, lambda _: [], lambda _: {})
+    ours.ranks_by_node = plan.ranks_by_node
+    return replace(job, node=replace(job.node, workers_port=found["port"])), plan
+
+
 def elsewhere_of(job: Job, run: RunFolder) -> Elsewhere | None:
-    """Returns what tells the supervising loop how the attempt ended on another machine; `None` where there is none.
+    """Return what tells the supervising loop how the attempt ended on another machine; `None` where there is none.
 
     On node 0 of an elastic run it also looks for machines that want to take part: they are taken in after the next checkpoint.
     """
@@ -171,50 +160,21 @@ def elsewhere_of(job: Job, run: RunFolder) -> Elsewhere | None:
         nonlocal looked, since
         if job.node.rank == 0 and ours.least is not None and not stopping and time.monotonic() - looked > LOOK_SECONDS:
             looked = time.monotonic()
-            names = ours.names(ours.look_for_wants(lambda facts: judge_want(job, facts)))
+            names = ours.names_of_waiting()
             step = max(map(step_of, published(run)), default=0) if names else 0
             if names and since is None:
                 since = step
                 say(f"{names} has come; it is taken in after the next checkpoint")
-            elif names and since is not None and step > since:
+            elif since is not None and step > since:
                 ours.ask_to_stop(f"starting again with {names}")
         return ours.ended_elsewhere(stopping=stopping)
 
     return ask
 
 
-def judge_want(job: Job, given: Given) -> list[UserError]:
-    """Node 0: returns why a machine that comes while the run trains cannot be taken in; the checkpoint is compared when it is."""
-    try:
-        theirs = NodeFacts.from_json(given.get("facts"))
-    except ValueError as error:
-        return [_not_understood(error)]
-    return disagreements([job.nodes[0], replace(theirs, resumed=job.nodes[0].resumed, checkpoint=job.nodes[0].checkpoint)])
-
-
-def _mark(run: RunFolder) -> str | None:
-    """Leaves a file with a random name in node 0's run folder, until all have looked: by that they see whether they share it."""
-    path = run.path / f".seen-{secrets.token_hex(8)}"
-    try:
-        path.touch()
-    except OSError:  # a folder that cannot be written says so again, and better
-        return None
-    return path.name
-
-
-def _sees(run: RunFolder, mark: object) -> bool:
-    return isinstance(mark, str) and MARK.fullmatch(mark) is not None and (run.path / mark).exists()
-
-
-def _remove_marks(job: Job, run: RunFolder) -> None:
-    for path in run.path.glob(".seen-*") if job.node.rank == 0 else []:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
 @contextlib.contextmanager
-def own_part(job: Job, run: RunFolder) -> Iterator[None]:
-    """Removes what this node has of its own in a shared run folder when the body raises before workers have started, and what is then empty."""
+def remove_own_part(job: Job, run: RunFolder) -> Iterator[None]:
+    """Remove what this node has of its own in a shared run folder when the body raises before workers have started, and what is then empty."""
     try:
         yield
     except BaseException:
@@ -227,73 +187,134 @@ def own_part(job: Job, run: RunFolder) -> Iterator[None]:
         raise
 
 
-def _facts(job: Job, run: str, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
-    request, options, ours = job.options.request, job.options, job.rendezvous
-    assert ours is not None, "one machine has nobody to tell"
+def _leave_mark(run: RunFolder) -> str | None:
+    """Leave a file with a random name in node 0's run folder, until all have looked: by that they see whether they share it."""
+    path = run.path / f".seen-{secrets.token_hex(8)}"
+    try:
+        path.touch()
+    except OSError:  # a folder that cannot be written says so again, and better
+        return None
+    return path.name
+
+
+def _remove_marks(job: Job, run: RunFolder) -> None:
+    for path in run.path.glob(".seen-*") if job.node.rank == 0 else []:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _interface(addresses: Sequence[str], known: str | None) -> str | None:
+    """Return the interface that really carries the connections to other nodes: a host's name may lead to 127.0.1.1."""
+    found = [name for address in addresses if (name := interface_of(address))]
+    return next((name for name in found if not name.startswith("lo")), next(iter(found), known))
+
+
+# ---- What a machine says of itself
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """What a node says of itself when the nodes of a run meet."""
+
+    rank: int
+    """Of the node: `NODE_RANK`."""
+    host: str
+    num_nodes: int
+    resumed: bool
+    """Whether it continues a run rather than starting one."""
+    checkpoint: str | None
+    """Name and manifest of the checkpoint that it continues from; `None` for the run's start."""
+    command: Mapping[str, Any]
+    """What was typed in addition to the configuration: command, DeepSpeed and FSDP settings."""
+    config: Mapping[str, Any]
+    """Key -> value, as text."""
+    versions: Mapping[str, str]
+    kind: str
+    """`cpu` or `cuda`."""
+    devices: tuple[Device, ...]
+    """Of its ranks, in order."""
+    measured: tuple[Calibration, ...] = ()
+    """What `make bench` measured there on these devices, one for each of their names; without the links, which are that machine's own."""
+
+    @property
+    def name(self) -> str:
+        """How messages call the node."""
+        return f"node {self.rank} ({self.host})"
+
+    @staticmethod
+    def from_json(value: Given) -> NodeFacts:
+        """Return what another node sent."""
+        devices = [
+            Device(**{**one, "compute_capability": tuple(one["compute_capability"]) if one["compute_capability"] else None})
+            for one in value["devices"]
+        ]
+        measured = [record_of(one, Calibration) for one in value["measured"]]
+        return NodeFacts(**{**value, "devices": tuple(devices), "measured": tuple(measured)})
+
+
+def _facts(job: Job, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
+    request, options, ours, kind = job.options.request, job.options, job.rendezvous, job.hardware.kind
+    assert ours is not None
     command: dict[str, Any] = {
         "command": request.command_strategy,
         "DEEPSPEED_CONFIG": dict(options.deepspeed.settings) if options.deepspeed else None,
         "FSDP settings": dict(options.fsdp),
     }
     devices = devices_for(job.hardware, request, False)[1]
+    measured = [read_calibration(name) for name in {same_name(device.name): device.name for device in devices}.values()]
     return NodeFacts(
-        rank=job.node.rank, host=ours.host, num_nodes=ours.node.count, run=run, resumed=resumed,
-        checkpoint=_named(checkpoint), command={name: json.dumps(value, sort_keys=True) for name, value in command.items()},
-        config=config_here(job.loaded), versions=versions_here(job.hardware.kind), kind=job.hardware.kind,
-        devices=devices, measured=_measured(devices, job.hardware.kind),
+        rank=job.node.rank, host=ours.host, num_nodes=ours.node.count, resumed=resumed,
+        checkpoint=f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None,
+        command={name: json.dumps(value, sort_keys=True) for name, value in command.items()},
+        config=config_here(job.loaded), versions=versions_here(kind), kind=kind, devices=devices,
+        measured=tuple(replace(one, links={}) for one in measured if one is not None and one.kind == kind),
     )  # fmt: skip
 
 
-def _measured(devices: Sequence[Device], kind: str) -> tuple[Calibration, ...]:
-    """Returns what `make bench` measured here on these devices, for the plan of all nodes."""
-    found = (read_calibration(name) for name in {same_name(device.name): device.name for device in devices}.values())
-    return tuple(replace(one, links={}) for one in found if one is not None and one.kind == kind)
+OWN_CHOICE = frozenset({
+    "launch.join_seconds", "launch.silent_seconds", "train.dataloader_num_workers", "train.dataloader_pin_memory",
+})  # fmt: skip
+"""Keys that each node may have its own way: none of them is seen by another."""
+PLACES = ("model.name", "model.tokenizer", "data.")
+"""Keys that may name a file by a path of this machine; their content is compared after the preparation."""
+SECRET_KEY = re.compile(r"(?:hub_token|password|api_key)$")
 
 
-def _named(checkpoint: Path | None) -> str | None:
-    """Returns a checkpoint's name with the beginning of its manifest's checksum: by that its content is known."""
-    return f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None
+def versions_here(kind: str) -> dict[str, str]:
+    """Return the versions that must be the same on every node: Python, packages, CUDA of torch's build, our own source."""
+    found = dict(versions())
+    found["python"] = ".".join(found["python"].split(".")[:2])
+    if kind == "cuda":
+        found["torch's CUDA"] = torch_cuda() or "none"
+    return found | {"source of sft_play": code_sha256()[:12]}
 
 
-def _judge_nodes(given: Sequence[Given]) -> list[UserError]:
-    try:
-        return disagreements([NodeFacts.from_json(one.get("facts")) for one in given])
-    except ValueError as error:
-        return [_not_understood(error)]
+def config_here(loaded: LoadedConfig) -> dict[str, str]:
+    """Return the configuration as it is compared: every key but those that each node may have its own way."""
+    flat = {key: json.dumps(_placed(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE}
+    return {key: _hidden(key, text) for key, text in flat.items()}
 
 
-def _not_understood(error: ValueError) -> UserError:
-    return HardwareError(f"a node sent what is not understood: {error}", hint="install the same SFT-Play on every node")
+def _hidden(key: str, text: str) -> str:
+    """Return a value that can be sent over the network and shown: of a secret only a few letters of its hash."""
+    if text != "null" and (SECRET_KEY.search(key) or TOKEN.search(text)):
+        return f"(not shown) {text_sha256(text)[:8]}"
+    return text
 
 
-def _unmeasured(nodes: Sequence[NodeFacts]) -> list[str]:
-    """Returns a note on nodes that keep the others' measures from counting: a measured speed and a guessed one do not compare."""
-    known = {same_name(one.device) for node in nodes for one in node.measured}
-    without = [node.name for node in nodes if any(same_name(device.name) not in known for device in node.devices)]
-    note = f"note: speeds are guessed until training has measured them: `make bench` was not run on {', '.join(without)}"
-    return [note] if known and without else []
-
-
-def _counted(node: NodeFacts) -> str:
-    count, unit = len(node.devices), "GPU" if node.kind == "cuda" else "process"
-    plural = "" if count == 1 else "s" if unit == "GPU" else "es"
-    return f"{node.name} with {count} {unit}{plural}"
-
-
-def _interface(addresses: Sequence[str], known: str | None) -> str | None:
-    """Returns the interface that really carries the connections to other nodes: a host's name may lead to 127.0.1.1."""
-    found = [name for address in addresses if (name := interface_of(address))]
-    outside = [name for name in found if not name.startswith("lo")] or found
-    if len(set(outside)) > 1:
-        names = ", ".join(dict.fromkeys(outside))
-        say(
-            f"note: other nodes are reached by several interfaces ({names}); `{outside[0]}` is used: set GLOO_SOCKET_IFNAME for another"
-        )
-    return outside[0] if outside else known
+def _placed(key: str, value: Any) -> Any:
+    """Return a value without the folders of this machine."""
+    if not key.startswith(PLACES):
+        return value
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        return f".../{PurePosixPath(value).name}"
+    if isinstance(value, Mapping):
+        return {name: _placed(key, part) for name, part in value.items()}
+    return [_placed(key, part) for part in value] if isinstance(value, list) else value
 
 
 def _content(prepared: Prepared) -> dict[str, str]:
-    """Returns what must be the same on every node, in words that end with a hash."""
+    """Return what must be the same on every node, in words that end with a hash."""
     found = {
         "base model": prepared.model.fingerprint[:12],
         "tokenizer and template": prepared.model.tokenizer_fingerprint[:12],
@@ -302,3 +323,77 @@ def _content(prepared: Prepared) -> dict[str, str]:
         if split:
             found[name] = f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
     return found
+
+
+# ---- What must be the same
+
+
+LONGEST_VALUE = 120
+"""Letters of a value that a message shows."""
+MOST_DIFFERENCES = 20
+
+
+def compare_given(given: Sequence[Given]) -> list[UserError]:
+    """Return what is wrong with what these nodes gave."""
+    try:
+        return compare([NodeFacts.from_json(one) for one in given])
+    except (TypeError, LookupError, ValueError) as error:  # another version's
+        return [HardwareError(f"a node sent facts of another version: {error}", hint="install the same SFT-Play on every node")]
+
+
+def compare(nodes: Sequence[NodeFacts]) -> list[UserError]:
+    """Return what is wrong with these nodes, all at once."""
+    shared = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
+    gpus = "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"
+    same_command, same_file = "type the same command on every node", "give every node the same file and variables"
+    resumed = [node.resumed for node in nodes]
+    counts = {node.name: str(node.num_nodes) for node in nodes}
+    kinds = {node.name: "GPUs" if node.kind == "cuda" else "no GPU" for node in nodes}
+    ways = {node.name: "continues the run" if node.resumed else "starts it" for node in nodes}
+    starts = {node.name: node.checkpoint or "its start" for node in nodes if all(resumed)}
+    return [
+        *_unlike(counts, "`NUM_NODES` is not the same on every node", UserError, "give every node the same NUM_NODES"),
+        *_unlike(ways, "some nodes start the run, others continue it", CheckpointError, shared),
+        *_unlike(kinds, "some nodes have GPUs and some have none", HardwareError, gpus),
+        *_differing({n.name: n.versions for n in nodes}, "versions differ", HardwareError, "install the same on every node"),
+        *_differing({n.name: n.command for n in nodes if not any(resumed)}, "the command differs", UserError, same_command),
+        *_differing({n.name: n.config for n in nodes}, "the configuration differs", UserError, same_file),
+        *_unlike(starts, "the nodes would continue from different checkpoints", CheckpointError, shared),
+    ]
+
+
+def compare_prepared(given: Sequence[Given], *, strategy: str, save_strategy: str) -> list[UserError]:
+    """Return what is wrong with what nodes have prepared, and with run folders in which no checkpoint could be complete."""
+    hint = "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared folder"
+    found = _differing({one["node"]: one["prepared"] for one in given}, "nodes prepared different data", DataError, hint)
+    apart = [one["node"] for one in given if one["apart"]]
+    if apart and strategy in SHARDED and save_strategy != "no":
+        found.append(CheckpointError(
+            f"under {strategy} every machine writes a part of each checkpoint, and {', '.join(apart)} cannot see the run folder of node 0",
+            hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
+            " `train.save_strategy: no`",
+        ))  # fmt: skip
+    return found
+
+
+def _unlike(words: Mapping[str, str], what: str, kind: type[UserError], hint: str) -> list[UserError]:
+    """Return one error with what each node has, where that is not the same."""
+    told = ", ".join(f"{name}: {word}" for name, word in words.items())
+    return [kind(f"{what}: {told}", hint=hint)] if len(set(words.values())) > 1 else []
+
+
+def _differing(tables: Mapping[str, Mapping[str, Any]], what: str, kind: type[UserError], hint: str) -> list[UserError]:
+    """Return one error with every key that differs from the first node's, and its values."""
+    first, lines = next(iter(tables), ""), []
+    for name, theirs in tables.items():
+        mine = tables[first]
+        for key in [*mine, *(key for key in theirs if key not in mine)]:
+            if mine.get(key) != theirs.get(key):
+                lines.append(f"`{key}` is {_shown(mine.get(key))} on {first}, {_shown(theirs.get(key))} on {name}")
+    more = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
+    return [kind(f"{what}: {'; '.join(lines[:MOST_DIFFERENCES])}{more}", hint=hint)] if lines else []
+
+
+def _shown(value: Any) -> str:
+    text = "not there" if value is None else str(value)
+    return f"`{text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 20] + ' ... ' + text[-15:]}`"

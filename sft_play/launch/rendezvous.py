@@ -1,75 +1,257 @@
-"""What the launchers of several machines do together, from the first hello to the last exit: meet, share, settle, and what follows."""
+"""What the launchers of several machines do together (`launch/membership.py` says who they are): meet, share, settle the first cause, and what
+follows."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from sft_play.errors import RetryableError, UserError
-from sft_play.launch.agreement import errors_from_json, errors_to_json
+from sft_play.errors import RetryableError, UserError, raise_all
 from sft_play.launch.environment import port_is_free
-from sft_play.launch.meeting import POLL_SECONDS, Given, Meeting
+from sft_play.launch.membership import GRACE_SECONDS, POLL_SECONDS, Given, Membership, errors_from_json, errors_to_json
 from sft_play.launch.node import Standings
 from sft_play.launch.process import stop_code
-from sft_play.launch.store import PERIOD_SECONDS, Seat, StoreGone, listed
+from sft_play.launch.store import StoreGone, Waiting, list_words, pause, say
 from sft_play.launch.verdict import LOST, Outcome
 
+Judge = Callable[[Sequence[Given]], list[UserError]]
+"""What a step's objects, in order of machines, are refused for."""
+Answer = Callable[[Sequence[Given]], Given]
+"""What node 0 makes of them for all machines."""
+
+LAST_CALL_SECONDS = 3.0
+"""How long an elastic run waits for machines that it has lost before it continues without them."""
+OF_ATTEMPT = ("resumed", "checkpoint")
+"""Facts that a machine which comes late has only when the next attempt begins."""
 PEER_SECONDS = 10.0
 """How much longer than `launch.silent_seconds` the cause of a connection that was lost may take to be known."""
-LEAVE_SECONDS = 60.0
-"""How long node 0 keeps the store for the others once its own part is done."""
 
 
-class Rendezvous(Meeting):
+class Rendezvous(Membership):
     """This machine's part in a run on several. `open`, then for each attempt `meet`, `share`, `settle` and `follow`; at last `close`."""
 
-    def ended_elsewhere(self, *, stopping: bool = False) -> Outcome | int | None:
-        """Returns how the attempt ended on another machine: an outcome, or the signal with which all were asked to stop; `None` while it runs.
+    def own_addresses(self) -> list[str]:
+        """Return this machine's own addresses on the way to others."""
+        if self.node.rank:
+            return [self._mine["address"]]
+        return [self._seats[rank]["master"] for rank in self.members if rank]
 
-        Never waits: the thread has looked. `stopping`: this machine was asked to stop, which the others then learn.
+    def workers_port(self) -> int:
+        """Node 0: return a port for the workers' store of this attempt, MASTER_PORT + 1 + attempt or the next that is free."""
+        first = self.node.master_port + 1 + self.attempt
+        return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
+
+    # ---- Before the workers start
+
+    def meet(self, facts: Callable[[], Given], judge: Judge, answer: Answer) -> Given:
+        """Give this machine's facts and return node 0's answer to those of all members of the attempt; `members` says who they are.
+
+        Raise what node 0 refuses them for, the same on each, and `RetryableError` for machines that do not come, or leave.
         """
-        now = time.monotonic()
-        self._unheard, self._looked = self._unheard + min(now - self._looked, 2 * PERIOD_SECONDS), now
-        if stopping and not self._told_stop:
-            self._told_stop = True
+        found = self._attend(facts, judge) if self.node.rank else self._host(_plain(facts()), judge, answer)
+        self._seats |= {int(rank): seat for rank, seat in found["seats"].items()}
+        self.members = sorted(map(int, found["seats"]))
+        return dict(found["answer"])
+
+    def share(self, step: str, given: Given, judge: Judge, answer: Answer) -> Given:
+        """Give an object and return node 0's answer when all members have given theirs. Raise what they are refused for."""
+        if self.node.rank:
+            self._give(step, given)
+            return self._wait(step)
+        here, waiting = {0: _plain(given)}, Waiting()
+        while missing := [rank for rank in self.members if rank not in here]:
+            self._raise_end()
+            here |= self._come(step, missing)
+            waiting.say(f"waiting for {self.names(missing)} to be ready")
+            pause(POLL_SECONDS)
+        found = [here[rank] for rank in self.members]
+        if errors := judge(found):
+            raise self._refuse(errors)
+        made = _plain(answer(found))
+        self._opened.set(f"{self.attempt}/{step}/all", made)
+        return made
+
+    def _give(self, step: str, given: Given) -> None:
+        name = f"{self.attempt}/{step}"
+        self._opened.set(f"{name}/{self.node.rank}", given, listed=(name, self.node.rank))
+
+    def _host(self, facts: Given, judge: Judge, answer: Answer) -> Given:
+        """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
+        here, differing, waiting, differ_since = {0: facts}, set[int](), Waiting(), 0.0
+        while True:
+            self._raise_end()
+            for rank, given in self._come("facts", set(range(1, self.node.count)) - here.keys()).items():
+                say(f"{self.names([rank])} has come")
+                errors = judge([facts, given])
+                if errors and self._before and rank not in self._before:  # it came to a run that trains without it
+                    self._leave_out(rank, errors)
+                    continue
+                here[rank] = given
+                differing |= {rank} if errors else set()
+            for rank in [rank for rank in here if rank and self._is_silent(rank)]:
+                del here[rank]
+                differing.discard(rank)
+                self._opened.delete(f"{self.attempt}/facts/{rank}")
+                say(f"{self.names([rank])} has gone; waiting for it to come again")
+            missing = [rank for rank in range(self.node.count) if rank not in here]
+            differ_since = (differ_since or time.monotonic()) if differing else 0.0
+            if differing and (not missing or time.monotonic() - differ_since > GRACE_SECONDS):
+                raise self._refuse(judge([here[rank] for rank in sorted(here)]))
+            enough = self.least is not None and len(here) >= self.least
+            lost = {rank for rank in self._watched if self._is_silent(rank)} | self._absent
+            last_call = bool(lost) and set(missing) <= lost and waiting.seconds > LAST_CALL_SECONDS
+            if not differing and (not missing or (enough and (last_call or waiting.seconds > self.patience))):
+                break
+            who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            if waiting.seconds > self.patience:
+                raise self._refuse([RetryableError(
+                    f"{who} of {self.node.count} did not come to port {self.node.master_port} within {self.patience:g} s"
+                    f" (`launch.join_seconds`); there are: {self.names(sorted(here))}",
+                    hint=f"start the same command there with MASTER_ADDR={self.node.master_address} and its own NODE_RANK; each of them says"
+                    " why it waits",
+                )])  # fmt: skip
+            waiting.say(f"waiting for {who}, up to {self.patience:g} s; here: {self.names(sorted(here))}")
+            pause(POLL_SECONDS)
+        made = _plain(answer([here[rank] for rank in sorted(here)]))
+        found = {"seats": {str(rank): self._seats[rank] if rank else self._mine for rank in here}, "answer": made, "first": facts}
+        self._opened.set(f"{self.attempt}/facts/all", found)
+        return found
+
+    def _come(self, step: str, wanted: Iterable[int]) -> dict[int, Given]:
+        """Node 0: return what machines of these ranks have given in a step, whoever of them has."""
+
+        def do(raw: Any) -> dict[int, Given]:
+            found = {}
+            for rank in sorted(set(wanted) & ranks_in(raw, f"{self.attempt}/{step}")):
+                given = self._opened.read(raw, f"{self.attempt}/{step}/{rank}")
+                if self._watch(raw, rank) and given is not None:
+                    found[rank] = given
+            return found
+
+        return dict(self._opened.ask(do))
+
+    def _attend(self, give: Callable[[], Given], judge: Judge) -> Given:
+        """Another machine's part of a meeting; one that comes too late, and could take part, waits for the next with its facts of then."""
+        while True:
+            facts = give()
+            self.attempt = self._opened.get("attempt") or 0
+            found = self._opened.get(f"{self.attempt}/facts/all")
+            if found is None:
+                self._taking_part = True
+                self._give("facts", facts)
+                found = self._wait("facts")
+            if found["seats"].get(str(self.node.rank), {}).get("session") == self._mine["session"]:
+                return dict(found)
+            self._taking_part, first = False, found["first"]
+            raise_all(judge([first, facts | {key: first[key] for key in OF_ATTEMPT if key in first}]))
+            self._wait_for_next()
+
+    def _wait_for_next(self) -> None:
+        """Wait until the run, which trains without this machine, starts again. Raise that it did not."""
+        self._opened.ask(lambda raw: raw.append(f"{self.attempt}/want", f"{self.node.rank} "))
+        waiting = Waiting()
+        while (self._opened.get("attempt") or 0) == self.attempt:
+            if self.least is None and waiting.seconds > self.patience:
+                raise RetryableError(
+                    f"the run has begun without {self.name}, and did not start again within {self.patience:g} s", place=self.node.master,
+                    hint="where it should be one of the run's machines, compare NUM_NODES and NODE_RANK with node 0's",
+                )  # fmt: skip
+            waiting.say("the run trains without this machine, and takes it in when it starts again")
+            pause(POLL_SECONDS)
+
+    def names_of_waiting(self) -> str:
+        """Node 0: return the names of machines that wait for the next attempt; empty for none."""
+
+        def do(raw: Any) -> list[int]:
+            return [rank for rank in sorted(ranks_in(raw, f"{self.attempt}/want") - {*self.members}) if self._watch(raw, rank)]
+
+        return self.names(rank for rank in self._opened.ask(do) if not self._is_silent(rank))
+
+    def _leave_out(self, rank: int, errors: Sequence[UserError]) -> None:
+        """Tell one machine that came to a run which trains without it why it is not taken; the run continues."""
+        say(f"left out: {self.names([rank])}: {errors[0].message}")
+        self._opened.set(f"no/{self._watched.pop(rank)}", errors_to_json(errors))
+        self._opened.delete(f"seat/{rank}")
+        self._absent.add(rank)
+
+    def _wait(self, step: str) -> Given:
+        """Return what node 0 made of a step."""
+        waiting = Waiting()
+        while True:
+            if (found := self._opened.get(f"{self.attempt}/{step}/all")) is not None:  # before the end: that may have followed
+                return dict(found)
+            self._raise_end()
+            if self.attempt and (refusal := self._opened.get(f"no/{self._mine['session']}")):
+                self._taking_part = False
+                raise_all(errors_from_json(refusal))
+            waiting.say("waiting for the other nodes")
+            self._pause_as_one_of_many()
+
+    def _pause_as_one_of_many(self) -> None:
+        pause(max(POLL_SECONDS, self.node.count / 1000))  # a thousand machines ask a thousand times a second
+
+    def _raise_end(self) -> None:
+        """Raise how the attempt ended, before its workers were started."""
+        if (end := self._ended) is None:
+            return
+        if "errors" in end:
+            raise_all(errors_from_json(end["errors"]))
+        hint = "its own output says why, if it could still say anything; the same command on every node starts again"
+        who = self.names([end["lost"] if "lost" in end else end["node"]])
+        raise RetryableError(f"{who} has left, or cannot be reached any more, before the workers started", hint=hint)
+
+    # ---- While they train, and after
+
+    def share_standings(self, mine: Standings | None) -> Standings | None:
+        """Take where this machine's ranks stand, all quiet for too long (`None`: they are not). On node 0, which settles it for all, return where
+        the ranks of all machines stand once that is so on each of them. Never waits."""
+        self._standing = mine
+        return self._standings if mine else None
+
+    def ended_elsewhere(self, *, stopping: bool = False) -> Outcome | int | None:
+        """Return how the attempt ended on another machine: an outcome, or the signal with which all were asked to stop; `None` while it runs.
+
+        `stopping`: this machine was asked to stop, which the others then learn.
+        """
+        if stopping and self._ended is None and not self._node_0_is_gone():
             self._post_end({"stop": 15})
         if (end := self._ended) is not None:
             return int(end["stop"]) if "stop" in end else self._outcome(end)
         if not self._node_0_is_gone():
             return None
-        how = "has left" if self._store and self._store.broken else f"has not answered for {self._unheard:.0f} s"
+        store = self._opened
+        how = "has left" if store.broken else f"has not answered for {time.monotonic() - store.heard:.0f} s"
         return self._unreachable(0, how)
 
-    def share_standings(self, mine: Standings | None) -> Standings | None:
-        """Takes where this machine's ranks stand, all quiet for too long (`None`: they are not). On node 0, which settles it for all, returns where
-        the ranks of all machines stand once that is so on each of them. Never waits."""
-        self._standing = mine
-        return self._standings if mine else None
-
     def ask_to_stop(self, why: str) -> None:
-        """Node 0: asks all machines to save and leave, for another attempt; `why` is said with it."""
+        """Node 0: ask all machines to save and leave, for another attempt; `why` is said with it."""
         self._post_end({"stop": 15, "why": why})
+
+    @property
+    def grown_because(self) -> str:
+        """Why node 0 asked all to leave for another attempt; empty where it did not."""
+        return str((self._ended or {}).get("why") or "")
 
     def _outcome(self, end: Given) -> Outcome:
         if "lost" in end:
-            return self._unreachable(int(end["lost"]), f"has been silent for {end.get('seconds')} s")
+            return self._unreachable(end["lost"], f"has been silent for {end['seconds']} s")
         if "errors" in end:
             error = errors_from_json(end["errors"])[0]
             return Outcome(code=error.exit_code, message=error.render())
         return Outcome(**end["outcome"])
 
     def _unreachable(self, rank: int, how: str) -> Outcome:
-        first = sum(self.ranks_by_node[: self.members.index(rank)]) if rank in self.members else 0
-        host = self.seats.get(rank, Seat()).host
-        text = f"error: rank {first} ({host}) cannot be reached: {self._name(rank)} {how}; all ranks were stopped"
+        first, name = sum(self.ranks_by_node[: self.members.index(rank)]), self.names([rank])
+        host = name.partition(" (")[2].removesuffix(")")
+        text = f"error: rank {first} ({host}) cannot be reached: {name} {how}; all ranks were stopped"
         hint = "see whether that machine is on and its network is up; what it still wrote is in its own output"
         return Outcome(code=LOST, rank=first, message=f"{text}\n\nhint: {hint}", cause="unreachable")
 
     def settle(self, outcome: Outcome) -> Outcome:
-        """Returns how the attempt ended: the same on every machine, by the one that saw the first cause.
+        """Return how the attempt ended: the same on every machine, by the one that saw the first cause.
 
         A machine whose ranks all did their work has nothing to settle; one whose ranks only lost a connection waits for the cause.
         """
@@ -88,13 +270,8 @@ class Rendezvous(Meeting):
             return Outcome(code=stop_code(int(end["stop"])), stop=outcome.stop)
         return outcome
 
-    @property
-    def grown_because(self) -> str:
-        """Why node 0 asked all to leave for another attempt; empty where it did not."""
-        return str((self._ended or {}).get("why") or "")
-
     def follow(self, decide: Callable[[], Given]) -> Given | None:
-        """Returns what node 0 decides after the end of an attempt; `None` where node 0 does not answer. Ends the attempt."""
+        """Return what node 0 decides after the end of an attempt; `None` where node 0 does not answer. Ends the attempt."""
         if self._node_0_is_gone():
             return None
         name = f"{self.attempt}/next"
@@ -105,84 +282,19 @@ class Rendezvous(Meeting):
             while self.node.rank and (found := self._opened.get(name)) is None:
                 self._pause_as_one_of_many()
             self._before, self.members = self.members, []
+            self._standing = self._standings = None  # before the beat belongs to the next attempt
             self.attempt += 1
-            self._told_stop, self._standing, self._stood, self._standings = False, None, False, None
             if self.node.rank == 0 and found.get("again"):
                 self._opened.set("attempt", self.attempt)
         except StoreGone:
             return None
         return dict(found)
 
-    def workers_port(self) -> int:
-        """Node 0: returns a port for the workers' store of this attempt, MASTER_PORT + 1 + attempt or the next that is free."""
-        first = self.node.master_port + 1 + self.attempt
-        return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
 
-    def own_addresses(self) -> list[str]:
-        """Returns this machine's own addresses on the way to others."""
-        seats = [seat.master for rank, seat in self.seats.items() if rank and rank in self.members]
-        return seats if self.node.rank == 0 else [self._mine.address]
-
-    # ---- The end
-
-    def fail(self, error: BaseException) -> None:
-        """Tells all why this machine, where it takes part in the attempt, leaves, unless they know. Raises nothing."""
-        if self._store is not None and self._taking_part and not self._node_0_is_gone() and self._ended is None:
-            with contextlib.suppress(BaseException):
-                self._post_end({"errors": errors_to_json(why(error, self.name))})
-
-    def close(self) -> None:
-        """Leaves in order. Node 0 keeps the store until the others have left, or are silent."""
-        if (store := self._store) is None:
-            return
-        with contextlib.suppress(StoreGone, KeyboardInterrupt, SystemExit):
-            if self._node_0_is_gone():
-                raise StoreGone
-            store.ask(lambda raw: raw.append("left", f"{self._mine.session} "))
-            until = time.monotonic() + LEAVE_SECONDS
-            if self.node.rank == 0:  # machines may still wait for a decision
-                store.ask(lambda raw: store.first(raw, f"{self.attempt}/next", {"again": False}))
-            while self.node.rank == 0 and time.monotonic() < until and self._stay():
-                time.sleep(POLL_SECONDS)
-        store.close()
-        self._store = None
-
-    def _stay(self) -> bool:
-        left = self._opened.ask(lambda raw: raw.get("left") if raw.check(["left"]) else b"").split()
-        return any(session.encode() not in left and not self._is_silent(rank) for rank, session in self._watched.items() if rank)
-
-    def look_for_wants(self, judge: Callable[[Given], list[UserError]]) -> list[int]:
-        """Node 0: returns the ranks of machines that wait for the next attempt and may be taken; refuses those that may not."""
-        store = self._opened
-
-        def do(raw: Any) -> dict[int, Any]:
-            return {rank: (store.read(raw, f"seat/{rank}"), store.read(raw, f"want/{rank}")) for rank in listed(raw, "want")}
-
-        for rank, (seat, want) in store.ask(do).items():
-            if rank in self.members or rank in self.wants or not isinstance(seat, dict) or not isinstance(want, dict):
-                continue
-            self.seats[rank] = Seat.of(seat)
-            if want.get("session") != self.seats[rank].session:
-                continue
-            if errors := judge(want.get("facts") or {}):
-                self._leave_out(rank, errors)
-            else:
-                self.wants[rank] = want["facts"]
-                self._watched[rank] = self.seats[rank].session
-        return [rank for rank in self.wants if not self._is_silent(rank)]
+def _plain(value: Given) -> Given:
+    """Return a value as the others read it."""
+    return dict(json.loads(json.dumps(value, allow_nan=False)))
 
 
-def why(error: BaseException, name: str) -> list[UserError]:
-    """Returns what the other machines are told of an error that made this one leave."""
-    if isinstance(error, UserError):
-        told = []
-        for one in errors_from_json(errors_to_json([error])):
-            where = f"{one.place}: " if one.place else ""
-            told.append(type(one)(f"{name} could not continue: {where}{one.message}", hint=one.hint))
-        return told
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (130, 143)):
-        return [RetryableError(f"{name} was stopped on request before its workers started")]
-    if isinstance(error, SystemExit) and type(error.code) is int and 2 <= error.code <= 5:
-        said = f"{name} could not prepare the run: its own output says why"
-        return errors_from_json([{"code": error.code, "message": said}])
-    return [RetryableError(f"{name} left before its workers started; its own output says why")]
+def ranks_in(raw: Any, name: str) -> set[int]:
+    return set(map(int, filter(str.isdigit, list_words(raw, name))))

@@ -1,4 +1,4 @@
-"""The torch `TCPStore` that the launchers of several machines share: how it is served, found and checked, and how values stand in it.
+"""The torch `TCPStore` that the launchers of several machines share: how it is served and found, and how values are written in it.
 
 Node 0's launcher serves it on MASTER_ADDR:MASTER_PORT. Each launcher has one connection, used by one thread, which also beats once a second: whatever
 the main thread does, its machine is seen to live, and a store that hangs keeps nobody waiting. Values are compressed JSON. With a key (`MASTER_KEY`)
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import hashlib
 import json
 import os
@@ -21,15 +20,14 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from sft_play.errors import HardwareError, RetryableError, UserError, printable
+from sft_play.errors import HardwareError, RetryableError, UserError, first_line, printable
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, Node, holder_of, port_is_free, proof, proves
 from sft_play.launch.process import raise_what_was_heard
 
-PROTOCOL = 3
+PROTOCOL = 4
 PERIOD_SECONDS = 1.0
 """Between two beats of a machine, and two looks at the others' by node 0."""
 POLL_SECONDS = 0.25
@@ -44,37 +42,10 @@ RESOLVE_SECONDS = 30.0
 """How long a name may be unknown: a cluster's names appear when its machines do."""
 SAY_SECONDS, FIRST_SECONDS = 15.0, 2.0
 """Between two lines that say who is waited for, and until the first of them."""
-LARGEST_BYTES = 64 * 2**20
-"""Of a value, uncompressed."""
-HINTS = {
-    "refused": "start node 0 with the same command and `NODE_RANK=0`; where it runs, give the same MASTER_PORT on every node",
-    "timeout": "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip address` there",
-    "route": "see with `ping` whether that machine is on, and whether both are on one network",
-    "stranger": "choose another MASTER_PORT, the same on every node",
-}
-"""What to do about a reason why node 0 cannot be reached."""
 
 
-class StoreGone(Exception):
-    """The store does not answer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """Who has a rank."""
-
-    session: str = ""
-    """A launcher that was started again has another."""
-    host: str = "?"
-    address: str = ""
-    """Its own address on the way to node 0."""
-    master: str = ""
-    """The address at which it found node 0."""
-
-    @staticmethod
-    def of(value: Mapping[str, Any]) -> Seat:
-        """Returns a seat that another machine wrote."""
-        return Seat(**{name: str(value.get(name, ""))[:255] for name in ("session", "host", "address", "master")})
+class StoreGone(RetryableError):
+    """The store does not answer, so node 0 is gone."""
 
 
 class Waiting:
@@ -90,7 +61,7 @@ class Waiting:
         return time.monotonic() - self._began
 
     def say(self, text: str) -> None:
-        """Prints a line, every `SAY_SECONDS`."""
+        """Print a line, every `SAY_SECONDS`."""
         if time.monotonic() - self._said >= SAY_SECONDS:
             self._said = time.monotonic()
             say(f"{text} ({self.seconds:.0f} s so far)")
@@ -98,38 +69,44 @@ class Waiting:
 
 class Store:
     """One machine's connection and the thread that uses it, which ends with the process. Functions that take `raw`, torch's own store, run in that
-    thread; so does `each`, every `PERIOD_SECONDS` once `beating` is set.
+    thread; so does what `beat` was given, every `PERIOD_SECONDS`.
     """
 
-    def __init__(self, connect: Callable[[], Any], each: Callable[[Any], None], *, key: str | None, seconds: float) -> None:
+    def __init__(self, connect: Callable[[], Any], *, key: str | None, seconds: float) -> None:
         """`seconds`: how long an answer may take."""
         self.key, self.seconds, self.nonce = key, seconds, ""
+        self.heard = time.monotonic()
+        """When the last beat was answered."""
         self.broken: Exception | None = None
-        self.beating = False
-        self._connect, self._each = connect, each
+        self._connect = connect
+        self._each: Callable[[Any], None] | None = None
         self._asked: queue.SimpleQueue[tuple[Callable[[Any], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rendezvous", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
+        due = 0.0
         try:
             raw = self._connect()
-            due = 0.0
             while True:
-                wait = max(0.0, due - time.monotonic()) if self.beating else PERIOD_SECONDS
                 with contextlib.suppress(queue.Empty):
-                    asked = self._asked.get(timeout=wait)
+                    asked = self._asked.get(timeout=max(0.0, due - time.monotonic()) if self._each else PERIOD_SECONDS)
                     if asked is None:
                         return
                     asked[1].put(asked[0](raw))
-                if self.beating and time.monotonic() >= due:
+                if self._each and time.monotonic() >= due:
                     due = time.monotonic() + PERIOD_SECONDS
                     self._each(raw)
+                    self.heard = time.monotonic()
         except Exception as error:  # noqa: BLE001 - torch's errors of a store are RuntimeErrors of many kinds; each is the end of it
             self.broken = error
 
+    def beat(self, each: Callable[[Any], None]) -> None:
+        """Begin to call `each` every `PERIOD_SECONDS`."""
+        self.heard, self._each = time.monotonic(), each
+
     def ask(self, do: Callable[[Any], Any]) -> Any:
-        """Returns what `do` makes of torch's store. Raises `StoreGone` when it does not answer in time, and what a signal asks for."""
+        """Return what `do` makes of torch's store. Raise `StoreGone` when it does not answer in time, and what a signal asks for."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((do, answer))
         until = time.monotonic() + self.seconds
@@ -138,37 +115,40 @@ class Store:
                 return answer.get(timeout=POLL_SECONDS)
             raise_what_was_heard()
             if self.broken or time.monotonic() > until:
-                raise StoreGone(str(self.broken or f"no answer in {self.seconds:g} s"))
+                raise StoreGone(
+                    "node 0 has left, or cannot be reached any more, before the workers started",
+                    hint="its own output says why; the same command on every node starts again",
+                )
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._asked.put(None)
         self._thread.join(PERIOD_SECONDS)
 
     def pack(self, name: str, value: Any) -> bytes:
-        """Returns a value as it stands in the store."""
+        """Return a value as it stands in the store."""
         body = zlib.compress(json.dumps(value, allow_nan=False).encode())
-        return (proof(self.key, *self._said_by(name, body)) if self.key else "-" * 64).encode() + body
+        return (proof(self.key, *self._signed(name, body)) if self.key else "-" * 64).encode() + body
 
     def unpack(self, name: str, packed: bytes) -> Any:
-        """Returns a value; `None` for what is none of this run's."""
+        """Return a value; `None` for what is none of this run's."""
         given, body = packed[:64].decode(errors="replace"), packed[64:]
-        if self.key and not proves(self.key, given, *self._said_by(name, body)):
+        if self.key and not proves(self.key, given, *self._signed(name, body)):
             return None
         try:
-            return json.loads(zlib.decompressobj().decompress(body, LARGEST_BYTES))
-        except (zlib.error, ValueError, RecursionError):
+            return json.loads(zlib.decompress(body))
+        except (zlib.error, ValueError):
             return None
 
-    def _said_by(self, name: str, body: bytes) -> tuple[str, ...]:
+    def _signed(self, name: str, body: bytes) -> tuple[str, ...]:
         return (self.nonce, name, hashlib.sha256(body).hexdigest())
 
     def read(self, raw: Any, name: str) -> Any:
-        """Returns a value; `None` where there is none of this run."""
+        """Return a value; `None` where there is none of this run."""
         return self.unpack(name, raw.get(name)) if raw.check([name]) else None
 
     def first(self, raw: Any, name: str, value: Any) -> Any:
-        """Writes a value where there is none, and returns the one that is there then."""
+        """Write a value where there is none, and return the one that is there then."""
         mine = self.pack(name, value)
         found = self.unpack(name, raw.compare_set(name, "", mine))
         if found is None:  # a stranger's
@@ -180,7 +160,7 @@ class Store:
         return self.ask(lambda raw: self.read(raw, name))
 
     def set(self, name: str, value: Any, *, listed: tuple[str, int] | None = None) -> None:
-        """Writes a value; `listed`: then adds a rank to a list of that name."""
+        """Write a value; `listed`: then add a rank to a list of that name."""
         packed = self.pack(name, value)
 
         def do(raw: Any) -> None:
@@ -191,37 +171,28 @@ class Store:
         self.ask(do)
 
     def delete(self, name: str) -> None:
-        """Removes a value."""
+        """Remove a value."""
         self.ask(lambda raw: raw.delete_key(name))
 
 
-def plain(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns a value as the others read it."""
-    return dict(json.loads(json.dumps(value, allow_nan=False)))
+def list_words(raw: Any, name: str) -> set[str]:
+    """Return what was appended to a list, rank by rank or session by session."""
+    return set(raw.get(name).decode(errors="replace").split()) if raw.check([name]) else set()
 
 
-def listed(raw: Any, name: str) -> set[int]:
-    """Returns the ranks of a list."""
-    words = raw.get(name).split() if raw.check([name]) else []
-    return {int(word) for word in words if word.isdigit() and len(word) < 6}
-
-
-def serve(node: Node, host: str, run: str, seconds: float, each: Callable[[Any], None]) -> Store:
-    """Returns node 0's store. Raises `HardwareError` for a port that is taken."""
+def serve(node: Node, host: str, run: str, seconds: float) -> Store:
+    """Return node 0's store. Raise `HardwareError` for a port that is taken."""
     port = node.master_port
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))  # one descriptor a machine
     try:
         raw = tcp_store()("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=_delta(HEARD_SECONDS))
     except RuntimeError as error:
-        if port_is_free(port):  # torch serves the store, and connects to it as any other machine does
-            text, hint = f"node 0 cannot reach its own port {port}", "let its firewall pass what goes over `lo`"
-        else:
-            text = f"node 0 cannot listen on port {port}: Address already in use{holder_of(port)}"
-            hint = "choose another MASTER_PORT, the same on every node"
+        why = first_line(error) if port_is_free(port) else f"Address already in use{holder_of(port)}"
+        text, hint = f"node 0 cannot listen on port {port}: {why}", "choose another MASTER_PORT, the same on every node"
         raise HardwareError(text, hint=hint) from error
     raw.set_timeout(_delta(REQUEST_SECONDS))
-    store, nonce = Store(lambda: raw, each, key=node.key, seconds=seconds), uuid.uuid4().hex
+    store, nonce = Store(lambda: raw, key=node.key, seconds=seconds), uuid.uuid4().hex
     store.set("session", {
         "protocol": PROTOCOL, "run": run, "word": nonce, "host": host, "key": bool(node.key), "nodes": node.count,
     })  # fmt: skip
@@ -229,111 +200,102 @@ def serve(node: Node, host: str, run: str, seconds: float, each: Callable[[Any],
     return store
 
 
-def reach(
-    node: Node, name: str, run: str, patience: float, seconds: float, each: Callable[[Any], None]
-) -> tuple[Store, str, str, dict[str, Any]]:
-    """Returns the store of node 0, which may start later, this machine's own address and node 0's on the way there, and what node 0 says of the run.
+def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> tuple[Store, dict[str, Any]]:
+    """Return the store of node 0, which may start later, and what node 0 says of the run with both addresses of the connection.
 
-    `name` is how messages call this machine. Raises `RetryableError` without node 0, `UserError` where it is another run's: this machine
+    `name` is how messages call this machine. Raise `RetryableError` without node 0, `UserError` where it is another run's: this machine
     ends, and that run does not notice.
     """
-    waiting, where = Waiting(), node.master
+    waiting = Waiting()
     while True:
-        found, reason, hint = _connect(node, each)
-        if found:
-            store, own, master = found
-            store.seconds = seconds
-            try:
-                said = _check(store, node, name, run)
-            except BaseException:
-                store.close()
-                raise
-            say(f"{name} has reached node 0 at {where}")
-            return store, own, master, said
-        if hint == "name" and waiting.seconds > min(RESOLVE_SECONDS, patience):
-            raise UserError(f"`MASTER_ADDR` is `{node.master_address}`, which {reason}", hint="give the IP address of node 0")
-        if waiting.seconds > patience:
-            raise RetryableError(
-                f"{name} did not reach node 0 within {patience:g} s: {reason}", place=where, hint=HINTS.get(hint)
+        store = None
+        try:
+            store, addresses = _connect(node)
+            said = _check(store, node, name, run)
+        except socket.gaierror as error:
+            reason, hint = f"`{node.master_address}` cannot be resolved: {error.strerror}", "give the IP address of node 0"
+            if waiting.seconds > min(RESOLVE_SECONDS, patience):
+                raise UserError(f"`MASTER_ADDR` is `{node.master_address}`, which cannot be resolved", hint=hint) from error
+        except ConnectionRefusedError:
+            reason = "that machine answers, but nothing listens there yet: node 0 is not started, or has another MASTER_PORT"
+            hint = "start node 0 with the same command and `NODE_RANK=0`; where it runs, give the same MASTER_PORT on every node"
+        except TimeoutError:
+            reason = "no answer: a firewall on the way drops what is sent, or no machine has this address"
+            hint = (
+                "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip address` there"
             )
-        waiting.say(f"waiting for node 0 at {where}, up to {patience:g} s: {reason}")
+        except OSError as error:
+            reason = f"no machine can be reached at this address ({error.strerror or error})"
+            hint = "see with `ping` whether that machine is on, and whether both are on one network"
+        except StoreGone:
+            reason = "something listens there that is no launcher of SFT-Play"
+            hint = "choose another MASTER_PORT, the same on every node"
+        except BaseException:
+            if store:
+                store.close()
+            raise
+        else:
+            store.seconds = seconds
+            say(f"{name} has reached node 0 at {node.master}")
+            return store, said | addresses
+        if waiting.seconds > patience:
+            raise RetryableError(f"{name} did not reach node 0 within {patience:g} s: {reason}", place=node.master, hint=hint)
+        waiting.say(f"waiting for node 0 at {node.master}, up to {patience:g} s: {reason}")
         pause(PAUSE_SECONDS)
 
 
-def _connect(node: Node, each: Callable[[Any], None]) -> tuple[tuple[Store, str, str] | None, str, str]:
-    """Returns the store with both addresses, or why there is no connection and the key of the hint."""
-    try:
-        found = socket.getaddrinfo(node.master_address, node.master_port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        return None, f"cannot be resolved: {error.strerror}", "name"
+def _connect(node: Node) -> tuple[Store, dict[str, str]]:
+    """Return the store, this machine's own address and node 0's on the way there. Raise `OSError`, and `StoreGone` for what is no store."""
+    found = socket.getaddrinfo(node.master_address, node.master_port, type=socket.SOCK_STREAM)[0]
     with socket.socket(found[0], socket.SOCK_STREAM) as sock:
         sock.settimeout(CONNECT_SECONDS)
-        try:
-            sock.connect(found[4])
-        except OSError as error:
-            return None, *_reason(error)
+        sock.connect(found[4])
         own, master = str(sock.getsockname()[0]), str(sock.getpeername()[0])
     kind, limit = tcp_store(), _delta(HEARD_SECONDS)
 
     def connect() -> Any:
         return kind(master, node.master_port, is_master=False, wait_for_workers=False, timeout=limit)
 
-    store = Store(connect, each, key=node.key, seconds=HEARD_SECONDS + CONNECT_SECONDS)
+    store = Store(connect, key=node.key, seconds=HEARD_SECONDS + CONNECT_SECONDS)
     try:
         store.ask(lambda raw: raw.get("session"))
         store.ask(lambda raw: raw.set_timeout(_delta(REQUEST_SECONDS)))
-    except StoreGone:
+    except BaseException:
         store.close()
-        return None, "something listens there that is no launcher of SFT-Play", "stranger"
-    return (store, own, master), "", ""
+        raise
+    return store, {"address": own, "master": master}
 
 
 def _check(store: Store, node: Node, name: str, run: str) -> dict[str, Any]:
-    """Returns what node 0 says of the run. Raises `UserError` where that is another one."""
+    """Return what node 0 says of the run. Raise `UserError` where that is another one."""
     found = store.get("session")
-    if found is None:
-        raise UserError(f"node 0 has another `{VARIABLE}` than {name}, or none", hint=MAKE_ONE)
-    if not isinstance(found, dict) or found.get("protocol") != PROTOCOL:
-        raise HardwareError(
-            f"node 0 speaks another version of the launchers' protocol than {name}",
-            hint="install the same SFT-Play on every node",
-        )
-    host = str(found.get("host"))[:255]
-    if found.get("key") and not node.key:
-        raise UserError(f"node 0 ({host}) takes only nodes that know its `{VARIABLE}`", hint=MAKE_ONE)
-    if found.get("run") != run:
+    if not found or (found.get("key") and not node.key):
+        raise UserError(f"node 0 has another `{VARIABLE}` than {name}, or one of them has none", hint=MAKE_ONE)
+    if found.get("protocol") != PROTOCOL:
+        text = f"node 0 speaks another version of the launchers' protocol than {name}"
+        raise HardwareError(text, hint="install the same SFT-Play on every node")
+    if found["run"] != run:
         raise UserError(
-            f"the nodes have different runs: node 0 ({host}): `{found.get('run')}`, {name}: `{run}`",
+            f"the nodes have different runs: node 0 ({found['host']}): `{found['run']}`, {name}: `{run}`",
             hint="give every node the same RUN_NAME (or RUN); where that one is another run, choose another MASTER_PORT",
         )
-    store.nonce = str(found.get("word"))
-    return {"host": host, "nodes": int(found.get("nodes") or 0)}
-
-
-def _reason(error: OSError) -> tuple[str, str]:
-    """Returns in words which side is closed, and the key of the hint."""
-    if isinstance(error, ConnectionRefusedError):
-        return "that machine answers, but nothing listens there yet: node 0 is not started, or has another MASTER_PORT", "refused"
-    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return "no answer: a firewall on the way drops what is sent, or no machine has this address", "timeout"
-    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
-        return f"no machine answers at this address ({error.strerror})", "route"
-    return f"the connection failed ({error.strerror or error})", "route"
+    store.nonce = found["word"]
+    return dict(found)
 
 
 def say(text: str) -> None:
-    """Prints a line; what others sent may be in it."""
+    """Print a line; what others sent may be in it."""
     print(printable(text[:500]), file=sys.stderr, flush=True)
 
 
 def pause(seconds: float) -> None:
-    """Waits; a signal that came is raised."""
+    """Wait; a signal that came is raised."""
     time.sleep(seconds)
     raise_what_was_heard()
 
 
 def tcp_store() -> Any:
-    """Returns torch's class. Its C++ writes stack traces for every connection that fails, which we report ourselves."""
+    """Return torch's class. Its C++ writes stack traces for every connection that fails, which we report ourselves."""
     level = "TORCH_CPP_LOG_LEVEL"
     if level not in os.environ:
         os.putenv(level, "FATAL")

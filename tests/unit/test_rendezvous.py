@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +15,8 @@ import pytest
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.launch import store
 from sft_play.launch.environment import Node, free_port
-from sft_play.launch.meeting import Given
-from sft_play.launch.rendezvous import Rendezvous
+from sft_play.launch.membership import Given
+from sft_play.launch.rendezvous import Judge, Rendezvous
 from sft_play.launch.verdict import Outcome
 from tests.documents import on_page
 
@@ -73,8 +70,8 @@ class Nodes:
         return self.ended
 
 
-def meet(given: Any = None) -> Act:
-    return lambda ours: [one["who"] for one in ours.meet(lambda: {"who": ours.host, "more": given}, agree, everything)["all"]]
+def meet(judge: Judge = agree) -> Act:
+    return lambda ours: [one["who"] for one in ours.meet(lambda: {"who": ours.host}, judge, everything)["all"]]
 
 
 def vanish(ours: Rendezvous) -> str:
@@ -180,7 +177,7 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     assert ended["a"] == ended["b"] == [0, 1]
     assert "two nodes have `NODE_RANK=1`" in str(ended["twin"])
     assert "different runs: node 0 (a): `lan`, node 1 (yesterday): `other`" in str(ended["yesterday"])
-    assert "takes only nodes that know its `MASTER_KEY`" in str(ended["no key"])
+    assert "another `MASTER_KEY`" in str(ended["no key"])
     assert "another `MASTER_KEY`" in str(ended["other key"])
 
 
@@ -238,18 +235,6 @@ def test_who_has_the_port() -> None:
         error = nodes.end()["a"]
     assert isinstance(error, HardwareError) and f"port {nodes.port}" in error.message
     assert on_page("address-already-in-use", error.message)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a network namespace, in which `lo` is down")
-def test_node_0_that_cannot_reach_its_own_port_says_so() -> None:
-    program = (
-        "from sft_play.launch import store; from sft_play.launch.environment import Node; store.HEARD_SECONDS = 1.0\n"
-        "store.serve(Node(count=2, master_port=29500), 'a', 'lan', 5.0, lambda raw: None)"
-    )
-    done = subprocess.run(
-        ["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert "HardwareError: node 0 cannot reach its own port 29500" in done.stderr, done.stderr
 
 
 def test_a_failure_between_the_steps_is_told_to_all() -> None:
@@ -360,7 +345,7 @@ def test_a_request_to_stop_reaches_all() -> None:
     assert list(nodes.end().values()) == [(15, 143)] * 2
 
 
-def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back() -> None:
     nodes, back = Nodes(silent=3.0), threading.Event()
 
     def train(ours: Rendezvous) -> Any:
@@ -370,15 +355,15 @@ def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.
         seen.append(meet()(ours))
         back.set()
         while ours.ended_elsewhere() is None:
-            if ours.node.rank == 0 and ours.look_for_wants(lambda given: refused(given)):
+            if ours.node.rank == 0 and ours.names_of_waiting():
                 ours.ask_to_stop("starting again with node 2 (c)")
             time.sleep(0.05)
         assert ours.settle(Outcome(code=143)).code == 143 and ours.grown_because == "starting again with node 2 (c)"
         ours.follow(lambda: {"again": True})
         return outcome.cause, [*seen, meet()(ours)]
 
-    def refused(given: Given) -> list[UserError]:
-        return [HardwareError("other versions")] if given["who"] == "sick" else []
+    def refuse(given: Sequence[Given]) -> list[UserError]:
+        return [HardwareError("other versions")] if given[-1]["who"] == "sick" else []
 
     def leave(ours: Rendezvous) -> str:
         ours.meet(lambda: {"who": ours.host}, agree, everything)
@@ -388,7 +373,7 @@ def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.
     nodes.start(1, train, least=2)
     nodes.start(2, leave, host="lost", least=2)
     assert back.wait(60)
-    nodes.start(2, meet(), host="sick", least=2).patience = 20
+    nodes.start(2, meet(refuse), host="sick", least=2)
     while "sick" not in nodes.ended:
         time.sleep(0.05)
     nodes.start(2, meet(), host="c", least=2)
@@ -396,14 +381,13 @@ def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.
     expected = "unreachable", [["a", "b", "lost"], ["a", "b"], ["a", "b", "c"]]
     assert ended["a"] == ended["b"] == expected, ended
     assert ended["c"] == ["a", "b", "c"] and isinstance(ended["sick"], HardwareError)
-    assert "left out: node 2 (sick): other versions" in capfd.readouterr().err
 
 
 def test_a_machine_tells_a_false_node_0_nothing() -> None:
     """Whoever serves a store at that address without knowing the key learns no facts."""
     nodes = Nodes(count=2, patience=1.0)
     false = store.tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)
-    honest = store.Store(lambda: false, lambda _: None, key=None, seconds=5)
+    honest = store.Store(lambda: false, key=None, seconds=5)
     honest.set("session", {"protocol": store.PROTOCOL, "run": "lan", "word": "w", "host": "a", "nodes": 2})
     nodes.start(1, meet(), key=KEY)
     assert "another `MASTER_KEY`" in str(nodes.end()["b"])

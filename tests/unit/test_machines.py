@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.launch.agreement import (
-    NodeFacts,
-    config_here,
-    data_apart,
-    disagreements,
-    errors_from_json,
-    errors_to_json,
-    folders_apart,
-    versions_here,
-)
+from sft_play.launch.machines import NodeFacts, compare, compare_prepared, config_here, versions_here
 from sft_play.plan.hardware import Device
 from tests.documents import on_page
 
@@ -27,7 +17,7 @@ CARD = Device(name="RTX 3060", memory_bytes=12 * 2**30, free_bytes=11 * 2**30, b
 
 def facts(rank: int, **changes: Any) -> NodeFacts:
     known: dict[str, Any] = {
-        "rank": rank, "host": "abcd"[rank], "num_nodes": 3, "run": "lan", "resumed": False, "checkpoint": None,
+        "rank": rank, "host": "abcd"[rank], "num_nodes": 3, "resumed": False, "checkpoint": None,
         "command": {"command": '"auto"'}, "config": {"train.seed": "1", "train.batch_size": '"auto"'},
         "versions": {"python": "3.11", "torch": "2.13.0"}, "kind": "cuda", "devices": (CARD,) * (rank + 1),
     }  # fmt: skip
@@ -59,12 +49,12 @@ def facts(rank: int, **changes: Any) -> NodeFacts:
             ('`train.batch_size` is `"auto"` on node 0 (a), `not there` on node 1 (b)',),
         ),
         ({"command": {"command": '"zero"'}}, UserError, ("the command differs",)),
-        ({"kind": "cpu"}, HardwareError, ("some nodes have GPUs", "node 0 (a): 1 x RTX 3060", "node 1 (b): no GPU")),
+        ({"kind": "cpu"}, HardwareError, ("some nodes have GPUs", "node 0 (a): GPUs", "node 1 (b): no GPU")),
         ({"resumed": True}, CheckpointError, ("node 1 (b): continues the run", "node 0 (a): starts it")),
     ],
 )
 def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], words: tuple[str, ...]) -> None:
-    (error,) = disagreements([facts(0, **({"num_nodes": 3} | ({"resumed": False}))), facts(1, **change)])
+    (error,) = compare([facts(0, **({"num_nodes": 3} | ({"resumed": False}))), facts(1, **change)])
     assert type(error) is kind
     assert all(word in error.render() for word in words), error.render()
     assert "2.12.0" not in words[0] or on_page("different-versions-on-machines", error.render())
@@ -73,32 +63,31 @@ def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError]
 def test_checkpoints_must_be_the_same() -> None:
     first = facts(0, resumed=True, checkpoint="step-000004 (aa)")
     other = facts(1, resumed=True, checkpoint="step-000002 (bb)")
-    assert not disagreements([first, facts(1, resumed=True, checkpoint="step-000004 (aa)")])
-    (error,) = disagreements([first, other, facts(2, resumed=True)])
+    assert not compare([first, facts(1, resumed=True, checkpoint="step-000004 (aa)")])
+    (error,) = compare([first, other, facts(2, resumed=True)])
     assert isinstance(error, CheckpointError)
-    assert "node 0 (a) from step-000004, node 1 (b) from step-000002, node 2 (c) from its start" in error.message
-    (error,) = disagreements([first, replace(other, checkpoint="step-000004 (bb)")])
-    assert "is not the same checkpoint" in error.message
+    assert "node 0 (a): step-000004 (aa), node 1 (b): step-000002 (bb), node 2 (c): its start" in error.message
 
 
-def test_folders_apart() -> None:
-    nodes = [facts(rank=1), facts(rank=2)]
-    for strategy, save, found in (("ddp", "steps", nodes), ("fsdp2", "no", nodes), ("zero2", "steps", [])):
-        assert not folders_apart(found, strategy=strategy, save_strategy=save)
-    (error,) = folders_apart(nodes, strategy="zero2", save_strategy="steps")
+def given(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
+    return {"node": f"node {rank} ({'abc'[rank]})", "prepared": {"base model": "m", **prepared}, "apart": apart}
+
+
+def test_nodes_that_do_not_see_the_run_folder() -> None:
+    apart = [given(0), given(1, apart=True), given(2, apart=True)]
+    for strategy, save, found in (("ddp", "steps", apart), ("fsdp2", "no", apart), ("zero2", "steps", apart[:1])):
+        assert not compare_prepared(found, strategy=strategy, save_strategy=save)
+    (error,) = compare_prepared(apart, strategy="zero2", save_strategy="steps")
     assert isinstance(error, CheckpointError)
-    assert f"{nodes[0].name}, {nodes[1].name} do not see the run folder of node 0" in error.message
-    (told,) = errors_from_json(errors_to_json([error]))
-    assert (type(told), told.render()) == (CheckpointError, error.render())
+    assert "node 1 (b), node 2 (c) cannot see the run folder of node 0" in error.message
 
 
-def test_data_apart() -> None:
-    here = [facts(rank, num_nodes=3) for rank in range(3)]
-    same = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
-    assert not data_apart(here, [same, dict(same), dict(same)])
-    (error,) = data_apart(here, [same, same | {"training data": "9 rows, 95 tokens, def"}, {"base model": "m"}])
+def test_nodes_that_prepared_different_data() -> None:
+    here = [given(0, data="8 rows, 90 tokens, abc"), given(1, data="9 rows, 95 tokens, def"), given(2)]
+    assert not compare_prepared([here[0]] * 3, strategy="ddp", save_strategy="steps")
+    (error,) = compare_prepared(here, strategy="ddp", save_strategy="steps")
     assert isinstance(error, DataError)
-    assert "`training data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
+    assert "`data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
     assert "`not there` on node 2 (c)" in error.message
 
 
