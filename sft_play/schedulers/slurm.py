@@ -55,22 +55,16 @@ LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, its hyphen included."""
 PATIENCE_SECONDS = 120.0
 """sbatch itself waits for a busy controller, by default up to 10 s a message."""
-PARTITIONS = "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"
 HINTS: tuple[tuple[str, str | None, str], ...] = (
     (r"qos(max|min|grp)\w|assoc(max|min|grp)\w|accounting/qos policy", None,
-     "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts against them now; SLURM_TIME, "
-     "NUM_NODES and NUM_GPUS ask for less, SLURM_QOS=NAME for another"),
-    (r"invalid partition|partition name", "slurm.partition", PARTITIONS),
+     "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts against them now"),
+    (r"partition name|invalid partition", "slurm.partition", "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"),
     (r"time limit|timelimit", "slurm.time", "`sinfo -s` shows the longest time of each partition; then SLURM_TIME="),
-    (r"account", "slurm.account",
-     "`sacctmgr show associations user=$USER` lists your accounts, and their partitions; then SLURM_ACCOUNT=NAME"),
+    (r"account", "slurm.account", "`sacctmgr show associations user=$USER` lists your accounts; then SLURM_ACCOUNT=NAME"),
     (r"qos", "slurm.qos", "`sacctmgr show qos` lists what there is; then SLURM_QOS=NAME"),
-    (r"partition", "slurm.partition", PARTITIONS),
-    (r"node configuration|more processors|node count|cpu count|gres|gpu|memory|feature|constraint", None,
+    (r"node|processors|cpu|gres|gpu|memory|feature|constraint", None,
      "`sinfo -N -o '%N %c %m %G %f'` shows cores, memory, GPUs and features of the nodes; NUM_NODES, NUM_GPUS, SLURM_CPUS_PER_GPU, SLURM_MEMORY "
      "and SLURM_CONSTRAINT ask for less"),
-    (r"array", "slurm.array", "`scontrol show config | grep MaxArraySize` is the limit; then SLURM_ARRAY="),
-    (r"option|invalid", "slurm.options", "`slurm.options` holds options of your own; this release of Slurm may not know one of them"),
     ("", None, "the lines above are sbatch's own"),
 )  # fmt: skip
 """What sbatch says, the one key that it is about, and what to do about it; the first that matches.
@@ -323,14 +317,13 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
 
 def _write(ahead: Ahead, script: Path, text: str) -> None:
     """Writes configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raises `UserError`."""
-    setup, bash = ahead.loaded.config.slurm.setup, shutil.which("bash")
-    if setup and bash:  # the only shell text that is not ours: it may leave a quote or a block open
-        done = subprocess.run(
-            [bash, "-n"], input="\n".join(setup) + "\n", capture_output=True, text=True, errors="replace", timeout=60, check=False
-        )
-        if done.returncode:
-            said = (done.stderr.strip() or "bash refuses it").splitlines()[0]
-            raise UserError(f"`slurm.setup` is not valid shell text: {said}", hint="each entry is one line")
+    setup = (
+        "\n".join(ahead.loaded.config.slurm.setup) + "\n"
+    )  # the only shell text that is not ours: it may leave a quote or a block open
+    done = subprocess.run(["bash", "-n"], input=setup, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().partition("\n")[0]
+        raise UserError(f"`slurm.setup` is not valid shell text: {said}", hint="each entry is one line")
     try:
         save_config(ahead.loaded, _beside(script, "config"))
         if ahead.options.deepspeed:

@@ -50,10 +50,6 @@ def environment_of(scheduler: str, rank: int, address: str, port: int) -> dict[s
             "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": f"{address}\n{address}",
             "SKYPILOT_NUM_GPUS_PER_NODE": "1",
         },
-        "slurm": {
-            "SLURM_JOB_ID": str(port), "SLURM_NNODES": "2", "SLURM_NODEID": str(rank), "SLURM_JOB_NODELIST": f"{address},other",
-            "MASTER_PORT": str(port),
-        },
     }[scheduler]  # fmt: skip
 
 
@@ -73,7 +69,7 @@ class Pods:
         )
 
     def start(self, environ: Mapping[str, str], *words: str) -> subprocess.Popen[str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_", "SFT_", "SLURM_", "SKYPILOT_"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_", "SFT_", "SKYPILOT_"))}
         ours = {"PYTHONPATH": str(ROOT), "RUNS_DIR": str(self.runs), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
                 "SFT_PLAY_CACHE": str(self.folder / "cache")}  # fmt: skip
         command = [
@@ -95,9 +91,7 @@ class Pods:
         """Starts both pods with the words that `make kubernetes` renders."""
         address, port = own_address(), free_port()
         typed = ("NUM_GPUS=1", "NUM_NODES=2", f"MASTER_PORT={port}", "LAUNCH_JOIN_SECONDS=120", *words)
-        typed = () if scheduler == "slurm" else typed
-        more = (*words, "NUM_GPUS=1") if scheduler == "slurm" else ()
-        return [self.start(environment_of(scheduler, rank, address, port), *typed, *more) for rank in range(2)]
+        return [self.start(environment_of(scheduler, rank, address, port), *typed) for rank in range(2)]
 
 
 @pytest.fixture
@@ -120,7 +114,7 @@ def events(pods: Pods) -> list[Any]:
 
 @pytest.mark.parametrize(
     "scheduler",
-    ["pytorchjob", *(pytest.param(name, marks=pytest.mark.long) for name in ("trainjob", "job", "skypilot", "slurm"))],
+    ["pytorchjob", *(pytest.param(name, marks=pytest.mark.long) for name in ("trainjob", "job", "skypilot"))],
 )
 def test_two_pods_find_each_other_and_train(pods: Pods, scheduler: str) -> None:
     codes, said = ended(pods.pair(scheduler, "TRAIN_MAX_STEPS=3"))

@@ -187,7 +187,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("KUBERNETES_STORAGE_CLASS=nfs",), "which needs `kubernetes.create_claims: true`"),
         (("KUBERNETES_HCA=mlx5",), "which needs `kubernetes.infiniband: true`"),
         (("KUBERNETES_NAMESPACE=My_Team",), "`kubernetes.namespace` is `My_Team`"),
-        (("KUBERNETES_MEMORY=64",), "KUBERNETES_MEMORY=64: `kubernetes.memory` is `64`; expected `1Gi` or more; a number alone is in bytes"),
+        (("KUBERNETES_MEMORY=64",), "`kubernetes.memory` is `64`; expected a quantity such as `64Gi`; a number alone is in bytes"),
         (("KUBERNETES_SHM=64Gi",), "uses all of `kubernetes.memory`"),
         (("NUM_NODES=3", "KUBERNETES_REPLICA_SELECTORS=[{gpu: a}, {gpu: b}, {gpu: c}]"), "its Master may differ"),
         ((UNLIKE, "KUBERNETES_KIND=job"), "one template for all its pods\n\nhint: kubernetes.kind: pytorchjob"),
