@@ -44,7 +44,7 @@ ALWAYS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 LIBRARIES = (
     "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard",
     "accelerate.commands.launch", "transformers.trainer", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
-    "datasets", "peft", "peft.utils.transformers_weight_conversion", "deepspeed", "bitsandbytes", "psutil", "jinja2",
+    "datasets", "peft", "peft.utils.transformers_weight_conversion", "deepspeed", "bitsandbytes", "omegaconf", "psutil", "jinja2",
     "safetensors.torch", "rouge_score.rouge_scorer", "pandas",
 )  # fmt: skip
 ROOM = 2**14

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
 
 from sft_play.config import names
-from sft_play.config.keys import Key, find_key, sections
+from sft_play.config.keys import Key, find_key, schema_keys, sections
 from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
-from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, scalar_text, wrap
-from sft_play.errors import SECRET_VARIABLE, UserError, mask
+from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, wrap
+from sft_play.errors import SECRET_VARIABLE, UserError, first_line, mask
 from sft_play.files import is_file_name
 
-REFERENCE = re.compile(r"(?<!\\)\$\{\s*([^${}]*?)\s*\}")
-ESCAPED = re.compile(r"\\\$\{")
-"""Stands for `${` itself."""
 GLOBAL_BATCH = "train.global_batch_size"
 PLAIN_VARIABLE = re.compile(
     r"PWD|TMPDIR|SCRATCH|WORK|USER|LOGNAME|(SFT|SLURM|CUDA)_\w+"
@@ -149,67 +145,70 @@ def as_meant(key: str, node: Node) -> Node:
 
 
 def interpolate(found: Values) -> None:
-    """Replace `${section.key}` and `${oc.env:NAME}` (or `${oc.env:NAME,default}`) in values of files by what they stand for."""
-    resolved: dict[str, Value] = {}
-    for key, value in list(found.values.items()):
-        if not value.literal and any("${" in text for text in texts_in(value.node)):
-            try:
-                resolved[key] = replace(value, node=_resolve(value.node, found, (key,)))
-            except ValueError as error:
-                found.problems.append(UserError(f"`{key}` cannot be resolved: {error}", place=found.values.pop(key).origin))
-    found.values.update(resolved)
+    """Resolve `${section.key}` and OmegaConf's own resolvers (`${oc.env:HOME}`) in values that come from files."""
+    open_ones = [
+        key for key, value in found.values.items() if not value.literal and any("${" in one for one in texts_in(value.node))
+    ]
+    if not open_ones:
+        return
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    OmegaConf.register_resolver("oc.env", _variable, replace=True)
+    unresolved = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
+    for key in list(open_ones):
+        try:
+            OmegaConf.create({"value": found.values[key].node.plain()})
+        except unresolved as error:  # not OmegaConf's grammar at all
+            _cannot_resolve(key, error, found)
+            open_ones.remove(key)
+    tree: dict[str, Any] = {}
+    defaults = {key.name: key.default for key in schema_keys().values()}
+    for key, plain in (defaults | {key: _as_read(key, value) for key, value in found.values.items()}).items():
+        *path, last = key.split(".")
+        inner = tree
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = plain
+    merged = OmegaConf.create(tree)
+    for key in open_ones:
+        value = found.values[key]
+        try:
+            resolved = OmegaConf.select(merged, key, throw_on_missing=True)
+            plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
+        except unresolved as error:
+            _cannot_resolve(key, error, found)
+            continue
+        # Text that was put together (`${oc.env:N}`, `0.${x}`) may be a number.
+        node = Node(resolve_scalar(plain), plain, value.node.line) if isinstance(plain, str) else wrap(plain, value.node.line)
+        found.values[key] = replace(value, node=node)
 
 
-def _resolve(node: Node, found: Values, way: tuple[str, ...]) -> Node:
-    """Return a value with its references replaced; `way`: the keys that led here. Raise `ValueError`."""
-    if isinstance(node.value, dict):
-        return replace(node, value={name: _resolve(part, found, way) for name, part in node.value.items()})
-    if isinstance(node.value, list):
-        return replace(node, value=[_resolve(part, found, way) for part in node.value])
-    if not isinstance(node.value, str) or "${" not in node.value:
-        return node
-    if whole := REFERENCE.fullmatch(node.value):
-        return replace(_referred(whole[1], found, way), line=node.line)
-    if "${" in ESCAPED.sub("", REFERENCE.sub("", node.value)):
-        raise ValueError("expected `${section.key}` or `${oc.env:NAME}`")
-    text = REFERENCE.sub(lambda one: _as_text(_referred(one[1], found, way)), node.value)
-    text = ESCAPED.sub("${", text)
-    return Node(resolve_scalar(text), text, node.line)  # text that was put together (`0.${x}`) may be a number
+def _variable(name: str, *default: Any) -> Any:
+    """`${oc.env:NAME}` of a name that is plainly no secret: what a configuration holds is kept in the run folder and shown."""
+    from omegaconf.resolvers import oc
 
-
-def _referred(name: str, found: Values, way: tuple[str, ...]) -> Node:
-    """Return the value of a key, or of a variable of the environment."""
-    kind, colon, variable = name.partition(":")
-    if colon and kind.strip() == "oc.env":
-        text = _variable(*(part.strip() for part in variable.split(",", 1)))
-        return Node(resolve_scalar(text), text)
-    if name in way:
-        raise ValueError(f"it refers to itself: {' -> '.join((*way, name))}")
-    if value := found.values.get(name):
-        return value.node if value.literal else _resolve(value.node, found, (*way, name))
-    if known := find_key(name):
-        return wrap(known.default)
-    raise ValueError(f"`{name}` is not a key")
-
-
-def _as_text(node: Node) -> str:
-    """Return a value as it is written: `0012`."""
-    return node.text if node.text is not None else node.value if isinstance(node.value, str) else scalar_text(node.plain())
-
-
-def _variable(name: str, default: str | None = None) -> str:
-    """Return a variable whose name is plainly no secret: what a configuration holds is kept in the run folder and shown."""
     if not PLAIN_VARIABLE.fullmatch(name) or SECRET_VARIABLE.search(name):
         raise ValueError(
             f"`{name}` could be a secret, and what a configuration holds is kept in files; `oc.env` takes HOME, USER, SCRATCH, SLURM_*,"
             " SFT_* and names that end in _DIR, _PATH, _FILE, _NAME, _DATA, _MODEL and the like"
         )
-    value = os.environ.get(name, default)
-    if value is None:
-        raise ValueError(f"the variable `{name}` is not set")
-    if mask(name, value) != value:
+    value = oc.env(name, *default)
+    if isinstance(value, str) and mask(name, value) != value:
         raise ValueError(f"the value of `{name}` looks like a secret, and what a configuration holds is kept in files")
     return value
+
+
+def _as_read(key: str, value: Value) -> Any:
+    """Return a value as others see it through `${key}`: text as it is written (`0012`), everything else by its type."""
+    known, node = find_key(key), value.node
+    as_text = known is not None and str in options(known.annotation) and node.text is not None and node.value is not None
+    plain = node.text if as_text else node.plain()
+    return escaped(plain) if value.literal else plain
+
+
+def _cannot_resolve(key: str, error: Exception, found: Values) -> None:
+    found.problems.append(UserError(f"`{key}` cannot be resolved: {first_line(error)}", place=found.values.pop(key).origin))
 
 
 def texts_in(node: Node) -> Iterator[str]:
@@ -222,6 +221,15 @@ def texts_in(node: Node) -> Iterator[str]:
         yield from (text for part in node.value for text in texts_in(part))
     elif isinstance(node.value, str):
         yield node.value
+
+
+def escaped(plain: Any) -> Any:
+    """Return `plain` with every `${` standing for itself in OmegaConf, which takes `\\${` so, and backslashes before it in pairs."""
+    if isinstance(plain, Mapping):
+        return {key: escaped(part) for key, part in plain.items()}
+    if isinstance(plain, list):
+        return [escaped(part) for part in plain]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", plain) if isinstance(plain, str) else plain
 
 
 # Configuration files: where they are found, what they extend, and the values they hold.
