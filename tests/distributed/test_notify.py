@@ -35,9 +35,6 @@ def webhook(*, hangs: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]
             said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             if hangs:
                 over.wait(60)
-            if "garbage" in self.path:
-                self.wfile.write(b"no answer of HTTP\r\n\r\n")
-                return
             for _ in range(100 if "drips" in self.path else 0):  # each byte in time, and never all of them
                 self.wfile.write(b"H")
                 time.sleep(0.3)
@@ -93,19 +90,12 @@ def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None
     assert (second["event"], second["run"]) == ("stopped", "stops")
 
 
-@pytest.mark.parametrize("target", ["hangs", "drips", "garbage", "port", "missing", "nobody", "sleep 60", "exit 3", ""])
+@pytest.mark.parametrize("target", ["hangs", "drips", "missing", "nobody", "sleep 60", "exit 3", ""])
 def test_what_does_not_answer_is_one_warning(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with webhook(hangs=target == "hangs") as (url, _):
-        addresses = {
-            "drips": f"{url}/drips",
-            "garbage": f"{url}/garbage",
-            "port": "http://127.0.0.1:none/hook",
-            "hangs": url,
-            "missing": f"{url}/missing",
-            "nobody": "http://127.0.0.1:9/hook",
-        }
+        addresses = {"hangs": url, "drips": f"{url}/drips", "missing": f"{url}/missing", "nobody": "http://127.0.0.1:9/hook"}
         began = time.monotonic()
         if target not in addresses:
             monkeypatch.setenv("MY_NOTIFY", target) if target else monkeypatch.delenv("MY_NOTIFY", raising=False)

@@ -128,7 +128,6 @@ pool.submit(int)
         ("threading.Thread(target=work, args=('sent', 0.5)).start()", {"sent", "exit-functions"}),
         ("pool.submit(work, 'sent', 0.5)", {"sent", "exit-functions"}),
         ("threading.Thread(target=work, args=('late', 600)).start()", {"exit-functions"}),
-        ("threading.Thread(target=work, args=('late', 600), daemon=True).start()", {"exit-functions"}),
     ],
 )
 def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, thread: str, found: set[str]) -> None:
