@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,18 @@ from typing import Any
 from sft_play.config.reader import record_of
 from sft_play.errors import UserError
 from sft_play.files import read_json, read_json_lines, write_json
-from sft_play.runs.checkpoints import newest_valid, published
+from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.launches import AGENT, EVERYTHING, LAUNCHER, PHASES, PREPARATION, SAVING
 from sft_play.text import markdown_table
 
-LAST_TARGETS = (AGENT, LAUNCHER, PREPARATION, EVERYTHING)
+STARTING, SAVING = "starting", "saving"
+PHASES = (STARTING, "loading", "training", "evaluating", SAVING, "leaving")
+"""What rank 0 writes to `phase.json`, in the order of a run; before it does, `starting`."""
+EVERYTHING = "everything"
 
 
 def as_json(state: State) -> dict[str, Any]:
-    """Returns what `JSON=1` prints: the totals of all chunks, and every kill."""
+    """Return what `JSON=1` prints: the totals of all chunks, and every kill."""
     unequal = [one for one in state.comparisons if not one.equal]
     return {
         "settings": dict(state.settings),
@@ -43,20 +45,17 @@ def as_json(state: State) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns mean and maximum."""
+    """Return mean and maximum."""
     return {"mean": round(sum(values) / len(values), 2) if values else 0.0, "max": max(values, default=0)}
 
 
 def as_text(state: State) -> str:
-    """Returns the table of kills by phase and target, and the totals below it, as Markdown."""
-    targets = [*sorted({kill.target for kill in state.kills} - {*LAST_TARGETS}), *LAST_TARGETS]
-    rows = [["phase", *targets, "all", "steps lost, mean (max)"]]
+    """Return the table of kills by phase, and the totals below it, as Markdown."""
+    rows = [["phase", "kills", "steps lost, mean (max)"]]
     for phase in (*PHASES, "all"):
-        found = [kill for kill in state.kills if phase in (kill.phase, "all")]
-        if found:
+        if found := [kill for kill in state.kills if phase in (kill.phase, "all")]:
             lost = spread([kill.lost for kill in found])
-            counts = (sum(kill.target == target for kill in found) for target in targets)
-            rows.append([phase, *map(str, counts), str(len(found)), f"{lost['mean']:.1f} ({lost['max']:.0f})"])
+            rows.append([phase, str(len(found)), f"{lost['mean']:.1f} ({lost['max']:.0f})"])
     result = as_json(state)
     over, seed = result["over_seconds"], " ".join([str(state.settings["seed"]), *state.settings["overrides"]])
     lines = [*markdown_table(rows), ""]
@@ -74,49 +73,43 @@ def as_text(state: State) -> str:
     return "\n".join(lines)
 
 
-# A completed run beside the undisturbed one: metrics to the bit, each step once in `metrics.jsonl` and in TensorBoard.
+# A completed run compared with the undisturbed one: metrics to the bit, each step once in `metrics.jsonl` and in TensorBoard.
 
 
 TIMES = re.compile(r"seconds|per_second|memory|_gib|mfu|percent|mb_s|utilisation|temperature|watts|throttled")
 """Names of figures that a clock or the machine decides."""
-SHOWN = 3
-"""How many differences of one kind are listed."""
+MOST_SHOWN = 9
 
 
 def compare_runs(reference: RunFolder, run: RunFolder) -> tuple[int, list[str]]:
-    """Returns how many rows of metrics were compared, and everything that differs."""
+    """Return how many rows of metrics were compared, and what differs, at most `MOST_SHOWN` of it."""
     expected, found = read_json_lines(reference.metrics), read_json_lines(run.metrics)
     problems = [*differing_rows(expected, found), *differing_curves(reference, run), *leftovers(run)]
-    return len(expected), problems
+    more = [f"{len(problems) - MOST_SHOWN} more"] if len(problems) > MOST_SHOWN else []
+    return len(expected), problems[:MOST_SHOWN] + more
 
 
 def differing_rows(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
-    """Returns the differences between two runs' rows; JSON keeps every bit of a float."""
+    """Return the differences between two runs' rows; JSON keeps every bit of a float."""
     problems = []
     for kind in ("train", "eval"):
-        before = [_exact(row) for row in expected if row["kind"] == kind]
-        after = [_exact(row) for row in found if row["kind"] == kind]
-        steps = ([row["step"] for row in before], [row["step"] for row in after])
+        before, after = ([row for row in rows if row["kind"] == kind] for rows in (expected, found))
+        steps = [row["step"] for row in before], [row["step"] for row in after]
         if steps[0] != steps[1]:
-            problems.append(f"{kind} rows: steps {_ranges(steps[1])} instead of {_ranges(steps[0])}")
+            problems.append(f"{kind} rows: steps {steps[1]} instead of {steps[0]}")
         by_step = {row["step"]: row for row in after}
-        unequal = [
-            f"step {row['step']}: `{name}` {by_step[row['step']].get(name)} instead of {value}"
+        problems += [
+            f"{kind} rows: step {row['step']}: `{name}` {by_step[row['step']].get(name)} instead of {value}"
             for row in before
             if row["step"] in by_step
             for name, value in row.items()
-            if by_step[row["step"]].get(name) != value
+            if by_step[row["step"]].get(name) != value and not TIMES.search(name)
         ]
-        problems += _some(f"{kind} rows", unequal)
     return problems
 
 
-def _exact(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not TIMES.search(name)}
-
-
 def differing_curves(reference: RunFolder, run: RunFolder) -> list[str]:
-    """Returns the differences between the curves in `tb/`, as TensorBoard itself reads them."""
+    """Return the differences between the curves in `tb/`, as TensorBoard itself reads them."""
     if not reference.tensorboard.is_dir():
         return []
     expected, found = read_curves(reference.tensorboard), read_curves(run.tensorboard)
@@ -124,14 +117,14 @@ def differing_curves(reference: RunFolder, run: RunFolder) -> list[str]:
     for name in sorted({*expected, *found}):
         before, after = expected.get(name, []), found.get(name, [])
         if [step for step, _ in before] != [step for step, _ in after]:
-            problems.append(f"curve {name}: steps {_ranges([s for s, _ in after])} instead of {_ranges([s for s, _ in before])}")
+            problems.append(f"curve {name}: steps {[step for step, _ in after]} instead of {[step for step, _ in before]}")
         elif before != after and not TIMES.search(name):
             problems.append(f"curve {name}: values differ")
     return problems
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns tag -> (step, value) of every event in the order in which TensorBoard shows them."""
+    """Return tag -> (step, value) of every event in the order in which TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of the steps that a resumed run has made void
@@ -141,68 +134,45 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def leftovers(run: RunFolder) -> list[str]:
-    """Returns what a completed run should not hold: half-written or temporary files, checkpoints that are not whole."""
-    problems = _some("left over", [str(path.relative_to(run.path)) for path in half_written(run.path)])
+    """Return what a completed run should not hold: half-written or temporary files, checkpoints that are not complete."""
+    hidden = [path.relative_to(run.path) for path in sorted(run.path.rglob(".*")) if path.suffix != ".lock"]
     newest, skipped = newest_valid(run)
-    problems += _some("checkpoints", skipped)
+    problems = [*(f"left over: {path}" for path in hidden), *skipped]
     if newest is None or run.last.resolve() != newest.resolve():
-        problems.append(f"`last` is {run.last.resolve().name}, the newest valid checkpoint {newest.name if newest else 'none'}")
-    if not published(run):
-        problems.append("there is no checkpoint")
+        problems.append(
+            f"`last` is {run.last.resolve().name}, the newest valid checkpoint {newest.name if newest else 'missing'}"
+        )
     return problems
-
-
-def half_written(folder: Path) -> Iterator[Path]:
-    """Yields what begins with a dot inside `folder`, but for the launchers' locks."""
-    for path in sorted(folder.rglob(".*")):
-        if not path.name.endswith(".lock"):
-            yield path
-
-
-def _some(what: str, problems: list[str]) -> list[str]:
-    more = [f"{what}: {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return [f"{what}: {problem}" for problem in problems[:SHOWN]] + more
-
-
-def _ranges(steps: list[int]) -> str:
-    """Returns steps in short: `1-4, 6, 6-9`."""
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and step == parts[-1][1] + 1:
-            parts[-1][1] = step
-        else:
-            parts.append([step, step])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts) or "none"
 
 
 # What a soak has done so far, in one file, so that it can go on in chunks.
 
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
     """One kill -9 and what came of it."""
 
-    number: int
-    run: int
-    """Number of the disturbed run, from 1."""
     aim: str
     """`time` (a random moment), or the phase that was waited for."""
     phase: str
     """What the run was doing as the signal was sent."""
     target: str
-    """`launcher`, `agent`, `rank 0`, ..., `preparation`, or `everything`."""
+    """`launcher`, `agent`, `rank 0`, ..., or `everything`."""
     seconds: float
     """After the launch began."""
-    step: int
+    number: int = 0
+    run: int = 0
+    """Number of the disturbed run, from 1."""
+    step: int = 0
     """Last step in `metrics.jsonl`."""
-    checkpoint: int
+    checkpoint: int = 0
     """Step of the newest valid checkpoint afterwards; 0 without one."""
-    code: int | None
+    code: int | None = None
     """The launcher's exit code; `None` where it was killed itself."""
-    over_seconds: float
+    over_seconds: float = 0.0
     """From the kill until no process of the launch was left."""
 
     @property
@@ -249,12 +219,12 @@ class State:
     """Time that all chunks took."""
 
     def save(self, path: Path) -> None:
-        """Publishes the file."""
+        """Publish the file."""
         write_json(path, {"format": FORMAT, **asdict(self)})
 
 
 def load_state(path: Path, settings: dict[str, Any]) -> State:
-    """Returns the state of an earlier chunk, or a new one. Raises `UserError` where the chunk would be of another soak."""
+    """Return the state of an earlier chunk, or a new one. Raise `UserError` where the chunk would be of another soak."""
     if not path.is_file():
         return State(settings=settings)
     try:
