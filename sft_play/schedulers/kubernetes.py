@@ -14,13 +14,12 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.metrics import OWN, PACKAGES, trackers
-from sft_play.config.schedulers import LABEL, KubernetesConfig, quantity
+from sft_play.config.schedulers import KubernetesConfig, quantity
 from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
 from sft_play.launch.rehearse import Ahead, plan_ahead
-from sft_play.launch.run_folder import NAME_PATTERN
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
@@ -35,7 +34,8 @@ from sft_play.text import plural
 KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job", "skypilot": "SkyPilot task"}
 HEADER = "rendered by: make kubernetes"
 """In the first line of every file: what has it may be written over."""
-LONGEST_LABEL = 63
+LONGEST_NAME = 48
+"""Of the 63 letters of a label the job's controller needs the others, for the numbers of pods."""
 NOT_OF_CLOUDS = (
     "namespace", "create_claims", "storage_class", "storage_size", "gpu_resource", "shm", "node_selector", "replica_selectors",
     "rdma_resource", "rdma_count", "finished_seconds", "queue", "tolerations", "pull_secret", "access_mode",
@@ -54,9 +54,9 @@ class Rendered:
 
 
 def main(call: Call) -> int:
-    """Writes the manifests and says how they are submitted; returns 0. What does not fit is shown part by part before the error.
+    """Write the manifests and says how they are submitted; returns 0. What does not fit is shown part by part before the error.
 
-    Raises `UserError`, and then writes nothing.
+    Raise `UserError`, and then writes nothing.
     """
     rendered = render(call)
     spec, plan = rendered.spec, rendered.plan
@@ -78,7 +78,7 @@ def main(call: Call) -> int:
 
 
 def render(call: Call) -> Rendered:
-    """Returns the files for a call. Raises `UserError` with what the kind of job cannot say."""
+    """Return the files for a call. Raise `UserError` with what the kind of job cannot say."""
     ahead = plan_ahead(call)
     spec = _spec(call, ahead)
     settings, loaded = spec.settings, ahead.loaded
@@ -97,33 +97,21 @@ def render(call: Call) -> Rendered:
     return Rendered(spec=spec, plan=ahead.plan, files=files, notes=told)
 
 
-def name_of(run_name: str | None, path: Path | None, kind: str, pods: int) -> str:
-    """Returns the name of job and run. Raises `UserError` for one that the cluster would refuse.
+def name_of(run_name: str | None, path: Path | None) -> str:
+    """Return the name of job and run. Raise `UserError` for one that the cluster would refuse.
 
     A name that was typed is taken as it is; that of a configuration's file is made to fit (`l40s_pair` is `l40s-pair`).
     """
-    suffix = {  # the longest that the kind's controller puts behind a job's name, in a name that is a label
-        "pytorchjob": f"-worker-{max(0, pods - 2)}" if pods > 1 else "-master-0",
-        "trainjob": f"-node-0-{pods - 1}",  # "JOBSET-REPLICATED_JOB-JOB-POD" of a JobSet
-        "job": f"-{pods - 1}",
-        "skypilot": "-config",
-    }[kind]
-    room = LONGEST_LABEL - len(suffix)
     stem = re.sub("[^a-z0-9]+", "-", (run_name or (path.stem if path else "run")).lower()).strip("-")
-    fitting = (stem if stem[:1].isalpha() else f"run-{stem}".rstrip("-"))[:room].rstrip("-")
-    if run_name is None:
-        return fitting
-    if not LABEL.fullmatch(run_name) or len(run_name) > room or not NAME_PATTERN.fullmatch(run_name):
-        raise UserError(
-            f"`RUN_NAME` is `{run_name}`, which is not a valid name of a {kind}: expected small letters, digits and `-`, the first a letter, "
-            f"at most {room} ({LONGEST_LABEL} with `{suffix}` behind them)",
-            hint=f"RUN_NAME={fitting}",
-        )
-    return run_name
+    fitting = (stem if stem[:1].isalpha() else f"run-{stem}".rstrip("-"))[:LONGEST_NAME].rstrip("-")
+    if run_name not in (None, fitting):
+        text = f"`RUN_NAME` is `{run_name}`; expected small letters, digits and `-`, the first a letter, at most {LONGEST_NAME}"
+        raise UserError(text, hint=f"RUN_NAME={fitting}")
+    return fitting
 
 
 def _spec(call: Call, ahead: Ahead) -> Spec:
-    """Returns the run as manifests need it. Raises `UserError` where the kind of job cannot say it, or it holds a token."""
+    """Return the run as manifests need it. Raise `UserError` where the kind of job cannot say it, or it holds a token."""
     loaded, plan, settings = ahead.loaded, ahead.plan, ahead.loaded.config.kubernetes
     launch, processes = loaded.config.launch, plan.ranks_by_node
     if launch.elastic is not None:
@@ -155,7 +143,7 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
             )  # fmt: skip
     replicas = "train" if plan.strategy == "single" else "train-distributed"
     spec = Spec(
-        name=name_of(call.options.get("RUN_NAME"), loaded.path, settings.kind, len(processes)),
+        name=name_of(call.options.get("RUN_NAME"), loaded.path),
         settings=settings, command="train-deepspeed" if ahead.options.deepspeed else replicas, device=plan.device, processes=processes,
         selectors=_selectors(settings, len(processes)), cards=_cards(plan, processes), files=files, join_seconds=launch.join_seconds,
     )  # fmt: skip
@@ -164,7 +152,7 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
 
 
 def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
-    """Returns the catalogue's name of each pod's GPUs. Raises `HardwareError` for a pod with two kinds, which no request can say."""
+    """Return the catalogue's name of each pod's GPUs. Raise `HardwareError` for a pod with two kinds, which no request can say."""
     found, ranks = [], iter(plan.ranks)
     for pod, count in enumerate(processes):
         names = sorted({rank.device_name for rank in islice(ranks, count)})
@@ -179,7 +167,7 @@ def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str], ...]:
-    """Returns each pod's node selector, in order of ranks: `node_selector` with its own labels on top. Raises `UserError`."""
+    """Return each pod's node selector, in order of ranks: `node_selector` with its own labels on top. Raise `UserError`."""
     own = settings.replica_selectors
     if own and len(own) != pods:
         text = f"`kubernetes.replica_selectors` has {plural(len(own), 'label set')}, and the run has {plural(pods, 'pod')}"
@@ -188,7 +176,7 @@ def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str]
 
 
 def _refuse_unlike(spec: Spec) -> None:
-    """Raises `UserError` where pods are to differ in a way that the kind of job cannot say."""
+    """Raise `UserError` where pods are to differ in a way that the kind of job cannot say."""
     master = spec.settings.kind == "pytorchjob"  # the only kind with a template of its own for rank 0
     labels = [tuple(sorted(one.items())) for one in spec.selectors]
     if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
@@ -208,12 +196,12 @@ def _refuse_unlike(spec: Spec) -> None:
 
 
 def _one_of(kind: str) -> str:
-    """Returns the name of a kind with its article: `an indexed Job`."""
+    """Return the name of a kind with its article: `an indexed Job`."""
     return f"{'an' if KINDS[kind][0] in 'aeiou' else 'a'} {KINDS[kind]}"
 
 
 def _write(call: Call, rendered: Rendered) -> list[Path]:
-    """Returns where the files went. Raises `UserError`, before any is written, where one stands that this command has not written."""
+    """Return where the files went. Raise `UserError`, before any is written, where one stands that this command has not written."""
     out = call.options.get("OUT")
     folder = typed_path(out) if out else runs_folder() / rendered.spec.name
     paths = [folder / name for name in rendered.files]
@@ -245,26 +233,28 @@ def _commands(spec: Spec, paths: list[Path]) -> list[str]:
 
 
 def _namespace(spec: Spec) -> str:
-    """Returns kubectl's words for the namespace, with a blank before them."""
+    """Return kubectl's words for the namespace, with a blank before them."""
     return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
 
 
 def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iterator[str]:
-    """Yields what the cluster must have, what stays, and what the plan needs that the pods do not get. `named`: with a `RUN_NAME`."""
-    settings, cloud = spec.settings, spec.settings.kind == "skypilot"
-    yield from (_of_skypilot if cloud else _of_cluster)(spec, loaded)
+    """Yield what the cluster must have, what stays, and what the plan needs that the pods do not get. `named`: with a `RUN_NAME`."""
+    settings, config = spec.settings, loaded.config
+    yield from (_notes_of_skypilot if settings.kind == "skypilot" else _notes_of_cluster)(spec, loaded)
     if not named:
-        delete = f"(kubectl delete{_namespace(spec)} -f {settings.kind}.yaml), since pods of a job cannot be changed"
         yield (
-            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: another job of it needs its "
-            f"own RUN_NAME, and one of this name continues the run{'' if cloud else f' once the old job is deleted {delete}'}"
+            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name continues the run, once "
+            "the old job is deleted; another run needs its own RUN_NAME"
         )
     if (need := _host_bytes(spec, plan, loaded)) > (quantity(settings.memory) or 0):
         yield (
             f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {settings.memory}, /dev/shm included: "
             "raise it, or the kernel ends the pod"
         )
-    config = loaded.config
+    for name in trackers(config):
+        if name in PACKAGES and name != OWN:
+            built = f"an image that was built with --build-arg TRACKERS={PACKAGES[name][1]}"
+            yield f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is {settings.image}"
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     paths = {config.model.name, config.model.tokenizer, config.data.chat_template, *(source.path for source in sources)} - {None}
     seen = (*(f"{place}/" for place in manifests.PLACES.values()), "examples/")
@@ -274,7 +264,7 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
 
 
 def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
-    """Returns the bytes that the plan keeps in the memory of the largest pod: all of a process on the CPU, what DeepSpeed offloads of a GPU's."""
+    """Return the bytes that the plan keeps in the memory of the largest pod: all of a process on the CPU, what DeepSpeed offloads of a GPU's."""
     if plan.device == "cpu":
         ranks = iter(plan.ranks)
         return max(sum(rank.peak_bytes for rank in islice(ranks, count)) for count in spec.processes)
@@ -283,38 +273,26 @@ def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
     return max(spec.processes) * host_bytes(loaded.config, shape_of(loaded.config.model), plan)
 
 
-def _of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
-    settings, space, several = spec.settings, _namespace(spec), spec.pods > 1
-    secret = f"kubectl create secret generic{space}"
+def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
+    settings, several = spec.settings, spec.pods > 1
+    secret = f"kubectl create secret generic{_namespace(spec)}"
     if not loaded.typed("kubernetes.image"):
         yield f"the image is `{settings.image}`: build it by the Dockerfile, push it where the cluster pulls from, and set kubernetes.image"
-    for name in trackers(loaded.config):
-        if name in PACKAGES and name != OWN:
-            built = f"an image that was built with --build-arg TRACKERS={PACKAGES[name][1]}"
-            yield f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is {settings.image}"
-    named = ", ".join(claims(spec))
     if not settings.create_claims:
-        yield f"these claims must exist: {named}{', each mounted by all pods at once (ReadWriteMany)' if several else ''}"
+        shared = ", each mounted by all pods at once (ReadWriteMany)" if several else ""
+        yield f"these claims must exist: {', '.join(claims(spec))}{shared}"
     elif manifests.access_mode(spec) == "ReadWriteOnce":
-        what = "all pods must be on one node" if several else "pods of another run must be on the same node"
-        yield f"the claims are ReadWriteOnce, which one node mounts at a time: {what}, or wait; kubernetes.access_mode: ReadWriteMany"
-    if settings.create_claims:
-        yield f"the claims {named} serve all runs that name them, and what they ask for cannot be changed later: apply claims.yaml once"
+        yield "the claims are ReadWriteOnce, so all pods that use them must be on one node; else kubernetes.access_mode: ReadWriteMany"
     if several:
         made = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
         yield f"make the run's key once; nobody joins without it: {made}"
     if settings.token_secret:
         yield f"this Secret must exist: {secret} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.pull_secret:
-        yield f"this Secret must exist: kubectl create secret docker-registry{space} {settings.pull_secret} --docker-server=..."
-    if settings.infiniband:
-        yield (
-            "InfiniBand needs IPC_LOCK, which PodSecurity `restricted` refuses, and nodes whose container runtime allows unlimited locked "
-            "memory (LimitMEMLOCK=infinity): a capability that is added does not reach a user who is not root"
-        )
+        yield f"this Secret must exist: {secret.replace('generic', 'docker-registry')} {settings.pull_secret} --docker-server=..."
 
 
-def _of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
+def _notes_of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
     if claims(spec):
         yield f"these SkyPilot volumes must exist (`sky volumes apply`; Kubernetes and RunPod only): {', '.join(claims(spec))}"
     if spec.settings.runs_claim is None:
@@ -323,12 +301,6 @@ def _of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
             "kubernetes.runs_claim keeps them on a volume; on other clouds mount a bucket at /runs (`file_mounts`)"
         )
         if spec.pods > 1:
-            yield (
-                f"each of the {spec.pods} machines fetches the model and prepares the data for itself; ZeRO and FSDP2 need one /runs for all, or "
-                "train.save_strategy: no"
-            )
+            yield f"the {spec.pods} machines share no disk: ZeRO and FSDP2 need one /runs for all, or train.save_strategy: no"
     if loaded.typed("kubernetes.image"):
-        yield (
-            "SkyPilot installs openssh-server in a container, as root or by sudo: the Dockerfile's image has neither and cannot start there. "
-            "Build one from it that ends with `USER root` (docs/kubernetes.md)"
-        )
+        yield "SkyPilot installs openssh-server in a container as root: build the image so that it ends with `USER root` (docs/kubernetes.md)"

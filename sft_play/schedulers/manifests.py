@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sft_play.config.schedulers import KubernetesConfig, quantity
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError
 from sft_play.launch.environment import VARIABLE as KEY
 from sft_play.plan.hardware import CATALOGUE
 from sft_play.schedulers.entry import LIMIT
@@ -56,7 +56,7 @@ class Spec:
         return len(self.processes)
 
     def words(self, processes: int, *, folder: str = SETTINGS) -> list[str]:
-        """Returns the words for the entry point of a pod with that many ranks and the files in `folder`."""
+        """Return the words for the entry point of a pod with that many ranks and the files in `folder`."""
         words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.name}"]
         if DEEPSPEED_FILE in self.files:
             words.append(f"DEEPSPEED_CONFIG={folder}/{DEEPSPEED_FILE}")
@@ -68,7 +68,7 @@ class Spec:
 
 
 def documents(spec: Spec) -> list[Document]:
-    """Returns the ConfigMap and the objects of the kind of job."""
+    """Return the ConfigMap and the objects of the kind of job."""
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -79,7 +79,7 @@ def documents(spec: Spec) -> list[Document]:
 
 
 def claims(spec: Spec) -> dict[str, list[str]]:
-    """Returns claim -> roles that it serves; one claim may serve several."""
+    """Return claim -> roles that it serves; one claim may serve several."""
     found: dict[str, list[str]] = {}
     for role in PLACES:
         if claim := getattr(spec.settings, f"{role}_claim"):
@@ -88,13 +88,13 @@ def claims(spec: Spec) -> dict[str, list[str]]:
 
 
 def access_mode(spec: Spec) -> str:
-    """Returns the mode of claims that are rendered: by `auto` for many nodes at once where there are several pods."""
+    """Return the mode of claims that are rendered: by `auto` for many nodes at once where there are several pods."""
     wanted = spec.settings.access_mode
     return wanted if wanted != "auto" else "ReadWriteMany" if spec.pods > 1 else "ReadWriteOnce"
 
 
 def claim_documents(spec: Spec) -> list[Document]:
-    """Returns the claims, where they are to be made: they outlive the job, and have none of its labels."""
+    """Return the claims, where they are to be made: they outlive the job, and have none of its labels."""
     settings = spec.settings
     return [
         {
@@ -110,12 +110,11 @@ def claim_documents(spec: Spec) -> list[Document]:
 
 
 def variables(spec: Spec) -> dict[str, str]:
-    """Returns the variables that do not depend on the kind of job: where things are, how often it is tried again, and NCCL's."""
+    """Return the variables that do not depend on the kind of job: where things are, how often it is tried again, and NCCL's."""
     settings = spec.settings
     found = {
         "RUNS_DIR": PLACES["runs"],
-        "HF_HOME": f"{PLACES['models']}/huggingface",
-        "SFT_PLAY_CACHE": f"{PLACES['models']}/cache",
+        **{name: PLACES["models"] + part for name, part in IN_MODELS.items()},
     }
     if settings.max_restarts:
         found[LIMIT] = str(settings.max_restarts)
@@ -144,7 +143,7 @@ def _metadata(spec: Spec, name: str | None = None, *, queued: bool = False) -> D
 
 
 def _pod(spec: Spec, container: str, *, pod: int = 0, env: Mapping[str, str] | None = None, **of_kind: str | None) -> Document:
-    """Returns the template of pod number `pod`, whose container is called as the kind of job wants it; `of_kind`: fields of the pod."""
+    """Return the template of pod number `pod`, whose container is called as the kind of job wants it; `of_kind`: fields of the pod."""
     settings = spec.settings
     optional = {
         **of_kind,
@@ -238,7 +237,7 @@ def _pytorchjob(spec: Spec) -> list[Document]:
 
 
 def _permanent(container: str) -> Document:
-    """Returns the rule that ends a job whose pod ended with a permanent error."""
+    """Return the rule that ends a job whose pod ended with a permanent error."""
     return {"action": "FailJob", "onExitCodes": {"containerName": container, "operator": "In", "values": list(PERMANENT_CODES)}}
 
 
@@ -316,7 +315,7 @@ CARDS = {"A100": "A100-80GB", "A100-40GB": "A100", "H100PCIe": "H100", "RTX6000A
 RETRIED = 175
 """The entry point's code for a lost peer; all others are permanent. SkyPilot itself recovers a preempted machine. It knows no limit, so the
 entry point counts (`schedulers.entry`): where run folders outlive the machine."""
-IN_MODELS = {"HF_HOME": "huggingface", "SFT_PLAY_CACHE": "cache"}
+IN_MODELS = {"HF_HOME": "/huggingface", "SFT_PLAY_CACHE": "/cache"}
 """Variables that name folders among the models -> those folders."""
 SETUP = """\
 set -e
@@ -327,15 +326,15 @@ scripts/install.sh .venv/bin/python .venv runtime
 
 
 def skypilot_secrets(spec: Spec) -> list[str]:
-    """Returns the variables that SkyPilot must be given with `--secret`."""
+    """Return the variables that SkyPilot must be given with `--secret`."""
     return [*(["HF_TOKEN"] if spec.settings.token_secret else []), *([KEY] if spec.pods > 1 else [])]
 
 
 def skypilot_task(spec: Spec, *, own_image: bool) -> Document:
-    """Returns the task. With `own_image` machines run that container; else they get this folder and the pinned packages.
+    """Return the task. With `own_image` machines run that container; else they get this folder and the pinned packages.
 
     Claims become SkyPilot volumes of those names, which only Kubernetes and RunPod have. Without them models and runs stand on the
-    machine's disk, or where `/models` and `/runs` are mounted (`file_mounts`). Raises `HardwareError` for a GPU without a name.
+    machine's disk, or where `/models` and `/runs` are mounted (`file_mounts`). Raise `HardwareError` for a GPU without a name.
     """
     settings = spec.settings
     resources: Document = {"cpus": f"{settings.cpus}+", "memory": f"{math.ceil((quantity(settings.memory) or 0) / 2**30)}+"}
@@ -365,18 +364,17 @@ def skypilot_task(spec: Spec, *, own_image: bool) -> Document:
 
 
 def _skypilot_run(spec: Spec, own_image: bool) -> str:
-    """Returns the shell lines: the files of `/config`, quoted so that the shell reads nothing in them, where things are, and the command."""
+    """Return the shell lines: the files of `/config`, quoted so that the shell reads nothing in them, where things are, and the command."""
     settings = spec.settings
     lines = ["set -e", f"mkdir -p {FOLDER}"]
     for name, text in spec.files.items():
-        if END in text.split("\n"):
-            raise UserError(f"`{name}` holds a line `{END}`, which ends a file in a shell script")
         lines += [f"cat > {FOLDER}/{name} <<'{END}'", *text.removesuffix("\n").split("\n"), END]
-    places = {name: part for name, part in IN_MODELS.items() if name not in settings.env}  # what was typed stays
-    if settings.runs_claim is None:
-        lines += [f'RUNS={PLACES["runs"]}; [ -w "$RUNS" ] || RUNS="$HOME/sft-play/runs"', 'export RUNS_DIR="$RUNS"']
-    if settings.models_claim is None and places:
-        lines.append(f'MODELS={PLACES["models"]}; [ -w "$MODELS" ] || MODELS="$HOME/sft-play/models"')
-        lines.append("export " + " ".join(f'{name}="$MODELS/{part}"' for name, part in places.items()))
+    where = {"runs": {"RUNS_DIR": ""}, "models": IN_MODELS}
+    for role, folders in where.items():
+        if getattr(settings, f"{role}_claim") is None:
+            lines.append(f'{role}={PLACES[role]}; [ -w "${role}" ] || {role}="$HOME/sft-play/{role}"')
+            lines += [
+                f'export {name}="${role}{part}"' for name, part in folders.items() if name not in settings.env
+            ]  # what was typed stays
     python = "/opt/venv/bin/python" if own_image else ".venv/bin/python"  # an ssh login knows nothing of the image's PATH
     return "\n".join([*lines, shlex.join([python, *ENTRY[1:], *spec.words(spec.processes[0], folder=FOLDER)])]) + "\n"

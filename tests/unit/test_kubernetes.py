@@ -156,8 +156,7 @@ def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
     assert "PersistentVolumeClaim" not in files["pytorchjob.yaml"]
     assert modes() == ["ReadWriteMany"] * 2 and modes("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models") == ["ReadWriteOnce"]
     assert modes("NUM_NODES=1", "KUBERNETES_ACCESS_MODE=ReadWriteMany") == ["ReadWriteMany"] * 2
-    assert noted((*CLAIMS, "KUBERNETES_ACCESS_MODE=ReadWriteOnce"), "all pods must be on one node")
-    assert noted(CLAIMS, "serve all runs that name them")
+    assert noted((*CLAIMS, "KUBERNETES_ACCESS_MODE=ReadWriteOnce"), "must be on one node")
     [template] = pods(documents("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models"))
     assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
 
@@ -170,7 +169,6 @@ def test_infiniband_when_asked() -> None:
         container(template)["resources"]["limits"]["rdma/hca"] == container(template)["resources"]["requests"]["rdma/hca"] == "4"
     )
     assert container(template)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    assert noted(words, "restricted", "LimitMEMLOCK")
 
 
 def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
@@ -227,7 +225,7 @@ def test_a_skypilot_task_writes_its_configuration_and_runs_the_entry_point() -> 
     image = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
     assert image["resources"]["image_id"] == "docker:reg.example/x:1" and "workdir" not in image and "setup" not in image
     assert image["run"].splitlines()[-1].startswith("/opt/venv/bin/python -m "), "an ssh login has not the image's PATH"
-    assert noted(words, "cannot start there", "USER root")
+    assert noted(words, "USER root")
 
 
 def test_a_skypilot_task_keeps_runs_on_a_volume_only_where_one_is_named() -> None:
@@ -236,8 +234,10 @@ def test_a_skypilot_task_keeps_runs_on_a_volume_only_where_one_is_named() -> Non
     task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
     assert "volumes" not in task and "job_recovery" not in task["resources"]
     assert not {"RUNS_DIR", "HF_HOME", "SFT_PLAY_CACHE"} & set(task["envs"])
-    assert 'export RUNS_DIR="$RUNS"' in task["run"] and "$HOME/sft-play/models" in task["run"]
-    assert noted(words, "a replaced machine starts from step 0") and noted(words, "each of the 2 machines", "ZeRO and FSDP2")
+    assert 'export RUNS_DIR="$runs"' in task["run"] and "$HOME/sft-play/models" in task["run"]
+    assert noted(words, "a replaced machine starts from step 0") and noted(
+        words, "the 2 machines share no disk", "ZeRO and FSDP2"
+    )
     words = (*words, "KUBERNETES_RUNS_CLAIM=team-runs", "KUBERNETES_MODELS_CLAIM=null")
     task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
     assert task["volumes"] == {"/runs": "team-runs"} and task["envs"]["RUNS_DIR"] == "/runs"
