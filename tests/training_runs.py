@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,32 @@ def copy_run(run: RunFolder, path: Path) -> RunFolder:
     """Copies a run folder, links included, so that it can be resumed elsewhere."""
     shutil.copytree(run.path, path, symlinks=True)
     return RunFolder(path)
+
+
+def resume_from(run: RunFolder, path: Path, step: int, now: Trial | None = None) -> RunFolder:
+    """Trains a copy of a run that lost everything after a checkpoint, under the plan of `now` where that is given."""
+    copy = copy_run(run, path)
+    for checkpoint in copy.checkpoints.glob("step-*"):
+        if int(checkpoint.name[5:]) > step:
+            shutil.rmtree(checkpoint)
+    for link in (copy.last, copy.best):
+        if not link.exists():
+            link.unlink(missing_ok=True)
+    shutil.rmtree(copy.model, ignore_errors=True)
+    if now is not None:
+        make_plan(now).save(copy.plan)
+    return must_train(copy, copy.checkpoint(step))
+
+
+def train_once(folder: Path, bases: Path | Mapping[str, Path]) -> Callable[[Trial], RunFolder]:
+    """Returns what trains each trial once, of one base or of one for each mode; the runs are for reading only."""
+
+    @functools.cache
+    def trained(trial: Trial) -> RunFolder:
+        base = bases if isinstance(bases, Path) else bases[trial.mode]
+        return must_train(make_run(folder / f"run{len(list(folder.glob('run*')))}", base, trial))
+
+    return trained
 
 
 def rows(run: RunFolder, kind: str = "train") -> list[dict[str, Any]]:

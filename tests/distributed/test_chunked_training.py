@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, make_run, must_train, rows
+from tests.training_runs import Trial, column, rows, train_once
 
 HALVES = ((2, 2), (2, 2))
 CHUNKED = (("loss_chunk", 8),)
@@ -27,12 +26,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("chunked")
     bases = {"full": build_tiny_llama(folder / "tied"), "lora": build_tiny_llama(folder / "untied", tie_word_embeddings=False)}
-
-    @functools.cache
-    def run_once(trial: Trial) -> RunFolder:
-        return must_train(make_run(folder / f"run{len(list(folder.glob('run*')))}", bases[trial.mode], trial))
-
-    return run_once
+    return train_once(folder, bases)
 
 
 WAYS: dict[str, Any] = {

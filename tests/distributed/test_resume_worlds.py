@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama, build_tiny_mixtral
-from tests.training_runs import Trial, column, copy_run, holdings, make_plan, make_run, must_train, rows
+from tests.training_runs import Trial, column, holdings, make_run, must_train, resume_from, rows
 
 SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3),) * 3}
 """Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
@@ -30,18 +29,6 @@ def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) ->
     settings = ("train.save_steps: 1", f"tuning.lora.dropout: {dropout}")
     values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
     return Trial(**(values | changes))
-
-
-def resumed(run: RunFolder, path: Path, now: Trial) -> RunFolder:
-    """Returns a copy of `run`, cut off after step `HERE` and trained to its end under another plan."""
-    copy = copy_run(run, path)
-    for checkpoint in copy.checkpoints.glob("step-*"):
-        if int(checkpoint.name[5:]) > HERE:
-            shutil.rmtree(checkpoint)
-    copy.last.unlink(missing_ok=True)
-    shutil.rmtree(copy.model, ignore_errors=True)
-    make_plan(now).save(copy.plan)
-    return must_train(copy, copy.checkpoint(HERE))
 
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
@@ -105,7 +92,7 @@ def test_a_run_of_two_ranks_goes_on(strategy: str, world: int, uninterrupted: An
     dropout = DROPOUT if world == 2 else 0.0
     run = uninterrupted(strategy, dropout)
     now = trial("single" if (strategy, world) == ("ddp", 1) else strategy, world, dropout=dropout, mode=STRATEGIES[strategy])
-    again = resumed(run, tmp_path / "run", now)
+    again = resume_from(run, tmp_path / "run", HERE, now)
     if world == 2:
         same_to_the_bit(run, again)
         states = (
@@ -137,7 +124,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(strategy: str, uninterrupted: Any) 
 )
 def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int], base: Path, tmp_path: Path) -> None:
     run = must_train(make_run(tmp_path / "run", base, trial(*before)))
-    same_updates(run, resumed(run, tmp_path / "again", trial(*after)))
+    same_updates(run, resume_from(run, tmp_path / "again", HERE, trial(*after)))
 
 
 @LONG
@@ -147,7 +134,7 @@ def test_a_model_whose_file_has_other_names_comes_back(strategy: str, tmp_path: 
     base = build_tiny_mixtral(tmp_path / "mixtral")
     now = trial(strategy, 1 if strategy == "single" else 2, dropout=DROPOUT)
     run = must_train(make_run(tmp_path / "run", base, now))
-    same_to_the_bit(run, resumed(run, tmp_path / "again", now))
+    same_to_the_bit(run, resume_from(run, tmp_path / "again", HERE, now))
 
 
 @LONG
@@ -157,4 +144,4 @@ def test_other_optimizers_come_back(optim: str, base: Path, tmp_path: Path) -> N
     first = trial("single", 1)
     now = trial("single", 1, settings=(*first.settings, *extra), plan=(("optim", optim),))
     run = must_train(make_run(tmp_path / "run", base, now))
-    same_to_the_bit(run, resumed(run, tmp_path / "again", now))
+    same_to_the_bit(run, resume_from(run, tmp_path / "again", HERE, now))

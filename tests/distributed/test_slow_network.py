@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from safetensors.torch import load_file
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, copy_run, ended_with, logs, make_plan, make_run, must_train, rows, train
+from tests.training_runs import Trial, column, ended_with, logs, make_run, resume_from, rows, train, train_once
 
 HALVES = ((2, 2), (2, 2))
 OFF = 'launch.balance: "off"'
@@ -33,27 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a trial once; its folder is for reading only."""
-    folder = tmp_path_factory.mktemp("slow")
-
-    @functools.cache
-    def run_once(trial: Trial) -> RunFolder:
-        return must_train(make_run(folder / f"run{len(list(folder.glob('run?')))}", base, trial))
-
-    return run_once
-
-
-def back_to(run: RunFolder, path: Path, step: int) -> RunFolder:
-    """Returns a copy of a run that lost everything after a checkpoint."""
-    copy = copy_run(run, path)
-    for checkpoint in copy.checkpoints.glob("step-*"):
-        if int(checkpoint.name.removeprefix("step-")) > step:
-            shutil.rmtree(checkpoint)
-    shutil.rmtree(copy.model)
-    copy.best.unlink(missing_ok=True)
-    copy.last.unlink(missing_ok=True)
-    copy.last.symlink_to(f"step-{step:06d}")
-    return copy
+    return train_once(tmp_path_factory.mktemp("slow"), base)
 
 
 def exact(run: RunFolder) -> list[list[Any]]:
@@ -75,7 +53,7 @@ def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(tra
         tokens = row["rank_tokens"]
         whole = sum(loss * count for loss, count in zip(row["rank_loss"], tokens, strict=True)) / sum(tokens)
         assert whole == pytest.approx(row["loss"], abs=1e-5)
-    again = must_train_from(back_to(run, tmp_path / "again", 3), 3)
+    again = resume_from(run, tmp_path / "again", 3)
     assert exact(again) == exact(run)
     assert column(again, "eval_loss", "eval") == column(run, "eval_loss", "eval")
     weights = [(one.model / "adapter_model.safetensors").read_bytes() for one in (run, again)]
@@ -91,11 +69,6 @@ def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(tra
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         saved = file.get_tensor(name.removeprefix("weight/").replace(".default", ""))
     assert torch.equal(saved.flatten(), mine[name.replace("weight/", "average/")])
-
-
-def must_train_from(run: RunFolder, step: int) -> RunFolder:
-    """Goes on from a checkpoint; fails with the logs of the ranks."""
-    return must_train(run, run.checkpoints / f"step-{step:06d}")
 
 
 @pytest.mark.long
@@ -118,7 +91,7 @@ def test_bf16_is_close_too_and_powersgd_trains_and_goes_on_to_the_bit(trained: T
     assert column(run, "loss")[:10] == column(whole, "loss")[:10], "the first steps are plain"
     assert column(run, "loss")[11:] != column(whole, "loss")[11:]
     assert column(run, "eval_loss", "eval")[-1] == pytest.approx(column(whole, "eval_loss", "eval")[-1], rel=0.05)
-    again = must_train_from(back_to(run, tmp_path / "again", 16), 16)
+    again = resume_from(run, tmp_path / "again", 16)
     assert column(again, "loss") == column(run, "loss") and column(again, "grad_norm") == column(run, "grad_norm")
 
 
@@ -127,9 +100,7 @@ def test_local_steps_go_on_with_another_number_of_ranks(trained: Trained, tmp_pa
     """All begin with the average's weights, the mean of the ranks' moments, and the same anchor; so does one rank alone."""
     run = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "launch.local_steps: 4", "train.save_steps: 3")))
     for ranks, strategy in ((((2, 2), (1, 2), (1, 2)), "ddp"), (((4, 2),), "single")):
-        again = back_to(run, tmp_path / strategy, 3)
-        make_plan(Trial(strategy=strategy, ranks=ranks)).save(again.plan)
-        must_train_from(again, 3)
+        again = resume_from(run, tmp_path / strategy, 3, Trial(strategy=strategy, ranks=ranks))
         assert Plan.load(again.plan).world_size == len(ranks)
         assert [row["step"] for row in rows(again)] == list(range(1, 9))
         assert column(again, "loss")[3:] == pytest.approx(column(run, "loss")[3:], rel=0.05)

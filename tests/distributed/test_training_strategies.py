@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,19 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
 from tests.documents import on_page
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, command, copy_run, ended_with, logs, make_run, must_train, rows, train
+from tests.training_runs import (
+    Trial,
+    column,
+    command,
+    ended_with,
+    logs,
+    make_run,
+    must_train,
+    resume_from,
+    rows,
+    train,
+    train_once,
+)
 
 HALVES = ((2, 2), (2, 2))
 Trained = Callable[[Trial], RunFolder]
@@ -30,14 +41,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a trial once; its folder is for reading only."""
-    folder = tmp_path_factory.mktemp("trained")
-
-    @functools.cache
-    def run_once(trial: Trial) -> RunFolder:
-        return must_train(make_run(folder / f"run{len(list(folder.glob('run*')))}", tied, trial))
-
-    return run_once
+    return train_once(tmp_path_factory.mktemp("trained"), tied)
 
 
 ANSWERS = ("train.predict_with_generate: true", "train.generation_max_new_tokens: 6", "train.load_best_model_at_end: true")
@@ -148,12 +152,7 @@ def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tied:
     steps = sorted({line["step"] for line in found})
     assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in found)
     assert len(found) == len(steps) * len(ranks)
-    before, after = (run.path / f"checkpoints/step-{step:06d}" for step in (14, 24))
-    assert before.is_dir() and after.is_dir()
-    again = copy_run(run, tmp_path / "again")
-    for folder in (again.model, again.checkpoint(24)):
-        shutil.rmtree(folder)
-    must_train(again, again.checkpoint(14))
+    again = resume_from(run, tmp_path / "again", 14)
     for name in ("loss", "grad_norm", "learning_rate"):
         assert column(again, name) == column(run, name)
     kept = [(line["step"], line["rank"], line["norm"], line["rows"]) for line in found]
@@ -164,10 +163,7 @@ def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tied:
 def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp_path: Path) -> None:
     whole = trained(Trial(settings=("train.logging_steps: 3", "train.dataloader_num_workers: 1")))
     assert [row["step"] for row in rows(whole)] == [3, 4, 6, 8], "also at checkpoints and at the end"
-    run = copy_run(whole, tmp_path / "again")
-    for folder in (run.model, run.checkpoint(8)):
-        shutil.rmtree(folder)
-    must_train(run, run.checkpoint(4))
+    run = resume_from(whole, tmp_path / "again", 4)
     for name in ("step", "loss", "grad_norm", "rank_loss", "rank_tokens", "learning_rate"):
         assert column(run, name) == column(whole, name)
     assert column(run, "step", "eval") == [4, 8]
@@ -202,10 +198,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_knows_its_evaluation(tied: Path, tm
     assert len(set(column(whole, "learning_rate"))) > 1
     state = json.loads((whole.checkpoint(3) / "trainer_state.json").read_text())
     assert state["best_metric"] == column(whole, "eval_loss", "eval")[0] and state["best_global_step"] == 3
-    run = copy_run(whole, tmp_path / "again")
-    for folder in (run.model, run.checkpoint(6), run.checkpoint(8)):
-        shutil.rmtree(folder)
-    must_train(run, run.checkpoint(3))
+    run = resume_from(whole, tmp_path / "again", 3)
     for name, kind in (("loss", "train"), ("learning_rate", "train"), ("step", "eval"), ("eval_loss", "eval")):
         assert column(run, name, kind) == column(whole, name, kind)
     assert run.best.resolve().name == whole.best.resolve().name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from sft_play.plan.batch import spans
 from sft_play.runs.folder import RunFolder
 from tests.quota import move, quota, worker_of
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, command, copy_run, holdings, logs, make_plan, make_run, must_train, rows
+from tests.training_runs import Trial, column, command, holdings, logs, make_plan, make_run, must_train, resume_from, rows
 from tests.waiting import until
 
 LONG = pytest.mark.long
@@ -155,18 +154,6 @@ def same_losses(run: RunFolder, wanted: RunFolder) -> None:
         assert column(run, name) == pytest.approx(column(wanted, name)[: len(rows(run))], rel=1e-5)
 
 
-def cut(run: RunFolder, path: Path, step: int, now: Trial) -> RunFolder:
-    """Returns a copy of `run` that went on from `step` under another plan."""
-    copy = copy_run(run, path)
-    for checkpoint in copy.checkpoints.glob("step-*"):
-        if int(checkpoint.name[5:]) > step:
-            shutil.rmtree(checkpoint)
-    copy.last.unlink(missing_ok=True)
-    shutil.rmtree(copy.model, ignore_errors=True)
-    make_plan(now).save(copy.plan)
-    return must_train(copy, copy.checkpoint(step))
-
-
 def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone: RunFolder) -> None:
     """What is trained stays what one process trains, in unequal shares from the first step on, and in others later."""
     run, planned = half_speed, list(spans(ROWS, PLANNED))
@@ -189,7 +176,7 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
 def test_a_run_goes_on_in_mid_epoch_with_other_shares(half_speed: RunFolder, heavy_alone: RunFolder, tmp_path: Path) -> None:
     """With those of its plan, until ranks are measured again."""
     slots = ((2, 8), (1, 1))
-    again = cut(
+    again = resume_from(
         half_speed, tmp_path / "again", 15, replace(heavy(STEPS, named=False, ranks=slots), plan=heavy(STEPS, named=False).plan)
     )
     same_losses(again, heavy_alone)
