@@ -139,7 +139,6 @@ REPEATED_PAGES = 3
 
 _HYPHEN = re.compile(r"(?<![\w-])([^\W\d_]{2,})-\n[ \t]*([^\W\d_]+)")
 _HYPHENATED = re.compile(r"(?<![\w-])[^\W\d_]+-[^\W\d_]+(?!\w)")
-_INLINE_PICTURE = re.compile(rb"(?<!\S)BI\s[^>]{0,500}?\sID\s", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?:;\"'”’)\]]\s*$")
 
 
@@ -160,7 +159,7 @@ def _pdf(data: bytes, place: str) -> Document:
             hint="take it out of the data, or save its text",
         ):
             pages = [(page.extract_text() or "").replace("\r\n", "\n").replace("\r", "\n") for page in reader.pages]
-        pictures = sum(not text.strip() and _has_picture(page) for text, page in zip(pages, reader.pages, strict=True))
+        pictures = sum(not text.strip() and len(page.images) > 0 for text, page in zip(pages, reader.pages, strict=True))
     except (FileNotDecryptedError, DependencyError) as error:
         raise DataError(f"is encrypted: {error}", place=place, hint="save it without a password (`qpdf --decrypt`)") from None
     # A damaged file meets pypdf's own errors or Python's, depending on where the damage is: 0 columns of a predictor, or 0 units of a
@@ -172,17 +171,6 @@ def _pdf(data: bytes, place: str) -> Document:
         ) from None
     note = f"{pictures} of {len(pages)} pages are pictures without text" if pictures else None
     return Document(text=join_pages(pages), pictures=pictures > 0, note=note)
-
-
-def _has_picture(page: Any) -> bool:
-    """Whether a page shows an image, looked for in its resources and commands without decoding any."""
-    resources = page.get("/Resources")
-    objects = resources.get_object().get("/XObject") if resources is not None else None
-    found = objects.get_object().values() if objects is not None else []
-    if any(item.get_object().get("/Subtype") in ("/Image", "/Form") for item in found):
-        return True
-    content = page.get_contents()
-    return content is not None and _INLINE_PICTURE.search(content.get_data()) is not None
 
 
 def join_pages(pages: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
@@ -87,18 +88,11 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def shown(row: Mapping[str, Any]) -> str:
     """Return a row as JSON with long values cut, for messages."""
-    parts = [f'"{name}": {_short(value)}' for name, value in list(row.items())[:SHOWN_COLUMNS]]
-    return "{" + ", ".join(parts) + (", ..." if len(row) > SHOWN_COLUMNS else "") + "}"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, str):
-        cut = value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "..."
-        return json.dumps(cut, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, (list, tuple)):
-        return f"[{_short(value[0])}{', ...' if len(value) > 1 else ''}]" if value else "[]"
-    text = json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    values = {
+        name: value if len(text := str(value)) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+        for name, value in islice(row.items(), SHOWN_COLUMNS)
+    }
+    return json.dumps(values, ensure_ascii=False, default=str)
 
 
 # What a reader left out, and why; and what it read, where a path does not say that.
@@ -193,15 +187,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 def chat_turns(found: Any, name: str) -> list[Message]:
     """Return a list of `role` and `content` mappings made uniform. Raises `DataError`."""
-    turns: list[Message] = []
-    for index, message in enumerate(_list(found, name)):
-        if type(message) is dict and len(message) == 2:  # nearly all turns of nearly all data: no names are put together for them
-            role, content = message.get("role"), message.get("content")
-            if type(content) is str and role in ROLES and content.isascii() and content and not content.isspace():
-                turns.append({"role": role, "content": content})
-                continue
-        turns.append(chat_turn(message, f"{name}[{index}]"))
-    return turns
+    return [chat_turn(message, f"{name}[{index}]") for index, message in enumerate(_list(found, name))]
 
 
 def chat_turn(message: Any, name: str) -> Message:
@@ -214,23 +200,6 @@ def chat_turn(message: Any, name: str) -> Message:
         if role is None:
             hint = f"roles are {', '.join(ROLES)}; others by their names: `columns: {{messages.role.user: {message['role']}}}`"
             raise DataError(f"`{name}.role` is `{message['role']}`", hint=hint)
-    if len(message) == 2 and "content" in message:  # the usual turn, without the look-ups for what is rare
-        turn: Message = {"role": role, "content": content_of(message["content"], f"{name}.content")}
-    else:
-        turn = _full_turn(message, role, name)
-    if role == "assistant" and not turn["content"].strip() and not turn.get("tool_calls") and turn.get("train") is not False:
-        raise DataError(f"`{name}.content` is empty, so there is nothing to learn")
-    return turn
-
-
-def _no_turn(message: Any, name: str) -> DataError:
-    if not isinstance(message, Mapping):
-        return DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
-    hint = "other names: `columns: {messages: ..., messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}`"
-    return DataError(f"`{name}` lacks `role` or `content`; it has {names_of(message)}", hint=hint)
-
-
-def _full_turn(message: Mapping[str, Any], role: str, name: str) -> Message:
     calls = tool_calls(message, name) if role == "assistant" else []
     content = message.get("content")
     if content is None and not calls:
@@ -250,7 +219,16 @@ def _full_turn(message: Mapping[str, Any], role: str, name: str) -> Message:
         if message.get(key) is not None and role == "assistant":
             turn["reasoning_content"] = text_of(message[key], f"{name}.{key}")
             break
+    if role == "assistant" and not turn["content"].strip() and not calls and turn.get("train") is not False:
+        raise DataError(f"`{name}.content` is empty, so there is nothing to learn")
     return turn
+
+
+def _no_turn(message: Any, name: str) -> DataError:
+    if not isinstance(message, Mapping):
+        return DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
+    hint = "other names: `columns: {messages: ..., messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}`"
+    return DataError(f"`{name}` lacks `role` or `content`; it has {names_of(message)}", hint=hint)
 
 
 def _train(message: Mapping[str, Any], name: str) -> bool | None:

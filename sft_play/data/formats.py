@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,19 +155,17 @@ ASKS = {columns[0]: (form, "".join(columns[1:])) for form, (columns, _) in FORMA
 """Column that asks -> format, and its column with the answer; the first one that a row has counts (`make infer`)."""
 
 
-_ANSWERS = ("response", "output", "answer", "completion", "target", "reply", "summary", "label")
-_QUESTIONS = ("prompt", "query", "input", "instruction", "question")
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
-    "output": _ANSWERS, "answer": _ANSWERS, "completion": _ANSWERS, "prompt": _QUESTIONS, "question": _QUESTIONS,
-    "instruction": _QUESTIONS, "input": ("context",),
+    **dict.fromkeys(("output", "answer", "completion"), ("response", "output", "answer", "completion", "target", "reply", "summary", "label")),
+    **dict.fromkeys(("prompt", "question", "instruction"), ("prompt", "query", "input", "instruction", "question")),
+    "input": ("context",),
 }  # fmt: skip
 """Column of a format -> what data sets call it, for hints."""
-SHOWN_INNER = 6
 
 
 def recognise(row: Row) -> str:
     """Return the format whose columns `row` has. Raises `DataError` when none or more than one fits."""
-    fitting = [name for name, (columns, _) in FORMATS.items() if all(row.get(column) is not None for column in columns)]
+    fitting = _fitting(row)
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -182,46 +179,32 @@ def recognise(row: Row) -> str:
             "the row has `chosen` and `rejected`: preferences are not trained here",
             hint=f"to train on the chosen answers, give the source `columns: {{{chosen}}}`",
         )
-    near = [name for name, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
-    if len(near) == 1:
-        _require(row, near[0])
-    turns = [
-        (name, value[0])
-        for name, value in {**row, **_inner(row)}.items()
-        if isinstance(value, list) and value and isinstance(value[0], Mapping)
-    ]
-    alike = [form for form in FORMATS if all(column in _found(row, form) for column in FORMATS[form][0])]
+    begun = [form for form, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
+    if len(begun) == 1:
+        _require(row, begun[0])
+    turns = next(
+        (name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)), None
+    )
     if turns:
-        name, turn = turns[0]
-        names = f"columns: {{messages: {name}, messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}}"
-        hint = f"a conversation may have other names: `{names}`; a turn in `{name}` has {names_of(turn)}"
-    elif alike:
-        hint = _renamed(row, max(alike, key=lambda form: sum(new == old.lower() for new, old in _found(row, form).items())))
-    else:
-        leaves = (f"`{name}`" for name, value in _inner(row).items() if not isinstance(value, Mapping))
-        inner = ", ".join(islice(leaves, SHOWN_INNER))
-        known = "; ".join(f"{name}: {', '.join(sorted(columns))}" for name, (columns, _) in FORMATS.items())
         hint = (
-            "rename them: `sources: [{path: FILE, columns: {question: NAME, answer: NAME}}]` instead of `train_path`; "
-            + (f"a dot leads into a column: {inner}; " if inner else "")
-            + f"formats and their columns are {known}"
+            f"a conversation may have other names: `columns: {{messages: {turns}, messages.role: NAME, messages.content: NAME, "
+            f"messages.role.user: VALUE}}`; a turn in `{turns}` has {names_of(row[turns][0])}"
         )
+    else:
+        known = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
+        alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(row, form).items()))
+        hint = f"{_renamed(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are {known}"
     raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {shown(row)}")
 
 
-def _inner(row: Row) -> dict[str, Any]:
-    """Return what stands within columns, by names with dots."""
-    inner = {f"{name}.{key}": value for name, found in row.items() if isinstance(found, Mapping) for key, value in found.items()}
-    return {**inner, **_inner(inner)} if inner else inner
+def _fitting(row: Row) -> list[str]:
+    return [form for form, (columns, _) in FORMATS.items() if all(row.get(column) is not None for column in columns)]
 
 
 def to_example(row: Row, form: str, *, place: str, source: int, group: str | None = None) -> Example:
     """Return the training example that `row` is in the named format. Raises `DataError` without its place."""
-    columns, convert = FORMATS[form]
-    for column in columns:
-        if row.get(column) is None:
-            _require(row, form)
-    parts = convert(row)
+    _require(row, form)
+    parts = FORMATS[form][1](row)
     tools = tools_of(row) if "tools" in row and "messages" in parts else None
     return Example(place=place, form=form, source=source, group=group, tools=tools, **parts)
 
@@ -258,24 +241,21 @@ def group_of(row: Row, column: str) -> str:
 
 def _require(row: Row, form: str) -> None:
     """Raise `DataError` with the columns of the format that `row` lacks, or has as null."""
-    columns = FORMATS[form][0]
-    missing = sorted(column for column in columns if row.get(column) is None)
-    if not missing:
-        return
-    others = [name for name, (needs, _) in FORMATS.items() if name != form and all(row.get(c) is not None for c in needs)]
-    raise DataError(
-        f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
-        hint=f"this row looks like {' or '.join(others)}, but a source has one format: give each format its own source"
-        if others
-        else _renamed(row, form),
-    )
+    missing = sorted(column for column in FORMATS[form][0] if row.get(column) is None)
+    if missing:
+        others = " or ".join(_fitting(row))
+        raise DataError(
+            f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
+            hint=f"this row looks like {others}, but a source has one format: give each format its own source"
+            if others
+            else _renamed(row, form),
+        )
 
 
-def _found(row: Row, form: str) -> dict[str, str]:
+def _alike(row: Row, form: str) -> dict[str, str]:
     """Return the columns of a format -> what `row` calls them: in other capitals, or by another name that data sets have."""
-    wanted = [*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])]
     found: dict[str, str] = {}
-    for new in wanted:
+    for new in (*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])):
         names = (name for alias in (new, *ALSO_CALLED.get(new, ())) for name in row if name.lower() == alias)
         if old := next((name for name in names if name not in found.values()), None):
             found[new] = old
@@ -284,8 +264,7 @@ def _found(row: Row, form: str) -> dict[str, str]:
 
 def _renamed(row: Row, form: str) -> str:
     """Return the `columns` that would give `row` what a format lacks; what it has no name for is left open."""
-    found = _found(row, form)
-    columns = {**dict.fromkeys(sorted(set(FORMATS[form][0]) - found.keys()), "NAME"), **found}
+    columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | _alike(row, form)
     listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
     return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"
 
@@ -310,43 +289,31 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
-    """Return as many rows as the file has, in order. `columns`: new names of columns (`data.sources[].columns`), the first that apply.
+    """Return the rows of a file, or its lines. `columns`: new names of columns (`data.sources[].columns`), the first that apply.
 
     Raises `DataError` with the places of all bad rows, and for a file without prompts.
     """
-    if not path.is_file():
-        raise DataError("`INPUT` cannot be read: there is no such file", place=str(path))
+    rows: list[Question] = []
+    faults = Faults()
     try:
-        if kind(path) in TABLES:
-            rows = _rows_of_table(path, columns)
-        else:
+        if kind(path) not in TABLES:
             with open_bytes(path) as stream:
                 lines = stream.read().decode("utf-8-sig").removesuffix("\n").split("\n")
-            asked = ([{"role": "user", "content": text_of(text, "the line")}] if (text := line.strip()) else [] for line in lines)
-            rows = [Question(f"{path}:{number}", messages) for number, messages in enumerate(asked, 1)]
+            for number, line in enumerate(map(str.strip, lines), 1):
+                messages = [{"role": "user", "content": text_of(line, "the line")}] if line else []
+                rows.append(Question(f"{path}:{number}", messages))
+        for placed in read_file(path) if kind(path) in TABLES else ():
+            try:
+                rows.append(_row(placed, columns))
+            except DataError as error:
+                faults.add(DataError(error.message, place=error.place or placed[0], hint=error.hint))
     except OSError as error:
         raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
     except UnicodeDecodeError as error:
         raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
+    raise_all(faults.told())
     if not any(row.messages for row in rows):
         raise DataError("`INPUT` holds no prompts", place=str(path))
-    return rows
-
-
-def _rows_of_table(path: Path, columns: Sequence[Mapping[str, str]]) -> list[Question]:
-    rows: list[Question] = []
-    faults = Faults()
-    for placed in read_file(path):
-        try:
-            rows.append(_row(placed, columns))
-        except DataError as error:
-            faults.add(DataError(error.message, place=error.place or placed[0], hint=error.hint))
-    raise_all(faults.told())
-    if kind(path) in (".jsonl", ".ndjson"):
-        with open_bytes(path) as stream:
-            blank = [number for number, line in enumerate(stream, 1) if not line.strip()]
-        for number in blank:
-            rows.insert(number - 1, Question(f"{path}:{number}", []))
     return rows
 
 

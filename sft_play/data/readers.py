@@ -8,9 +8,7 @@ import gzip
 import io
 import json
 import lzma
-import shutil
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,6 +57,8 @@ def read_file(path: Path, left: LeftOut | None = None) -> Iterator[Placed]:
         try:
             yield from reader(path)
         except UnicodeDecodeError:  # a decoder that reads in pieces does not know the line
+            if ending not in TEXTS:
+                raise
             with open_bytes(path) as stream:
                 for number, line in enumerate(stream, 1):
                     utf8(line, f"{path}:{number}")
@@ -84,29 +84,19 @@ def _read_json(path: Path) -> Iterator[Placed]:
         first, more = [*islice((line for line in lines if line), 2), b"", b""][:2]
     if not first:
         return
-    if (
-        first.startswith(b"{") and first.endswith(b"}") and (more or not _rows_in(_parse(first.decode("utf-8"), path, 1)))
-    ):  # JSON lines
+    if first[:1] + first[-1:] == b"{}" and (more or not _rows_in(_parse(utf8(first, str(path)), path, 1))):  # JSON lines
         yield from _read_jsonl(path)
         return
     with open_bytes(path) as stream:
         rows = _parse(stream.read().decode("utf-8-sig"), path, 1)
     name = "row"
-    if isinstance(rows, dict):  # an export: its rows, beside what else is said of them
-        lists = _rows_in(rows)
-        if len(lists) != 1:
-            found = f"lists in it are {names_of(dict.fromkeys(lists))}" if lists else "no list in it holds rows"
-            raise DataError(f"is one JSON object over several lines; expected a list of rows: {found}", place=str(path))
-        name = f"row of `{lists[0]}`"
-        rows = rows[lists[0]]
+    if isinstance(rows, dict) and len(lists := _rows_in(rows)) == 1:  # an export: its rows, beside what else is said of them
+        name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
-        raise DataError("is neither a list of rows nor one JSON object a line", place=str(path))
+        said = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
+        raise DataError(f"is neither a list of rows, nor an object with one, nor one JSON object a line{said}", place=str(path))
     for index, row in enumerate(rows):
-        place = f"{path}, {name} {index + 1}"
-        try:
-            yield _object(row, place)
-        except DataError as error:
-            yield place, error
+        yield _object(row, f"{path}, {name} {index + 1}")
 
 
 def _rows_in(found: Any) -> list[str]:
@@ -146,7 +136,7 @@ def _parse(text: str, path: Path, line: int) -> Any:
 
 def _object(row: Any, place: str) -> Placed:
     if not isinstance(row, dict):
-        raise DataError(f"the row is {kind_of(row)}; expected an object with named columns", place=place)
+        return place, DataError(f"the row is {kind_of(row)}; expected an object with named columns", place=place)
     return place, row
 
 
@@ -221,7 +211,7 @@ FILE_MARK = b"ARROW1"
 def _read_parquet(path: Path) -> Iterator[Placed]:
     from pyarrow import parquet
 
-    with seekable(path) as stream, _broken("a parquet file", path):
+    with _seekable(path) as stream:
         yield from _rows(parquet.ParquetFile(stream).iter_batches(batch_size=BATCH_ROWS), path)
 
 
@@ -229,73 +219,40 @@ def _read_arrow(path: Path) -> Iterator[Placed]:
     """Yield the rows of an Arrow file, or of an Arrow stream, as `datasets` keeps them."""
     from pyarrow import ipc
 
-    with open_bytes(path) as stream:
+    with _seekable(path) as stream:
         mark = stream.read(len(FILE_MARK))
-    if not mark:
-        return
-    with seekable(path) as stream, _broken("an Arrow file", path):
+        stream.seek(0)
         if mark == FILE_MARK:
             file = ipc.open_file(stream)
             batches = (file.get_batch(index) for index in range(file.num_record_batches))
         else:
-            batches = ipc.open_stream(stream)
+            batches = ipc.open_stream(stream) if mark else iter(())
         # In parts: writers may put a complete table into one batch.
         yield from _rows((b.slice(start, BATCH_ROWS) for b in batches for start in range(0, b.num_rows, BATCH_ROWS)), path)
 
 
-@contextmanager
-def _broken(what: str, path: Path) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"is not {what}, or is damaged: {first_line(error)}", place=str(path)) from None
+def _seekable(path: Path) -> IO[bytes]:
+    """Open a file that is read back and forth; a compressed one is unpacked in memory."""
+    if not is_compressed(path):
+        return path.open("rb")
+    with open_bytes(path) as stream:
+        return io.BytesIO(stream.read())
 
 
 def _rows(batches: Iterator[Any], path: Path) -> Iterator[Placed]:
     number = 0
     for batch in batches:
-        nested = [field.name for field in batch.schema if _has_struct(field.type)]
-        try:
-            rows: list[Mapping[str, Any] | DataError] = batch.to_pylist()
-        except UnicodeDecodeError:
-            rows = [_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
-        for row in rows:
+        for row in batch.to_pylist():
             number += 1
-            place = f"{path}, row {number}"
-            if isinstance(row, DataError):
-                row.place = place
-            yield (
-                place,
-                {**row, **{name: without_nulls(row[name]) for name in nested}} if nested and isinstance(row, dict) else row,
-            )
-
-
-def _row(batch: Any) -> Mapping[str, Any] | DataError:
-    try:
-        row: Mapping[str, Any] = batch.to_pylist()[0]
-        return row
-    except UnicodeDecodeError as error:
-        return DataError(f"the row holds text that is not UTF-8: byte {error.start + 1} of the text")
-
-
-def _has_struct(kind: Any) -> bool:
-    """Whether values of an Arrow type are, or hold, mappings."""
-    from pyarrow import types
-
-    if types.is_struct(kind):
-        return True
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) and _has_struct(
-        kind.value_type
-    )
+            yield f"{path}, row {number}", {name: without_nulls(value) for name, value in row.items()}
 
 
 def without_nulls(value: Any) -> Any:
     """Return nested mappings without their null entries: Arrow gives every mapping of a column the keys of all others."""
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+    nested = isinstance(value, list) and value and isinstance(value[0], (dict, list))
+    return [without_nulls(entry) for entry in value] if nested else value
 
 
 # Files as streams of bytes, compressed ones too, without unpacking them to the disk.
@@ -358,30 +315,15 @@ class _Unpacked(io.RawIOBase):
 
 
 @contextmanager
-def seekable(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that is read back and forth; a compressed one is unpacked into a temporary file first."""
-    if not is_compressed(path):
-        with path.open("rb") as stream:
-            yield stream
-        return
-    with open_bytes(path) as packed, tempfile.TemporaryFile() as unpacked:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
-        unpacked.seek(0)
-        yield unpacked
-
-
-@contextmanager
 def damage_told(path: Path) -> Iterator[None]:
-    """Turn what the libraries raise for a file that cannot be opened or unpacked into `DataError`."""
+    """Turn what the libraries raise for a file that cannot be opened, unpacked or decoded into `DataError`."""
     try:
         yield
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, ValueError, OSError) as error:  # pyarrow's are `ValueError` and `OSError`
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot be read: {error.strerror or error}", place=str(path)) from None
-        if not is_compressed(path):
-            raise DataError(f"cannot be read: {error}", place=str(path)) from None
-        said = first_line(error)
-        if isinstance(error, EOFError) or "truncated" in said.lower():
-            problem, hint = "breaks off before the end of its compressed data", "copy the file again"
-            raise DataError(problem, place=str(path), hint=hint) from None
-        raise DataError(f"is not what its ending `{path.suffix}` says, or is damaged: {said}", place=str(path)) from None
+        raise DataError(
+            f"is not what its ending `{''.join(path.suffixes[-2:])}` says, or is damaged: {first_line(error)}",
+            place=str(path),
+            hint="copy or save it again",
+        ) from None

@@ -43,7 +43,7 @@ def test_each_bad_file_is_told_with_its_place_and_all_together(tiny: Path, tmp_p
     latin = write(tmp_path / "latin.jsonl", b'{"question": "caf\xe9", "answer": "a"}\n')
     done = prepare(tmp_path, tiny, [{"path": path} for path in (mixed, cut, order, ragged, latin)])
     assert done.code == 4
-    assert f"error: {cut}: breaks off before the end of its compressed data" in done.err
+    assert f"error: {cut}: is not what its ending `.jsonl.gz` says, or is damaged" in done.err
     assert (
         f"error: {mixed}:2: format `question_answer` needs `answer`, `question`; the columns are `prompt`, `completion`"
         in done.err

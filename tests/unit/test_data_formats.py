@@ -78,11 +78,6 @@ def test_a_missing_column_is_answered_with_the_one_that_may_be_meant(row: dict[s
     assert columns in (caught.value.hint or "")
 
 
-def test_columns_within_columns_are_named() -> None:
-    hint = refused({"meta": {"prompt": {"text": "Say 1"}, "stars": 3}, "reply": {"best": "1"}}).hint or ""
-    assert "a dot leads into a column: `meta.stars`, `reply.best`, `meta.prompt.text`" in hint
-
-
 @pytest.mark.parametrize(
     ("row", "named"),
     [

@@ -95,13 +95,11 @@ def test_a_damaged_compressed_file_is_named(ending: str, damage: str, tmp_path: 
     assert (error.place or "").startswith(str(path))
 
 
-def test_a_parquet_row_that_is_not_utf8_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+def test_a_parquet_file_with_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     bad = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"a\xff"], pyarrow.binary()).buffers())
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
-    first, second = rows_of(tmp_path / "a.parquet")
-    assert first == {"text": "ok"}
-    assert "byte 2" in second.message
-    assert second.place == f"{tmp_path / 'a.parquet'}, row 2"
+    error = refused(tmp_path / "a.parquet")
+    assert error.place == str(tmp_path / "a.parquet") and "utf-8" in error.message
 
 
 def test_keys_that_arrow_added_to_mappings_are_left_out(tmp_path: Path) -> None:
