@@ -1,6 +1,6 @@
 """Machines with NVIDIA cards that are not here: doubles of the driver's library, of the kernel's name, and of a torch built for them.
 
-`nvml_path` and `emulated` write a description and return the environment with which any child process is on that machine. Only what
+`Machine.environment` writes a description and returns the environment with which any child process is on that machine. Only what
 stands for hardware is replaced: `pynvml` always, `torch` only where `torch=True` (for what is asked before a launch).
 """
 
@@ -21,7 +21,7 @@ NOT_LOADED, MISMATCH = 9, 18
 """NVML's codes of a driver that is not there, and of one that was updated under a running kernel."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Slice:
     """A MIG slice."""
 
@@ -31,7 +31,7 @@ class Slice:
     uuid: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """One card."""
 
@@ -52,7 +52,7 @@ class Gpu:
     unified: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Torch:
     """What torch was built for; the default is the pinned wheel's."""
 
@@ -99,59 +99,41 @@ class Machine:
         return {"PYTHONPATH": ":".join(map(str, paths)), "NVML_DOUBLE": str(folder / "machine.json")}
 
 
-RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", gib=23.99, free=23.5, capability=(8, 9))
-RTX3090 = Gpu(name="NVIDIA GeForce RTX 3090", gib=24.0, free=23.6, capability=(8, 6))
+RTX4090 = Gpu("NVIDIA GeForce RTX 4090", 23.99, 23.5, (8, 9))
+RTX3090 = Gpu("NVIDIA GeForce RTX 3090", 24.0, 23.6, (8, 6))
 A100_SLICES = (
-    Slice(name="NVIDIA A100-SXM4-80GB MIG 1g.10gb", gib=9.5, free=9.45, uuid="MIG-11111111-0000-0000-0000-000000000001"),
-    Slice(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", gib=39.25, free=39.2, uuid="MIG-11111111-0000-0000-0000-000000000002"),
+    Slice("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, 9.45, "MIG-11111111-0000-0000-0000-000000000001"),
+    Slice("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.25, 39.2, "MIG-11111111-0000-0000-0000-000000000002"),
 )
-A100_SPLIT = Gpu(name="NVIDIA A100-SXM4-80GB", gib=79.25, free=30.0, capability=(8, 0), slices=A100_SLICES)
+A100_SPLIT = Gpu("NVIDIA A100-SXM4-80GB", 79.25, 30.0, (8, 0), slices=A100_SLICES)
 
 MACHINES: dict[str, Machine] = {
     "rtx4090": Machine(cards=(RTX4090,)),
     "rtx3090_pair": Machine(cards=(RTX3090, RTX3090)),
-    "t4": Machine(cards=(Gpu(name="Tesla T4", gib=14.7, free=14.5, capability=(7, 5)),)),
-    "v100": Machine(cards=(Gpu(name="Tesla V100-SXM2-16GB", gib=15.8, free=15.5, capability=(7, 0)),)),
-    "h200": Machine(cards=(Gpu(name="NVIDIA H200", gib=139.8, free=139.0, capability=(9, 0)),)),
+    "t4": Machine(cards=(Gpu("Tesla T4", 14.7, 14.5, (7, 5)),)),
+    "v100": Machine(cards=(Gpu("Tesla V100-SXM2-16GB", 15.8, 15.5, (7, 0)),)),
+    "h200": Machine(cards=(Gpu("NVIDIA H200", 139.8, 139.0, (9, 0)),)),
     "unlike_pair": Machine(
         cards=(
-            Gpu(name="NVIDIA GeForce RTX 4070", gib=11.99, free=11.5, capability=(8, 9)),
-            Gpu(name="NVIDIA GeForce RTX 4080", gib=15.99, free=15.5, capability=(8, 9)),
+            Gpu("NVIDIA GeForce RTX 4070", 11.99, 11.5, (8, 9)),
+            Gpu("NVIDIA GeForce RTX 4080", 15.99, 15.5, (8, 9)),
         )
     ),
     "mig": Machine(cards=(A100_SPLIT,)),
     "mig_without_rights": Machine(
-        cards=(Gpu(name="NVIDIA A100-SXM4-80GB", gib=79.25, free=30.0, capability=(8, 0), slices=A100_SLICES, permitted=False),)
+        cards=(Gpu("NVIDIA A100-SXM4-80GB", 79.25, 30.0, (8, 0), slices=A100_SLICES, permitted=False),)
     ),
-    "split_beside_whole": Machine(
-        cards=(A100_SPLIT, *2 * (Gpu(name="NVIDIA A100-SXM4-80GB", gib=79.25, free=79.0, capability=(8, 0)),))
-    ),
+    "split_beside_whole": Machine(cards=(A100_SPLIT, *2 * (Gpu("NVIDIA A100-SXM4-80GB", 79.25, 79.0, (8, 0)),))),
     "wsl2": Machine(cards=(RTX4090,), release="6.6.87.2-microsoft-standard-WSL2"),
     "old_driver": Machine(cards=(RTX4090,), driver="550.54.14", cuda=12040),
-    "cpu_torch": Machine(cards=(RTX4090,), torch=Torch(version="2.13.0+cpu", cuda=None, architectures=())),
+    "cpu_torch": Machine(cards=(RTX4090,), torch=Torch("2.13.0+cpu", None, ())),
 }
 """The machines of the issue, by name."""
-
-Card = tuple[str, float, float, tuple[int, int]]
 
 
 def emulated(folder: Path, name: str, *, torch: bool = False) -> dict[str, str]:
     """Returns the environment of a process on one of `MACHINES`."""
     return MACHINES[name].environment(folder, torch=torch)
-
-
-def nvml_path(
-    folder: Path, *cards: Card, linked: bool = False, broken: bool = False, unified: bool = False, lost: int | None = None
-) -> dict[str, str]:
-    """Returns the environment of a process on a machine with these (name, GiB, GiB free, compute capability).
-
-    `unified`: cards without memory of their own; `lost`: the index of one that does not answer.
-    """
-    made = tuple(
-        Gpu(name=name, gib=gib, free=free, capability=capability, unified=unified, lost=index == lost)
-        for index, (name, gib, free, capability) in enumerate(cards)
-    )
-    return Machine(cards=made, linked=linked, broken=NOT_LOADED if broken else None).environment(folder)
 
 
 def move_to(monkeypatch: pytest.MonkeyPatch, machine: Machine, folder: Path) -> None:

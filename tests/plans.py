@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import pytest
+
 from sft_play.config.load import LoadedConfig
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
+from sft_play.errors import UserError
 from sft_play.plan.architecture import shape_of
+from sft_play.plan.batch import spans
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 from sft_play.plan.request import Request
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 
+SMALL, QWEN, LLAMA = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Meta-Llama-3-8B"
 CPU = Hardware(
     kind="cpu", devices=(Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False),), cpu_threads=8, ram_bytes=32 * GIB
 )  # fmt: skip
@@ -28,6 +35,54 @@ def planned(
     more = {"shape": shape_of(config.model)} | more if "shape" not in more else more
     found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
     return make_plan(Request(config=config, hardware=found, launch=launch or LaunchRequest(), **more))
+
+
+def plan_of(
+    hardware: Hardware | str = CPU,
+    *,
+    name: str = SMALL,
+    mode: Any = "lora",
+    rows: int | None = None,
+    data: Prepared | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Plan:
+    """Return the plan with fields of configuration and launch by name; `more`: further fields of the request."""
+    hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+
+    def part(kind: type) -> dict[str, Any]:
+        return {field: changes.pop(field) for field in list(changes) if field in kind.__dataclass_fields__}  # type: ignore[attr-defined]
+
+    request = LaunchRequest(**part(LaunchRequest))
+    tuning, launch, train, model = part(TuningConfig), part(LaunchConfig), part(TrainConfig), part(ModelConfig)
+    config = Config(
+        model=ModelConfig(name=name, **({"max_seq_len": 256} | model)), tuning=TuningConfig(mode=mode, **tuning), data=DataConfig(),
+        train=TrainConfig(**train), launch=LaunchConfig(**launch),
+    )  # fmt: skip
+    assert not changes, changes
+    typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
+    data = data or (prepared_rows(rows, most_labels=50) if rows else None)
+    return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **more)
+
+
+def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
+    """Returns the rendered error of a plan that must be refused."""
+    with pytest.raises(kind) as error:
+        plan_of(*arguments, **changes)
+    assert error.value.exit_code == kind.exit_code
+    assert error.value.hint or kind is UserError
+    return error.value.render()
+
+
+def reason(plan: Plan, start: str) -> str:
+    """Return the one reason that begins so."""
+    (found,) = [text for text in plan.reasons if text.startswith(start)]
+    return found
+
+
+def counts(plan: Plan) -> tuple[int, ...]:
+    """Return the rows that each rank gets of a step."""
+    return spans(plan.global_batch_size, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks])
 
 
 def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:

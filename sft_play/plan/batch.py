@@ -242,28 +242,20 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
                 f"`train.grad_accum` is {accumulation}, but a step has {wanted} rows: {accumulation - wanted} micro-steps would be empty",
                 hint=f"TRAIN_GRAD_ACCUM={wanted} at most, or TRAIN_GLOBAL_BATCH_SIZE={accumulation}",
             )
-        micro = _around(wanted, accumulation, fitting, unit)
-        reasons.append(f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
-        reasons += _idle(wanted, len(fitting), unit)
-        return Batch(
-            micro_batches=(micro,) * len(fitting), accumulation=accumulation, global_batch=wanted, reasons=tuple(reasons)
-        )
-    if given != "auto":
-        micros = (given,) * len(fitting)
-        reasons.append(f"micro-batch {given} per {unit}, as configured")
+        micros, steps = (_around(wanted, accumulation, fitting, unit),) * len(fitting), accumulation
+        reasons.append(f"micro-batch {micros[0]} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
     else:
-        room = tuple(min(most, rows) for rows in fitting)
-        micros = _auto(wanted, room)
-        held = (
-            f"up to {plural(min(fitting), 'row')}" if min(fitting) == max(fitting) else f"{min(fitting)} to {max(fitting)} rows"
+        micros, why = ((given,) * len(fitting), ", as configured") if given != "auto" else _auto(wanted, fitting, most)
+        reasons.append(f"micro-batch {_words(micros)} per {unit}{why}")
+        steps = math.ceil(wanted / sum(micros))
+        total, empty = f"{micros[0]} per {unit} x {units}", steps * sum(micros) - wanted
+        total = total if len(set(micros)) == 1 else " + ".join(map(str, micros))
+        slots = f", {empty} of the {wanted + empty} slots stay empty" if empty else ""
+        reasons.append(f"accumulation {steps} = {wanted} global / ({total}){slots}")
+    if len(fitting) > wanted:
+        reasons.append(
+            f"{len(fitting) - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
         )
-        fits = "fits" if held == "up to 1 row" else "fit"
-        why = f"{held} {fits}, but more than {most} gain nothing" if min(fitting) > most else f"{held} {fits}"
-        reasons.append(f"micro-batch {_words(micros)} per {unit}: {why}; the work is divided evenly")
-    steps = math.ceil(wanted / sum(micros))
-    total = f"{micros[0]} per {unit} x {units}" if len(set(micros)) == 1 else " + ".join(map(str, micros))
-    reasons.append(f"accumulation {steps} = {wanted} global / ({total})" + _remainder(wanted, steps * sum(micros)))
-    reasons += _idle(wanted, len(fitting), unit)
     return Batch(micro_batches=micros, accumulation=steps, global_batch=wanted, reasons=tuple(reasons))
 
 
@@ -354,30 +346,23 @@ def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: s
     return Batch(micro_batches=(micro,) * world, accumulation=accumulation, global_batch=product, reasons=(reason,))
 
 
-def _auto(wanted: int, room: tuple[int, ...]) -> tuple[int, ...]:
-    """Return micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be."""
+def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, ...], str]:
+    """Return micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be; and why these."""
+    least, room = min(fitting), tuple(min(most, rows) for rows in fitting)
+    held = f"up to {plural(least, 'row')}" if least == max(fitting) else f"{least} to {max(fitting)} rows"
+    why = f": {held} {'fits' if held == 'up to 1 row' else 'fit'}"
+    why += f", but more than {most} gain nothing" if least > most else ""
     steps = math.ceil(wanted / sum(room))
+    share = wanted / (steps * sum(room))
+    micros = tuple(max(1, min(rows, math.ceil(rows * share))) for rows in room)
     if len(set(room)) == 1:
         # The smallest micro-batch that needs no more steps: 32 over room for 12 gives 3 steps of 11, not 12, 12 and 8.
-        return (max(1, math.ceil(wanted / (steps * len(room)))),) * len(room)
-    share = wanted / (steps * sum(room))
-    return tuple(max(1, min(rows, math.ceil(rows * share))) for rows in room)
+        micros = (max(1, math.ceil(wanted / (steps * len(room)))),) * len(room)
+    return micros, f"{why}; the work is divided evenly"
 
 
 def _words(micros: tuple[int, ...]) -> str:
     return str(micros[0]) if len(set(micros)) == 1 else ", ".join(map(str, micros))
-
-
-def _remainder(wanted: int, slots: int) -> str:
-    return f", {slots - wanted} of the {slots} slots stay empty" if slots > wanted else ""
-
-
-def _idle(wanted: int, world: int, unit: str) -> list[str]:
-    if world <= wanted:
-        return []
-    return [
-        f"{world - wanted} of {plural(world, unit)} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
-    ]
 
 
 def _units(unit: str) -> str:

@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
@@ -69,30 +69,21 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
         message = f"`train.bf16` is `true`, but {strategy} on a CPU computes in fp32 only"
         raise HardwareError(message, place="train.bf16", hint="leave it to `auto`")
     if train.bf16 is True and without is not None:
-        who = (
-            "this CPU does not compute in bfloat16 any faster than in fp32"
-            if cpu
-            else f"{without.name} does not compute in bfloat16"
-        )
+        who = f"{'this CPU' if cpu else without.name} does not compute in bfloat16" + (" any faster than in fp32" if cpu else "")
         hint = "leave `train.bf16` to `auto`" + ("" if cpu else ", or set TRAIN_FP16=true")
         raise HardwareError(f"`train.bf16` is `true`, but {who}", place="train.bf16", hint=hint)
     if train.fp16 and cpu:
         message = "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU"
         raise HardwareError(message, place="train.fp16", hint="omit it: fp32 is used")
-    found: tuple[Precision, str]
-    if train.fp16:
-        found = "fp16", "as configured"
-    elif train.bf16 is True:
-        found = "bf16", "as configured"
-    elif train.bf16 is False:
-        found = "fp32", "as configured"
-    elif not cpu:
-        found = ("fp16", f"{without.name} has no bfloat16") if without else ("bf16", "every GPU here computes in it")
-    else:
-        units = "exact; TRAIN_BF16=true would use this CPU's bfloat16 units"
-        found = "fp32", "this CPU has no bfloat16 units" if without else units
-    reasons.append(f"precision {found[0]}: {found[1]}")
-    return found[0]
+    found, why = "fp32", "as configured"
+    if train.fp16 or train.bf16 is True:
+        found = "fp16" if train.fp16 else "bf16"
+    elif train.bf16 == "auto" and not cpu:
+        found, why = ("fp16", f"{without.name} has no bfloat16") if without else ("bf16", "every GPU here computes in it")
+    elif train.bf16 == "auto":
+        why = "this CPU has no bfloat16 units" if without else "exact; TRAIN_BF16=true would use this CPU's bfloat16 units"
+    reasons.append(f"precision {found}: {why}")
+    return cast(Precision, found)
 
 
 def choose_weights_dtype(config: Config, kind: str, precision: Precision, reasons: Reasons) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -141,29 +143,29 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
     try:
         plan = plan_for(loaded, hardware, launch, source=parse_source(call.options.get("SOURCE"), "known"))
     except DoesNotFitError as error:
-        rank = {
-            "rank": None, "device": hardware.kind, "micro_batch": error.micro_batch, "peak_bytes": error.need_bytes,
-            "capacity_bytes": error.capacity_bytes, "memory_bytes": error.parts, "fits": False,
-        }  # fmt: skip
-        ways = [str(remedy) for remedy in error.remedies]
-        strategy = error.setup.strategy
-        return {
-            "strategy": strategy, "global_batch_size": None, "error": error.message, "remedies": ways, "ranks": [rank],
-        }, error  # fmt: skip
+        rank = _need_of_rank(None, hardware.kind, error.micro_batch, error.parts, error.capacity_bytes)
+        found: dict[str, Any] = {
+            "strategy": error.setup.strategy,
+            "global_batch_size": None,
+            "error": error.message,
+            "ranks": [rank],
+        }
+        return found | {"remedies": [str(remedy) for remedy in error.remedies]}, error
     ranks = []
     for one in plan.ranks:
         kind, _, index = one.device.partition(":")  # by the driver's number, as the list of what is in use has it
-        ranks.append(
-            {
-                "rank": one.rank, "device": f"{kind}:{hardware.devices[int(index)].number}" if kind == "cuda" else kind,
-                "micro_batch": one.micro_batch, "peak_bytes": one.peak_bytes, "capacity_bytes": one.capacity_bytes,
-                "memory_bytes": dict(one.memory_bytes), "fits": one.peak_bytes <= one.capacity_bytes,
-            }
-        )  # fmt: skip
+        device = f"{kind}:{hardware.devices[int(index)].number}" if kind == "cuda" else kind
+        ranks.append(_need_of_rank(one.rank, device, one.micro_batch, one.memory_bytes, one.capacity_bytes))
+    found = {"strategy": plan.strategy, "global_batch_size": plan.global_batch_size, "source": plan.source, "ranks": ranks}
+    return found | {"remedies": list(plan.remedies)}, None
+
+
+def _need_of_rank(rank: int | None, device: str, micro_batch: int, parts: Mapping[str, int], capacity: int) -> dict[str, Any]:
+    peak = sum(size for name, size in parts.items() if name != "free")
     return {
-        "strategy": plan.strategy, "global_batch_size": plan.global_batch_size, "source": plan.source, "remedies": list(plan.remedies),
-        "ranks": ranks,
-    }, None  # fmt: skip
+        "rank": rank, "device": device, "micro_batch": micro_batch, "peak_bytes": peak, "capacity_bytes": capacity,
+        "memory_bytes": dict(parts), "fits": peak <= capacity,
+    }  # fmt: skip
 
 
 def _devices_now() -> list[dict[str, Any]]:
@@ -193,17 +195,14 @@ def _holders(nvml: Any, handle: Any) -> list[dict[str, Any]]:
     """Return the processes that hold memory of a GPU; none where the driver does not tell (WSL, containers)."""
     import psutil
 
-    def name_of_process(pid: int) -> str:
-        try:
-            return str(psutil.Process(pid).name())
-        except psutil.Error:
-            return "?"
-
-    try:
-        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:
-        return []
-    return [{"pid": int(p.pid), "name": name_of_process(int(p.pid)), "bytes": int(p.usedGpuMemory or 0)} for p in running]
+    found = []
+    with contextlib.suppress(nvml.NVMLError):
+        for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            name = "?"
+            with contextlib.suppress(psutil.Error):
+                name = psutil.Process(one.pid).name()
+            found.append({"pid": int(one.pid), "name": name, "bytes": int(one.usedGpuMemory or 0)})
+    return found
 
 
 def _memory_lines(facts: dict[str, Any]) -> str:

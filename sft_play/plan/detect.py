@@ -103,16 +103,14 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
     where a GPU does not answer (fallen off the bus, or taken away), where its slices may not be used, and for names that nothing has.
     """
     count = int(nvml.nvmlDeviceGetCount())
-    cards, uuids, lost = [], [], {}
+    cards, uuids, lost = dict[int, Shown](), dict[int, str](), dict[int, Exception]()
     for index in range(count):
-        handle, uuid = None, ""
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = text_of(nvml.nvmlDeviceGetUUID(handle))
+            uuids[index] = text_of(nvml.nvmlDeviceGetUUID(handle))
+            cards[index] = Shown(index, handle, handle)
         except nvml.NVMLError as error:  # does not matter where another is chosen
             lost[index] = error
-        cards.append(Shown(index, handle, handle))
-        uuids.append(uuid)
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(index) for index in range(count)] if text is None else [name.strip() for name in text.split(",")]
     shown: dict[tuple[int, str | None], Shown] = {}
@@ -120,22 +118,20 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
         if name in NOTHING:  # as for CUDA, what follows is hidden too
             break
         if name.startswith("MIG-"):
-            split = [card for card in cards if card.number not in lost and _is_split(nvml, card)]
-            found = [one for card in split for one in _slices(nvml, card) if str(one.mig_uuid).startswith(name)]
+            slices = [one for card in cards.values() if _is_split(nvml, card) for one in _slices(nvml, card)]
+            found = [one for one in slices if str(one.mig_uuid).startswith(name)]
         else:
-            found = [
-                c
-                for c, uuid in zip(cards, uuids, strict=True)
-                if name == str(c.number) or (name.startswith("GPU-") and uuid.startswith(name))
-            ]
+            by_uuid = [index for index, uuid in uuids.items() if name.startswith("GPU-") and uuid.startswith(name)]
+            numbers = [index for index in range(count) if name == str(index)] + by_uuid
+            if numbers and numbers[0] in lost:
+                raise _no_answer(numbers[0], count, lost[numbers[0]])
+            found = [cards[index] for index in numbers]
         if not found:
             machine = "no GPU here has it" if name.startswith("MIG-") else gpus_here(count)
             raise HardwareError(
                 f"CUDA_VISIBLE_DEVICES=`{text}` names {name}, but {machine}",
                 hint="unset CUDA_VISIBLE_DEVICES, or name GPUs of `nvidia-smi -L`",
             )
-        if found[0].number in lost:
-            raise _no_answer(found[0].number, count, lost[found[0].number])
         shown.setdefault((found[0].number, found[0].mig_uuid), found[0])
     return _together(nvml, list(shown.values())), count
 
@@ -223,20 +219,8 @@ def _device(nvml: Any, gpu: Shown) -> Device:
     return Device(
         name=name, memory_bytes=total, free_bytes=free, bf16=capability >= (8, 0), fp8=capability >= (8, 9), compute_capability=capability,
         peak_flops=flops, bandwidth=bandwidth, power_watts=_power_limit(nvml, gpu.handle), number=gpu.number, mig_uuid=gpu.mig_uuid,
-        blocked=_blocked(nvml, gpu.card), expandable_segments=not is_wsl(),
+        expandable_segments=not is_wsl(),
     )  # fmt: skip
-
-
-def _blocked(nvml: Any, card: Any) -> str:
-    """Return why the compute mode of a card lets no program of ours on it, or nothing."""
-    try:
-        mode = nvml.nvmlDeviceGetComputeMode(card)
-        if mode == nvml.NVML_COMPUTEMODE_PROHIBITED:
-            return "its compute mode is Prohibited"
-        holders = [int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(card)] if mode else []
-    except nvml.NVMLError:  # chips without compute modes, drivers that do not tell who computes: CUDA will
-        return ""
-    return f"its compute mode is Exclusive Process, and process {holders[0]} has it" if holders else ""
 
 
 def _no_answer(index: int, count: int, error: Exception) -> HardwareError:

@@ -23,7 +23,6 @@ HEADROOM = {"cuda": 0.94, "cpu": 0.85}
 """Share of the free memory that is planned for."""
 FULL = 0.05
 """A GPU with a smaller share of its memory free is full: CUDA and a model's first layer already need more."""
-COMPUTE_MODE_REMEDY = "`sudo nvidia-smi -c 0` lets every process compute on it; CUDA_VISIBLE_DEVICES chooses another"
 ASSUMED_THREADS, ASSUMED_RAM = 8, 64 * GIB
 """Of a machine whose GPUs alone are described."""
 
@@ -49,8 +48,6 @@ class Device:
     """The driver's number, as `CUDA_VISIBLE_DEVICES` takes it; `None` for the CPU and for what is described."""
     mig_uuid: str | None = None
     """Of a MIG slice, as `CUDA_VISIBLE_DEVICES` takes it."""
-    blocked: str = ""
-    """Why no program of ours may compute on it (its compute mode); empty where one may."""
     expandable_segments: bool = True
     """Whether torch's allocator can grow its blocks in place there. Under WSL2 the first allocation would fail (pytorch#192330)."""
 
@@ -58,11 +55,6 @@ class Device:
     def full(self) -> bool:
         """Whether other programs hold nearly all of its memory."""
         return self.free_bytes < FULL * self.memory_bytes
-
-    @property
-    def cannot_be_used(self) -> str:
-        """The refusal of a `blocked` GPU, with the driver's number, which `nvidia-smi` shows too."""
-        return f"GPU {self.number} ({self.name}) cannot be used: {self.blocked}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

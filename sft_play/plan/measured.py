@@ -43,8 +43,8 @@ class TracedMemory:
     config: Config
     architecture: dict[str, Any]
     cache_folder: Path
-    tracer: Tracer | None = None
-    """What traces; without it only the cache is read."""
+    traces: bool = False
+    """Whether what is not in the cache is traced."""
     found: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
     error: str | None = None
     """Why the architecture could not be traced."""
@@ -61,9 +61,10 @@ class TracedMemory:
         return _scaled(parts, rank_memory(config, shape, other, rows), observed.parts)
 
     def probe_path(self, plan: Plan) -> Path:
-        """Return where a probe of this plan keeps what it measured."""
-        cases = [case_of(self.config, self.architecture, plan, rank.worst_rows) for rank in plan.ranks]
-        return probe_path(self.cache_folder.parent / "probes", cases, plan, versions())
+        """Return where a probe of this plan keeps what it measured: by what runs, on which devices, under which strategy."""
+        cases = [case_of(self.config, self.architecture, plan, rank.worst_rows).key() for rank in plan.ranks]
+        facts = [cases, plan.strategy, plan.world_size, [rank.device_name for rank in plan.ranks]]
+        return self.cache_folder.parent / "probes" / f"{text_sha256(json.dumps(facts))[:32]}.json"
 
     def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
         """Take over what a probe of this plan measured."""
@@ -95,16 +96,18 @@ class TracedMemory:
         if not missing or self.error:
             return False
         cases = [case_of(self.config, self.architecture, setup, rows) for rows in missing]
-        new = False
-        for rows, result in zip(missing, traced(cases, self.cache_folder, self.tracer), strict=True):
-            if result is None:
-                continue
-            if "error" in result:
-                self.error = str(result["error"])
+        paths = [self.cache_folder / f"{case.key()}.json" for case in cases]
+        unknown = [(case, path) for case, path in zip(cases, paths, strict=True) if self.traces and not path.is_file()]
+        answers = running_tracer().ask([asdict(case) for case, _ in unknown]) if unknown else []
+        for (_, path), answer in zip(unknown, answers, strict=True):
+            if "error" in answer:
+                self.error = str(answer["error"])
                 return False
-            self.found[setup, rows] = assemble(self.config, shape, setup, rows, result)
-            new = True
-        return new
+            write_json(path, answer)
+        known = [(rows, path) for rows, path in zip(missing, paths, strict=True) if path.is_file()]
+        for rows, path in known:
+            self.found[setup, rows] = assemble(self.config, shape, setup, rows, read_json(path))
+        return bool(known)
 
 
 def _scaled(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
@@ -152,20 +155,6 @@ def _grows_segments(setup: Setup) -> bool:
     return setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
 
 
-def traced(cases: Sequence[Case], folder: Path, tracer: Tracer | None) -> list[dict[str, Any] | None]:
-    """Return each case's result, from the cache or from the tracer, and `None` for what is in neither."""
-    paths = [folder / f"{case.key(versions())}.json" for case in cases]
-    results: list[dict[str, Any] | None] = [read_json(path) if path.is_file() else None for path in paths]
-    missing = [index for index, result in enumerate(results) if result is None]
-    if missing and tracer is not None:
-        fresh = tracer.ask([asdict(cases[index]) for index in missing])
-        for index, result in zip(missing, fresh, strict=True):
-            results[index] = result
-            if "error" not in result:
-                write_json(paths[index], result)
-    return results
-
-
 NOT_ALLOCATED = ("context", "fragmentation")
 
 
@@ -184,12 +173,6 @@ class Probed:
     seconds_per_step: float
     failed: bool = False
     """Whether memory ran out."""
-
-
-def probe_path(folder: Path, cases: Sequence[Case], plan: Plan, versions: str) -> Path:
-    """Return where the measurement of a plan is kept: by what runs, on which devices, under which strategy."""
-    facts = [[case.key(versions) for case in cases], plan.strategy, plan.world_size, [rank.device_name for rank in plan.ranks]]
-    return folder / f"{text_sha256(json.dumps(facts))[:32]}.json"
 
 
 def save(path: Path, found: Sequence[Probed]) -> None:
@@ -353,9 +336,9 @@ class Case:
     tensor_parallel: int = 1
     """Ranks that hold slices of the layers; one of them is traced."""
 
-    def key(self, versions: str) -> str:
+    def key(self) -> str:
         """Return a name for the case's result, by everything that it depends on."""
-        return text_sha256(json.dumps([TRACE_VERSION, versions, asdict(self)], sort_keys=True))[:32]
+        return text_sha256(json.dumps([TRACE_VERSION, versions(), asdict(self)], sort_keys=True))[:32]
 
 
 def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:

@@ -15,7 +15,6 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.calibration import Calibration, same_name
 from sft_play.plan.hardware import (
-    COMPUTE_MODE_REMEDY,
     FULL,
     GIB,
     HEADROOM,
@@ -197,24 +196,17 @@ def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> 
             hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
         )
     if wants_one:
-        best = max(range(len(hardware.devices)), key=lambda index: _worth(hardware.devices[index]))
-        _refuse_full(hardware, (hardware.devices[best],))
-        return (best,), (hardware.devices[best],)
+        # The one with the most free memory, in steps of a GiB; among equals, the fastest.
+        best = max(hardware.devices, key=lambda device: (device.free_bytes // GIB, device.peak_flops or 0.0))
+        _refuse_full(hardware, (best,))
+        return (hardware.devices.index(best),), (best,)
     chosen = hardware.devices[: asked or len(hardware.devices)]
     _refuse_full(hardware, chosen)
     return tuple(range(len(chosen))), chosen
 
 
-def _worth(device: Device) -> tuple[bool, int, float]:
-    """The best device for one process may be used and has the most free memory, in steps of a GiB; among equals, the fastest."""
-    return not device.blocked, device.free_bytes // GIB, device.peak_flops or 0.0
-
-
 def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
     """Raise `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
-    for device in chosen:
-        if device.blocked:
-            raise HardwareError(device.cannot_be_used, hint=COMPUTE_MODE_REMEDY)
     full = [index for index, device in enumerate(chosen) if device.full]
     if not full:
         return

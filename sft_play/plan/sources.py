@@ -19,7 +19,7 @@ from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.measured import TracedMemory, end_tracer, load, running_tracer
+from sft_play.plan.measured import TracedMemory, end_tracer, load
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
 from sft_play.plan.remedies import with_peak
@@ -73,7 +73,7 @@ def _planned(request: Request, source: Source) -> Plan:
         memory = memory_of(request.config, request.prepared)
     except (DataError, OSError, ValueError):
         return _by_formula(request)  # the plan itself says what is wrong with the model
-    memory.tracer = running_tracer() if source in ("trace", "probe") else None
+    memory.traces = source in ("trace", "probe")
     return _by_trace(request, memory)
 
 
@@ -121,7 +121,7 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
     if worst is None or None in seen:
         plan = with_peak(plan, config, shape)
-        if memory.tracer and memory.found:
+        if memory.traces and memory.found:
             plan = _with_reason(plan, UNSETTLED.format(rounds=ROUNDS, seen=len(memory.found)))
         return plan
     plan = with_peak(plan, config, shape, worst.moment, worst.operation)

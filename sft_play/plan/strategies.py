@@ -21,7 +21,7 @@ from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import host_bytes
 from sft_play.plan.network import GATHERING, gathering_arithmetic, may_quantise, slow_network
 from sft_play.plan.nodes import showing
-from sft_play.plan.plan import LaunchRequest, Plan, Setup, Strategy
+from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
 from sft_play.plan.request import Decide, DoesNotFitError, Request, planned
 from sft_play.text import figure
 
@@ -36,23 +36,14 @@ def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
     """Return the strategy of a command. Raise `UserError` where the configuration contradicts it."""
     config, launch = request.config, request.launch
     wanted, command = config.launch.strategy, launch.command_strategy
-    theirs = {"ddp": "make train-distributed", "pipeline": "make train-distributed", "fsdp2": "make train-fsdp"}.get(
-        wanted, "make train-deepspeed"
-    )
-    for mine, expected, here in (("zero", "zero", "make train-deepspeed"), ("fsdp2", "fsdp2", "make train-fsdp")):
-        if command == mine and wanted != "auto" and not wanted.startswith(expected):
-            raise UserError(
-                f"`launch.strategy` is `{wanted}`, but `{here}` was called", hint=f"use {theirs}, or set `launch.strategy: auto`"
-            )
-    if command == "ddp" and wanted not in ("auto", "ddp", "pipeline"):
-        raise UserError(
-            f"`launch.strategy` is `{wanted}`, but `ACCELERATE_CONFIG` asks for `ddp`",
-            hint=f"use {theirs} without it, or set `launch.strategy: auto`",
-        )
-    if command == "single" and wanted != "auto" and request.typed("launch.strategy"):
-        raise UserError(
-            f"`launch.strategy` is `{wanted}`, but `make train` runs one process", hint=f"use {theirs}, or LAUNCH_STRATEGY=auto"
-        )
+    obeys = {
+        "single": not request.typed("launch.strategy"), "ddp": wanted in ("ddp", "pipeline"), "zero": wanted.startswith("zero"),
+        "fsdp2": wanted == "fsdp2",
+    }  # fmt: skip
+    if wanted != "auto" and not obeys.get(command, True):
+        theirs = "train-distributed" if wanted in ("ddp", "pipeline") else command_of(wanted)
+        here = "`ACCELERATE_CONFIG` asks for `ddp`" if command == "ddp" else f"`make {COMMANDS[command]}` was called"
+        raise UserError(f"`launch.strategy` is `{wanted}`, but {here}", hint=f"use make {theirs}, or set `launch.strategy: auto`")
     if command == "zero" and launch.zero_stage:
         chosen, why = f"zero{launch.zero_stage}", "the DeepSpeed JSON's stage"
     elif command == "zero":

@@ -176,6 +176,19 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 BLOCK, NESTED_BLOCK = 64, 256
 
 
+def _packed(weights: int) -> nn.Parameter:
+    """Return two weights a byte."""
+    return nn.Parameter(torch.empty((weights + 1) // 2, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
+
+
+def _hold_scales(module: nn.Module, weights: int) -> None:
+    """Give a module the scales of so many weights, which are quantised too."""
+    blocks = -(-weights // BLOCK)
+    module.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, device="meta"))
+    module.register_buffer("nested_absmax", torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32, device="meta"))
+    module.register_buffer("codes", torch.empty(16 + 256 + 1, dtype=torch.float32, device="meta"))
+
+
 class NF4Linear(nn.Linear):
     """A linear layer in doubly quantised nf4; its numbers mean nothing, its sizes everything."""
 
@@ -183,13 +196,9 @@ class NF4Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.compute = plain.in_features, plain.out_features, compute
         weights = plain.in_features * plain.out_features
-        blocks = -(-weights // BLOCK)
-        meta = {"device": "meta"}
-        self.weight = nn.Parameter(torch.empty((weights + 1) // 2, 1, dtype=torch.uint8, **meta), requires_grad=False)
+        self.weight = _packed(weights)
         self.bias = plain.bias
-        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, **meta))
-        self.register_buffer("nested_absmax", torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32, **meta))
-        self.register_buffer("codes", torch.empty(16 + 256 + 1, dtype=torch.float32, **meta))
+        _hold_scales(self, weights)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns a tensor of the layer's output shape and type."""
@@ -228,10 +237,7 @@ class NF4Experts(nn.Module):
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.dtype = shape, dtype
-        blocks = -(-shape.numel() // BLOCK)
-        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, device="meta"))
-        self.register_buffer("nested_absmax", torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32, device="meta"))
-        self.register_buffer("codes", torch.empty(16 + 256 + 1, dtype=torch.float32, device="meta"))
+        _hold_scales(self, shape.numel())
 
     def forward(self, packed: Tensor) -> Tensor:
         """Returns room for the whole weight; its fp32 scales exist while it is filled."""
@@ -289,8 +295,7 @@ def quantise_experts(model: nn.Module) -> None:
         module.register_forward_hook(_has_expanded, always_call=True)
         for leaf, plain in list(module.named_parameters(recurse=False)):
             if plain.dim() == 3:
-                packed = torch.empty((plain.numel() + 1) // 2, 1, dtype=torch.uint8, device="meta")
-                setattr(module, leaf, nn.Parameter(packed, requires_grad=False))
+                setattr(module, leaf, _packed(plain.numel()))
                 parametrize.register_parametrization(module, leaf, NF4Experts(plain.shape, plain.dtype), unsafe=True)
 
 

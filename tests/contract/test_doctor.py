@@ -228,13 +228,6 @@ def test_gpus_that_every_launch_refuses(doctor: Doctor, machine: Machine, text: 
     assert text in doctor.findings(code=3)["gpus-refused"]["text"]
 
 
-def test_a_compute_mode_that_lets_nobody_on_a_card(doctor: Doctor) -> None:
-    doctor.machine(Machine(cards=(RTX4090, replace(RTX4090, mode=2))))
-    doctor.environment["CUDA_VISIBLE_DEVICES"] = "1"
-    text = "GPU 1 (NVIDIA GeForce RTX 4090) cannot be used: its compute mode is Prohibited"
-    assert doctor.findings(code=3)["gpu-blocked"]["text"] == text
-
-
 def test_mixed_cards(doctor: Doctor) -> None:
     doctor.machine(MACHINES["unlike_pair"])
     doctor.torch(cuda="13.0", architectures="sm_89")

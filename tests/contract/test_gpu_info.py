@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.conftest import Program
-from tests.nvml_double import Card, nvml_path
+from tests.nvml_double import NOT_LOADED, Gpu, Machine
 
-H200: Card = ("NVIDIA H200", 139.8, 130.0, (9, 0))
-T4: Card = ("Tesla T4", 14.7, 14.0, (7, 5))
+H200 = Gpu("NVIDIA H200", 139.8, 130.0, (9, 0))
+T4 = Gpu("Tesla T4", 14.7, 14.0, (7, 5))
 
 
 def test_without_a_driver(program: Program, tmp_path: Path) -> None:
-    env = nvml_path(tmp_path / "nvml", broken=True)
+    env = Machine(cards=(), broken=NOT_LOADED).environment(tmp_path / "nvml")
     done = program("gpu-info", env=env)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -22,18 +22,18 @@ def test_without_a_driver(program: Program, tmp_path: Path) -> None:
 
 
 def test_two_different_cards(program: Program, tmp_path: Path) -> None:
-    env = nvml_path(tmp_path / "nvml", H200, T4)
+    env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
     lines = program("gpu-info", env=env).out.splitlines()
     assert lines[:2] == ["Number of GPUs: 2", "  driver 580.65.06, CUDA 13.0"]
     assert lines[2] == "  0: NVIDIA H200, 139.8 GiB (130.0 free), compute capability 9.0, bf16 yes, fp8 yes"
     assert lines[3] == "  1: Tesla T4, 14.7 GiB (14.0 free), compute capability 7.5, bf16 no, fp8 no"
     assert lines[4] == "  0 - 1: one PCIe host bridge"
-    facts = program("gpu-info", "JSON=1", env=nvml_path(tmp_path / "nvml", H200, H200, linked=True)).json
+    facts = program("gpu-info", "JSON=1", env=Machine(cards=(H200, H200), linked=True).environment(tmp_path / "nvml")).json
     assert facts["links"] == [{"from": 0, "to": 1, "link": "NVLink x 4"}]
 
 
 def test_hidden_cards_are_not_counted(program: Program, tmp_path: Path) -> None:
-    env = nvml_path(tmp_path / "nvml", H200, T4)
+    env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
     one = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).out
     assert one.startswith("Number of GPUs: 1\n") and "CUDA_VISIBLE_DEVICES=1" in one and "Tesla T4" in one and "H200" not in one
     none = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": ""}).out.splitlines()
@@ -41,7 +41,7 @@ def test_hidden_cards_are_not_counted(program: Program, tmp_path: Path) -> None:
 
 
 def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp_path: Path) -> None:
-    env = nvml_path(tmp_path / "nvml", H200, T4)
+    env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
     done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=env | {"CUDA_VISIBLE_DEVICES": "0"})
     assert done.code == 0, done.err
     assert "cuda:0  NVIDIA H200: 9.80 GiB of 140 GiB used, 130 GiB free" in done.out
@@ -52,8 +52,8 @@ def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp
 
 
 def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None:
-    small: Card = ("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
-    env = nvml_path(tmp_path / "nvml", small)
+    small = Gpu("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
+    env = Machine(cards=(small,)).environment(tmp_path / "nvml")
     full = program("memory-check", "CONFIG=configs/run_bnb.yaml", "JSON=1", "SOURCE=formula", "NUM_GPUS=1", env=env)
     assert full.code == 3 and full.json["devices"][0]["free_bytes"] and not full.json["need"]["ranks"][0]["fits"]
     assert full.json["need"]["ranks"][0]["memory_bytes"]["frozen"] > 0 and full.json["need"]["remedies"]
@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None
 
 def test_a_chip_that_shares_the_machines_memory(program: Program, tmp_path: Path) -> None:
     """GB10 and Jetson: the driver knows no memory of the GPU, nor who holds it."""
-    env = nvml_path(tmp_path / "nvml", ("NVIDIA GB10", 0, 0, (12, 1)), unified=True)
+    env = Machine(cards=(Gpu("NVIDIA GB10", 0, 0, (12, 1), unified=True),)).environment(tmp_path / "nvml")
     facts = program("gpu-info", "JSON=1", env=env).json
     assert facts["gpus"][0]["memory_bytes"] == facts["cpu"]["memory_bytes"]
     (device,) = program("memory-check", "JSON=1", env=env).json["devices"]
@@ -73,8 +73,8 @@ def test_a_chip_that_shares_the_machines_memory(program: Program, tmp_path: Path
 
 def test_a_full_card_is_named_and_left_out(program: Program, tmp_path: Path) -> None:
     """What a user with three cards, one of them taken by another program, sees of it."""
-    full = ("NVIDIA H200", 139.8, 1.0, (9, 0))
-    env = nvml_path(tmp_path / "nvml", H200, full, H200)
+    full = Gpu("NVIDIA H200", 139.8, 1.0, (9, 0))
+    env = Machine(cards=(H200, full, H200)).environment(tmp_path / "nvml")
     words = ("CONFIG=configs/run_bnb.yaml", "TUNING_MODE=lora")
     done = program("plan", *words, env=env)
     assert done.code == 3 and "GPU 1 (NVIDIA H200) is full: 1.0 of 139.8 GiB free = 0.7%" in done.err

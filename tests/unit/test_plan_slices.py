@@ -7,26 +7,21 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
+from sft_play.config.schema import ModelConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
-from tests import plans
-
-QWEN = "Qwen/Qwen2.5-7B-Instruct"
-"""28 heads, 4 of keys."""
+from tests.plans import QWEN, plan_of
 
 
-def planned(hardware: str, size: int, *, shape: dict[str, Any] | None = None, nodes: int = 1, **launch: Any) -> Plan:
-    config = Config(
-        model=ModelConfig(name=QWEN, max_seq_len=16_384),
-        train=TrainConfig(batch_size=1, packing="off", gradient_checkpointing=True),
-        launch=LaunchConfig(sequence_parallel=size, **launch),
-    )
-    request = LaunchRequest(command_strategy="auto", num_nodes=nodes)
-    own = replace(shape_of(config.model), **(shape or {}))
-    return plans.planned(config, hardware, request, shape=own)
+def planned(hardware: str, size: int, *, shape: dict[str, Any] | None = None, **launch: Any) -> Plan:
+    """Return the plan of Qwen2.5-7B: 28 heads, 4 of keys."""
+    own = replace(shape_of(ModelConfig(name=QWEN)), **(shape or {}))
+    return plan_of(
+        hardware, name=QWEN, max_seq_len=16_384, batch_size=1, packing="off", gradient_checkpointing=True, command_strategy="auto",
+        sequence_parallel=size, more={"shape": own}, **launch,
+    )  # fmt: skip
 
 
 def test_groups_have_the_rows_and_ranks_the_slices() -> None:
@@ -52,7 +47,7 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
         ("2xH100", 2, {"shape": {"moving_rope": True}}, "rotary angles depend on the longest position"),
         ("2xH100", 2, {"shape": {"model_type": "qwen3_next"}}, "`qwen3_next` is not among the families"),
         ("H100+RTX4090", 2, {}, "would wait for the slowest"),
-        ("1xH100@1Gbit", 2, {"nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
+        ("1xH100@1Gbit", 2, {"num_nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
     ],
 )
 def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str, Any], said: str) -> None:

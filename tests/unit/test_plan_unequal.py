@@ -7,39 +7,20 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import LoraSettings
 from sft_play.errors import HardwareError
-from sft_play.plan.batch import spans
 from sft_play.plan.calibration import Calibration, StepFit, of_all_nodes
 from sft_play.plan.hardware import GIB, Device, Hardware
-from sft_play.plan.plan import LaunchRequest, Plan
-from tests import plans
+from sft_play.plan.plan import Plan
+from tests.plans import SMALL, counts, plan_of, reason
 
-LLAMA2, SMALL = "meta-llama/Llama-2-7b-hf", "HuggingFaceTB/SmolLM2-135M-Instruct"
-LAN, CARDS = "12GB+8GB+8GB@1Gbit", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
+CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
 
 
-def config_of(
-    name: str = LLAMA2, mode: Any = "qlora", *, seq: int = 2048, launch: dict[str, Any] | None = None, **train: Any
-) -> Config:
+def planned(hardware: Hardware | str, name: str = "meta-llama/Llama-2-7b-hf", mode: Any = "qlora", **changes: Any) -> Plan:
     lora = LoraSettings(r=16, target_modules=["q_proj", "v_proj"])
-    return Config(
-        model=ModelConfig(name=name, max_seq_len=seq), tuning=TuningConfig(mode=mode, lora=lora), data=DataConfig(),
-        train=TrainConfig(**({"global_batch_size": 24} | train)), launch=LaunchConfig(**(launch or {})),
-    )  # fmt: skip
-
-
-def planned(hardware: Hardware | str, config: Config, calibration: Calibration | None = None, **request: Any) -> Plan:
-    return plans.planned(config, hardware, LaunchRequest(**({"command_strategy": "auto"} | request)), calibration=calibration)
-
-
-def counts(plan: Plan) -> tuple[int, ...]:
-    return spans(plan.global_batch_size, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks])
-
-
-def reason(plan: Plan, start: str) -> str:
-    (found,) = [one for one in plan.reasons if one.startswith(start)]
-    return found
+    case = {"lora": lora, "max_seq_len": 2048, "command_strategy": "auto", "global_batch_size": 24} | changes
+    return plan_of(hardware, name=name, mode=mode, **case)
 
 
 def gain(plan: Plan) -> float:
@@ -51,7 +32,7 @@ def gain(plan: Plan) -> float:
 
 
 def test_named_cards_get_rows_by_speed_and_memory() -> None:
-    plan = planned(CARDS + "@1Gbit", config_of())
+    plan = planned(CARDS + "@1Gbit")
     assert sum(counts(plan)) == 24 == plan.global_batch_size
     rows = dict(zip((rank.device_name for rank in plan.ranks), counts(plan), strict=True))
     assert rows["RTX5070TiLaptop"] > rows["RTX3070Ti"] >= rows["RTX4070Laptop"] > 0
@@ -61,20 +42,20 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     told = reason(plan, "shares by speed and memory, of 24 rows a step: rank 0 ")
     assert f"rank 2 {rows['RTX4070Laptop']} row" in told and "would fit" in told
     assert gain(plan) > 1.1
-    off = planned(CARDS + "@1Gbit", config_of(launch={"balance": "off"}))
+    off = planned(CARDS + "@1Gbit", balance="off")
     assert (plan.seconds_per_step or 0) < (off.seconds_per_step or 0) and counts(off) == (8, 8, 8)
     assert off.global_batch_size == 24
 
 
 def test_what_is_typed_stays_equal() -> None:
-    plan = planned(CARDS + "@1Gbit", config_of(batch_size=1))
+    plan = planned(CARDS + "@1Gbit", batch_size=1)
     assert {(rank.micro_batch, rank.accumulation) for rank in plan.ranks} == {(1, 8)}
     assert not any(one.startswith("shares by speed") for one in plan.reasons)
 
 
 @pytest.mark.parametrize("command", ["zero", "fsdp2"])
 def test_engines_that_meet_in_every_micro_step_have_as_many(command: Any) -> None:
-    plan = planned("RTX4090+RTX3090+RTX3090", config_of(SMALL, "lora", seq=512, global_batch_size=120), command_strategy=command)
+    plan = planned("RTX4090+RTX3090+RTX3090", SMALL, "lora", max_seq_len=512, global_batch_size=120, command_strategy=command)
     assert len({rank.accumulation for rank in plan.ranks}) == 1
     assert counts(plan)[0] > max(counts(plan)[1:]) and sum(counts(plan)) == 120
     assert gain(plan) > 1.1
@@ -84,24 +65,24 @@ def test_engines_that_meet_in_every_micro_step_have_as_many(command: Any) -> Non
 
 
 def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
-    case: dict[str, Any] = {"launch": {"strategy": "ddp"}, "gradient_checkpointing": True, "optim": "sgd"}
-    plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", config_of(SMALL, "full", seq=512, **case))
+    case: dict[str, Any] = {"strategy": "ddp", "gradient_checkpointing": True, "optim": "sgd"}
+    plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", SMALL, "full", max_seq_len=512, **case)
     told = reason(plan, "FASTER on rank 0 (RTX4090) alone: ")
     assert "the network included" in told
-    assert not any(one.startswith("FASTER") for one in planned(CARDS + "@1Gbit", config_of()).reasons)
+    assert not any(one.startswith("FASTER") for one in planned(CARDS + "@1Gbit").reasons)
 
 
 # Machines.
 
 
 def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
-    plan = planned(CARDS + "@1Gbit", config_of(), num_nodes=3)
+    plan = planned(CARDS + "@1Gbit", num_nodes=3)
     assert (plan.world_size, plan.num_nodes, plan.node_ranks) == (3, 3, ())
     assert [rank.device for rank in plan.ranks] == ["cuda:0"] * 3 and [r.device_name for r in plan.ranks][1] == "RTX3070Ti"
     assert "3 nodes with 3 ranks in all (0: RTX5070TiLaptop, 1: RTX3070Ti, 2: RTX4070Laptop)" in plan.reasons
-    together = planned(CARDS + "@1Gbit", config_of())
+    together = planned(CARDS + "@1Gbit")
     assert counts(plan) == counts(together) and plan.seconds_per_step == pytest.approx(together.seconds_per_step)
-    assert planned(CARDS, config_of(), num_nodes=3).world_size == 9, "cards of one machine, as far as anybody said"
+    assert planned(CARDS, num_nodes=3).world_size == 9, "cards of one machine, as far as anybody said"
 
 
 def gpu(name: str, gib: float, flops: float, free: float | None = None) -> Device:
@@ -117,11 +98,11 @@ def machine(*devices: Device) -> Hardware:
 def test_nodes_that_have_met_make_one_plan() -> None:
     desktop, laptop = gpu("desktop", 12, 6e13), gpu("laptop", 8, 2e13)
     met = ((desktop, desktop), (laptop,))
-    config = config_of(seq=1024, launch={"network": "1Gbit"})
     plans = [
         planned(
             replace(machine(*met[node]), cpu_threads=4 + node),
-            config,
+            max_seq_len=1024,
+            network="1Gbit",
             num_nodes=2,
             node_rank=node,
             num_gpus=len(met[node]),
@@ -148,10 +129,11 @@ def test_shares_rest_on_what_each_node_measured_on_its_own_card() -> None:
     """By their data sheets the two are alike; the second was measured at a third of the speed."""
     met = ((gpu("a", 24, 6e13),), (gpu("b", 24, 6e13),))
     fast, slow = fitted("a", 3e13), fitted("b", 1e13)
-    config = config_of(SMALL, "lora", seq=512, launch={"network": "10Gbit"})
+    case: dict[str, Any] = {"max_seq_len": 512, "network": "10Gbit", "num_nodes": 2, "node_devices": met}
 
     def shares(here: Calibration | None, *nodes: tuple[Calibration, ...]) -> tuple[int, ...]:
-        return counts(planned(machine(*met[0]), config, of_all_nodes(here, nodes), num_nodes=2, node_devices=met))
+        more = {"calibration": of_all_nodes(here, nodes)}
+        return counts(planned(machine(*met[0]), SMALL, "lora", more=more, **case))
 
     assert shares(fast, (fast,), ()) == (12, 12), "one of the two was never measured: both are guessed"
     first, second = shares(fast, (fast,), (slow,))
@@ -161,4 +143,4 @@ def test_shares_rest_on_what_each_node_measured_on_its_own_card() -> None:
 def test_a_full_gpu_of_another_node_is_named() -> None:
     met = ((gpu("a", 12, 6e13),), (gpu("b", 8, 3e13, free=0.1),))
     with pytest.raises(HardwareError, match=r"GPU 0 of node 1 \(b\) is full: 0\.1 of 8\.0 GiB free"):
-        planned(machine(*met[0]), config_of(), num_nodes=2, node_devices=met)
+        planned(machine(*met[0]), num_nodes=2, node_devices=met)

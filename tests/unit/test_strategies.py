@@ -11,14 +11,9 @@ import pytest
 from sft_play.errors import HardwareError
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.plan import Plan
-from tests.unit.test_plan_make import LLAMA, QWEN, SMALL, message, plan_of
+from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, reason
 
 FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
-
-
-def reason(plan: Plan, start: str) -> str:
-    (found,) = [text for text in plan.reasons if text.startswith(start)]
-    return found
 
 
 def with_ram(hardware: str, gib: int) -> Hardware:

@@ -13,7 +13,7 @@ from sft_play.errors import UserError
 from sft_play.files import write_json
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import Calibration, Link, StepFit, calibration_path, load_calibration
-from sft_play.plan.hardware import BOARD_WATTS, GIB, Device, Hardware, energy_kwh, parse_hardware
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_table, show_scale, show_speed, with_cost
 from sft_play.plan.throughput import flops_per_token
@@ -64,7 +64,6 @@ def test_energy_is_the_cards_limits() -> None:
     assert plan.total_seconds and plan.energy_kwh == pytest.approx(2 * 700 * plan.total_seconds / 3.6e6)
     assert plan_of("2x80GB", config_of(LLAMA3, seq=1024, max_steps=100)).energy_kwh is None
     assert plan_of(CPU, config_of(max_steps=10)).energy_kwh is None
-    assert energy_kwh((), 0.0) == 0 and all(50 <= watts <= 1000 for watts in BOARD_WATTS.values())
     assert f"at most {plan.energy_kwh:.3g} kWh" in "\n".join(show_speed(plan))
 
 

@@ -15,7 +15,6 @@ NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_GPU_IS_LO
     15,
     18,
 )
-NVML_COMPUTEMODE_DEFAULT, NVML_COMPUTEMODE_PROHIBITED, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 0, 2, 3
 WORDS = {
     3: "Not Supported", 4: "Insufficient Permissions", 6: "Not Found", 9: "Driver Not Loaded", 12: "NVML Shared Library Not Found",
     15: "GPU is lost", 18: "RM has detected an NVML/RM version mismatch.",
@@ -98,10 +97,6 @@ def nvmlDeviceGetEnforcedPowerLimit(handle):
     if len(handle) > 1:
         raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
     return 700_000
-
-
-def nvmlDeviceGetComputeMode(handle):
-    return _card(handle)["mode"]
 
 
 def nvmlDeviceGetUtilizationRates(handle):
