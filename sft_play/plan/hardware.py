@@ -178,7 +178,6 @@ class Card:
     bf16_tflops: float
     bandwidth_gb_s: float
     capability: tuple[int, int]
-    source: str
     confirmed: bool = True
     """Whether a published page was found that agrees; `False`: unconfirmed, written from memory or inferred."""
 
@@ -188,12 +187,10 @@ def _geforce(
 ) -> Card:  # fmt: skip
     """Return a card whose speed follows from the rule of its family."""
     return Card(
-        memory_gib, round(multiprocessors * boost_ghz * FLOP_PER_CLOCK / 1000, 1), bandwidth, capability,
-        f"{multiprocessors} SMs x {boost_ghz:g} GHz x {FLOP_PER_CLOCK}", confirmed,
+        memory_gib, round(multiprocessors * boost_ghz * FLOP_PER_CLOCK / 1000, 1), bandwidth, capability, confirmed,
     )  # fmt: skip
 
 
-SHEET = "NVIDIA data sheet, dense"
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
 
 FP32_SHARES = {(7, 0): 1 / 8, (7, 5): 1 / 8, (8, 0): 1 / 16, (9, 0): 1 / 15, (9, 4): 1 / 8, (10, 0): 1 / 28}
@@ -228,22 +225,22 @@ CATALOGUE: Mapping[str, Card] = {
     # GeForce, laptops: at the highest power that a maker may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
     "RTX4060Laptop": _geforce(7.8, 24, 2.37, 256, ADA), "RTX4070Laptop": _geforce(7.8, 36, 2.175, 256, ADA),
     "RTX4080Laptop": _geforce(11.8, 58, 2.28, 432, ADA), "RTX4090Laptop": _geforce(15.6, 76, 2.04, 576, ADA, False),
-    "RTX5070TiLaptop": Card(
-        11.8, 62.0, 672, BLACKWELL, "NVIDIA's 992 AI TOPS / 16, a rule that desktop cards obey; a boost clock near 2.2 GHz gives 52", False
-    ),
-    # Workstations and servers.
-    "RTXA6000": Card(47.5, 154.8, 768, AMPERE, SHEET), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, SHEET, False),
-    "V100": Card(15.8, 125.0, 900, (7, 0), "NVIDIA data sheet, 16 GB SXM2 (fp16; the card has no bf16)"),
-    "T4": Card(14.7, 65.0, 320, (7, 5), "NVIDIA data sheet (fp16; the card has no bf16)"),
-    "L4": Card(22.2, 121.0, 300, ADA, SHEET), "L40": Card(44.4, 181.0, 864, ADA, SHEET, False), "L40S": Card(44.4, 362.0, 864, ADA, SHEET),
-    "A10": Card(22.2, 125.0, 600, AMPERE, SHEET), "A10G": Card(22.2, 70.0, 600, AMPERE, SHEET, False), "A40": Card(44.4, 149.7, 696, AMPERE, SHEET),
-    "A100-40GB": Card(39.4, 312.0, 1555, (8, 0), SHEET), "A100": Card(79.2, 312.0, 2039, (8, 0), SHEET + ", SXM 80 GB"),
-    "H20": Card(95.0, 148.0, 4000, (9, 0), SHEET), "H100": Card(79.1, 989.0, 3350, (9, 0), SHEET + ", SXM"),
-    "H100PCIe": Card(79.1, 756.0, 2000, (9, 0), SHEET + ", PCIe"), "H100NVL": Card(93.1, 835.0, 3900, (9, 0), SHEET),
-    "GH200": Card(94.5, 989.0, 4000, (9, 0), SHEET + ", 96 GB", False),
-    "H200": Card(139.8, 989.0, 4800, (9, 0), SHEET + ", SXM"), "H200NVL": Card(139.8, 835.0, 4800, (9, 0), SHEET),
-    "B200": Card(178.0, 2250.0, 8000, (10, 0), SHEET + ", 180 GB"),
-    "MI300X": Card(191.5, 1307.0, 5300, (9, 4), "AMD data sheet, dense, as Bekman's ml-engineering quotes it; reached by matmuls: 668", False),
+    # NVIDIA's 992 AI TOPS / 16, a rule that desktop cards obey; a boost clock near 2.2 GHz gives 52.
+    "RTX5070TiLaptop": Card(11.8, 62.0, 672, BLACKWELL, False),
+    # Workstations and servers, by NVIDIA's data sheets, dense (V100 16 GB and T4: fp16, they have no bf16; A100, H100 and H200: SXM; GH200 96 GB;
+    # B200 180 GB), and by AMD's as Bekman's ml-engineering quotes it (matrix products reach 668 TFLOP/s there).
+    "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, False),
+    "V100": Card(15.8, 125.0, 900, (7, 0)),
+    "T4": Card(14.7, 65.0, 320, (7, 5)),
+    "L4": Card(22.2, 121.0, 300, ADA), "L40": Card(44.4, 181.0, 864, ADA, False), "L40S": Card(44.4, 362.0, 864, ADA),
+    "A10": Card(22.2, 125.0, 600, AMPERE), "A10G": Card(22.2, 70.0, 600, AMPERE, False), "A40": Card(44.4, 149.7, 696, AMPERE),
+    "A100-40GB": Card(39.4, 312.0, 1555, (8, 0)), "A100": Card(79.2, 312.0, 2039, (8, 0)),
+    "H20": Card(95.0, 148.0, 4000, (9, 0)), "H100": Card(79.1, 989.0, 3350, (9, 0)),
+    "H100PCIe": Card(79.1, 756.0, 2000, (9, 0)), "H100NVL": Card(93.1, 835.0, 3900, (9, 0)),
+    "GH200": Card(94.5, 989.0, 4000, (9, 0), False),
+    "H200": Card(139.8, 989.0, 4800, (9, 0)), "H200NVL": Card(139.8, 835.0, 4800, (9, 0)),
+    "B200": Card(178.0, 2250.0, 8000, (10, 0)),
+    "MI300X": Card(191.5, 1307.0, 5300, (9, 4), False),
 }  # fmt: skip
 
 OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
