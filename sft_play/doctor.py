@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError
-from sft_play.plan.detect import all_hidden, detect, open_nvml, other_gpu, unusable
+from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
 from sft_play.text import Finding, finding_lines, plural
@@ -187,7 +187,7 @@ def gpus() -> Iterator[Finding]:
             text = f"`nvidia-smi` fails: {failure.splitlines()[0]}"
             yield Finding("driver-broken", "error", text, "reinstall the NVIDIA driver, or reboot after its update")
         return
-    yield from unusable(hardware, range(len(hardware.devices)), os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    yield from ask_torch(hardware, range(len(hardware.devices)), os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     names = sorted({device.name for device in hardware.devices})
     if len(names) > 1:
         text = f"different GPUs: {', '.join(names)}; each step waits for the slowest"

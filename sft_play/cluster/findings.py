@@ -10,7 +10,7 @@ from typing import Any
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.detect import LACKING_REMEDY, lacking, supports
+from sft_play.plan.detect import LACKING_REMEDY, describe_missing_code, supports
 from sft_play.plan.hardware import GIB, network_speed
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 from sft_play.text import Finding, plural
@@ -269,7 +269,7 @@ def _cards(facts: Facts, seen: Seen, examined: Examined, wanted: Wanted) -> Iter
     bad = sorted(kind for kind in kinds if not supports(built, kind[1]))
     others_do = bool(hidden) and any((card["name"], card["capability"]) not in bad for card in cards)
     for kind in bad:
-        text = lacking(str(soft.get("torch")), built, *kind)
+        text = describe_missing_code(str(soft.get("torch")), built, *kind)
         yield _warn("torch-lacks-architecture", text, LACKING_REMEDY, fails=not others_do)
     for k, card in enumerate(cards):
         free, total, users = card["free_bytes"], card["total_bytes"], card["held_by"]

@@ -32,7 +32,7 @@ from sft_play.launch.watch import is_terminal, show_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.measured import Probed, load, save
-from sft_play.plan.plan import Plan, divided
+from sft_play.plan.plan import Plan, describe_batches
 from sft_play.plan.show import show_plan
 from sft_play.plan.sources import memory_of
 from sft_play.runs.folder import OWN, RunFolder
@@ -93,7 +93,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
             flush=True,
         )
         record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
-                     steps=plan.steps, batches=divided(plan.ranks),
+                     steps=plan.steps, batches=describe_batches(plan.ranks),
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
     ranks, variables = job.ranks_here(plan), environment.variables
     live = ranks.start == 0 and is_terminal(console) and not job.loaded.config.train.extra.get("disable_tqdm")

@@ -42,7 +42,7 @@ from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
 from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.sources import explained, parse_source, planned
+from sft_play.plan.sources import explain_refusal, parse_source, plan_by_source
 from sft_play.runs.folder import RunFolder, accelerate_default
 from sft_play.runs.prepared import Prepared
 
@@ -251,9 +251,9 @@ class Job:
         if not prepared and not (self.shape.counted and source == "auto"):
             source = "formula"
         try:
-            return planned(request, source)
+            return plan_by_source(request, source)
         except HardwareError as error:
-            raise explained(self.loaded, self.hardware, error) from None
+            raise explain_refusal(self.loaded, self.hardware, error) from None
 
     def world_size(self, before: Plan) -> int:
         """Returns the processes of all nodes; `before` is the last plan of a run that is resumed."""

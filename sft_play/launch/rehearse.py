@@ -21,7 +21,7 @@ from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_earl
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.detect import unasked
+from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.nodes import devices_of, with_network
 from sft_play.plan.plan import LaunchRequest, Plan, command_of
@@ -79,7 +79,7 @@ def _rehearse(call: Call) -> int:
     rows = scale_table(lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price)
     for notice in options.notices:
         print(f"note: {notice}", file=sys.stderr)
-    for problem in unasked(hardware) if plan.device == "cuda" else ():
+    for problem in compare_versions(hardware) if plan.device == "cuda" else ():
         print(f"warning: {problem.text}\nhint: {problem.remedy}", file=sys.stderr)
     if call.json:
         print(json.dumps(plan.to_json() | ({"scale": rows} if counts else {}), indent=2))

@@ -21,7 +21,7 @@ from sft_play.model import quantise
 from sft_play.model.load import first_lines, read_model, tell
 from sft_play.model.resolve import check_trained
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.plan.detect import detect, unasked
+from sft_play.plan.detect import compare_versions, detect
 from sft_play.plan.nodes import devices_for
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.shape import VARLEN
@@ -46,7 +46,7 @@ def best_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     if hardware.kind == "cuda":
-        why = next((problem.text for problem in unasked(hardware)), "torch finds none of the GPUs that the driver shows")
+        why = next((problem.text for problem in compare_versions(hardware)), "torch finds none of the GPUs that the driver shows")
         print(f"warning: {why}; the CPU answers\nhint: `make doctor` says what to do", file=sys.stderr)
     return "cpu"
 

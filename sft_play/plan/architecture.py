@@ -127,7 +127,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
     found, row = config_file(model), known_models().get(model.name)
     if found is None and row:
         return ModelShape.read(row["shape"]) if "shape" in row else shape_of_config(row["config"], model.name)
-    return shape_from_file(found or _fetched_config(model), trusts_code=model.trust_remote_code)
+    return shape_from_file(found or _fetch_config(model), trusts_code=model.trust_remote_code)
 
 
 def check_length(model: ModelConfig, positions: int) -> None:
@@ -179,7 +179,7 @@ def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = F
         if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
             return shape_from_config(config)
         try:
-            return replace(_counted(config, place), moving_rope=has_moving_rope(config))
+            return replace(_count_model(config, place), moving_rope=has_moving_rope(config))
         except DataError:
             if not (trusts_code and config.get("auto_map")):
                 raise
@@ -198,7 +198,7 @@ def as_trained(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "quantization_config": None} if in_mxfp4(config) else config
 
 
-def _counted(config: dict[str, Any], place: str) -> ModelShape:
+def _count_model(config: dict[str, Any], place: str) -> ModelShape:
     """Return the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the result in the cache).
 
     Raises `DataError` for a model that transformers does not know, or that is not trained here.
@@ -277,7 +277,7 @@ def _cached_config(model: ModelConfig) -> Path | None:
     return path if path.is_file() else None
 
 
-def _fetched_config(model: ModelConfig) -> Path:
+def _fetch_config(model: ModelConfig) -> Path:
     """Fetch only `config.json` from the hub. Raise `DataError`."""
     if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
         raise DataError("there is no such model folder", place=model.name)
@@ -310,5 +310,5 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
         return scratch_architecture(model)
     path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)
     row = known_models().get(model.name)
-    found: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetched_config(model))
+    found: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetch_config(model))
     return as_trained(found)

@@ -67,7 +67,7 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps:
         return equal_shares(rows, costs, same_steps=same_steps)
     found = _same_steps(rows, costs, most_steps or rows) if same_steps else tuple(map(_slots, costs, _counts(rows, costs)))
     if len(costs) <= MOST_SETTLED:
-        found = _settled(rows, costs, found, same_steps)
+        found = _settle(rows, costs, found, same_steps)
     if all(cost.most_rows for cost in costs):
         equal = equal_shares(rows, costs, same_steps=same_steps)
         if step_seconds(equal, costs, rows=rows) <= step_seconds(found, costs, rows=rows):
@@ -154,7 +154,7 @@ def _same_steps(rows: int, costs: Sequence[Cost], most_steps: int) -> tuple[Slot
     least = -(-rows // sum(cost.most_rows for cost in costs))
     best: tuple[float, list[int], int] | None = None
     for steps in range(least, max(least, min(rows, most_steps, least + MOST_TRIED)) + 1):
-        micros = _poured(-(-rows // steps), costs)
+        micros = _pour(-(-rows // steps), costs)
         seconds = steps * max(cost.micro_step(micro) for cost, micro in zip(costs, micros, strict=True))
         if best is None or seconds < best[0]:
             best = seconds, micros, steps
@@ -162,7 +162,7 @@ def _same_steps(rows: int, costs: Sequence[Cost], most_steps: int) -> tuple[Slot
     return tuple((micro, best[2]) for micro in best[1])
 
 
-def _poured(rows: int, costs: Sequence[Cost]) -> list[int]:
+def _pour(rows: int, costs: Sequence[Cost]) -> list[int]:
     """Return micro-batches of `rows` in all: each row goes where the micro-step is then the shortest."""
     micros = [0] * len(costs)
     queue = [(cost.micro_step(1), rank) for rank, cost in enumerate(costs) if cost.most_rows]
@@ -175,7 +175,7 @@ def _poured(rows: int, costs: Sequence[Cost]) -> list[int]:
     return micros
 
 
-def _settled(rows: int, costs: Sequence[Cost], shares: tuple[Slots, ...], same_steps: bool) -> tuple[Slots, ...]:
+def _settle(rows: int, costs: Sequence[Cost], shares: tuple[Slots, ...], same_steps: bool) -> tuple[Slots, ...]:
     """Return shares of which no single rank's small change makes a step shorter: cutting in proportion moves a row here or there."""
     best = step_seconds(shares, costs, rows=rows), shares
     for _ in range(ROUNDS):
@@ -264,7 +264,7 @@ def rows_each(wanted: int, world: int) -> int:
     return math.ceil(wanted / world)
 
 
-def said_aloud(train: TrainConfig, world: int, unit: str = "device") -> str:
+def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -> str:
     """Return how many rows a typed micro-batch makes of a global batch that nobody gave; empty where it stays the default."""
     rows = global_rows(train, world)
     if train.batch_size == "auto" or train.global_batch_size != "auto":
@@ -281,7 +281,7 @@ def said_aloud(train: TrainConfig, world: int, unit: str = "device") -> str:
 
 def _whole(train: TrainConfig, wanted: int, world: int, unit: str) -> str:
     """Return where the rows of a step come from. Raise `UserError` for a micro-batch of which a smaller one makes the same step."""
-    if raised := said_aloud(train, world, unit):
+    if raised := explain_global_batch(train, world, unit):
         return raised
     if train.global_batch_size == "auto":
         return f"global batch {wanted} rows per optimizer step (the default), on any number of {_units(unit)}"
@@ -295,7 +295,7 @@ def _whole(train: TrainConfig, wanted: int, world: int, unit: str) -> str:
     return f"global batch {wanted} rows per optimizer step (as configured), on any number of {_units(unit)}"
 
 
-def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
+def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
     """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (contract B10).
 
     The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes below one
@@ -342,7 +342,7 @@ def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: s
             f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
             hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
         )
-    reason = said_aloud(train, world, unit) or f"global batch {arithmetic}, as configured"
+    reason = explain_global_batch(train, world, unit) or f"global batch {arithmetic}, as configured"
     return Batch(micro_batches=(micro,) * world, accumulation=accumulation, global_batch=product, reasons=(reason,))
 
 

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.groups import for_slices
+from sft_play.plan.groups import attention_for_slices
 from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
 from sft_play.plan.plan import Layout, Precision, Setup, Strategy
@@ -117,7 +117,7 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
     by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a kernel of its own
     if config.launch.sequence_parallel > 1:
         reasons.append("attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`")
-        return for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
+        return attention_for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
     lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if wanted != "auto":
         if wanted in BY_LENGTHS and no_flash and not (wanted == VARLEN and by_rows):

@@ -312,7 +312,11 @@ def problems(
     for capability in sorted(without):
         names = ", ".join(sorted({device.name for device, own in zip(devices, capabilities, strict=True) if own == capability}))
         faults.append(
-            _fault("torch-lacks-architecture", lacking(version, facts["architectures"], names, capability), LACKING_REMEDY)
+            _fault(
+                "torch-lacks-architecture",
+                describe_missing_code(version, facts["architectures"], names, capability),
+                LACKING_REMEDY,
+            )
         )
     look = "look at `nvidia-smi`: its processes, compute mode and errors; then restart the machine"
     faults += [
@@ -339,7 +343,7 @@ def _torch_facts(count: int, environment: tuple[tuple[str, str], ...]) -> dict[s
     return facts
 
 
-def unasked(hardware: Hardware) -> list[Finding]:
+def compare_versions(hardware: Hardware) -> list[Finding]:
     """Return what versions alone tell, without a process: of what is installed here and the driver."""
     found = torch_version()
     if found is None or hardware.driver is None:
@@ -348,7 +352,7 @@ def unasked(hardware: Hardware) -> list[Finding]:
     return problems(facts, hardware.devices, hardware.driver, hardware.driver_cuda)
 
 
-def unusable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
+def ask_torch(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
     """Ask torch, under the workers' environment, for these GPUs; return all that is wrong."""
     facts = _torch_facts(len(indices), tuple(sorted(environment.items())))
     return problems(facts, [hardware.devices[index] for index in indices], hardware.driver, hardware.driver_cuda)
@@ -356,7 +360,7 @@ def unusable(hardware: Hardware, indices: Sequence[int], environment: Mapping[st
 
 def require_usable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> None:
     """Raise `HardwareError` with all that is wrong with the GPUs that a plan uses."""
-    raise_all([HardwareError(one.text, hint=one.remedy) for one in unusable(hardware, indices, environment)])
+    raise_all([HardwareError(one.text, hint=one.remedy) for one in ask_torch(hardware, indices, environment)])
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -378,7 +382,7 @@ def supports(architectures: Sequence[str], capability: str) -> bool:
     return False
 
 
-def lacking(torch: str, architectures: Sequence[str], names: str, capability: str) -> str:
+def describe_missing_code(torch: str, architectures: Sequence[str], names: str, capability: str) -> str:
     """Return the words for cards that a torch has no code for."""
     text = f"torch {torch} has no code for {names} (compute capability {capability})"
     return f"{text}; it has {', '.join(architectures)}" if architectures else text

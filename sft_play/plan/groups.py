@@ -73,7 +73,7 @@ def check_slices(request: Request) -> list[str]:
     ]
 
 
-def for_slices(request: Request, why: str | None) -> str:
+def attention_for_slices(request: Request, why: str | None) -> str:
     """Return the attention that computes slices. Raise `UserError` where the family has others, or `why` says that it cannot run."""
     family = request.shape.model_type
     if family not in SLICED_MODEL_TYPES:
@@ -111,7 +111,7 @@ def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: i
     return sent_bytes(request, setup, tokens) / link.bytes_per_second + messages * link.latency_seconds
 
 
-def traffic(request: Request, setup: Setup, tokens: float, micro_steps: int) -> list[str]:
+def describe_traffic(request: Request, setup: Setup, tokens: float, micro_steps: int) -> list[str]:
     """Return in words what slices send in a step."""
     if request.group_size == 1:
         return []
@@ -200,7 +200,7 @@ def _most_layers(request: Request, setup: Setup, stage: int, stages: int) -> int
     return low
 
 
-def filling(request: Request, setup: Setup, fitting: tuple[int, ...]) -> tuple[int, ...]:
+def fill_stages(request: Request, setup: Setup, fitting: tuple[int, ...]) -> tuple[int, ...]:
     """Return the rows of a micro-batch at most, one at least: of a pipeline so few that a step has micro-batches to keep all stages busy."""
     fitting = tuple(max(1, rows) for rows in fitting)
     if not setup.stages or not request.divides:

@@ -9,16 +9,16 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.plan import choices, groups, nodes, remedies, strategies
 from sft_play.plan.architecture import check_length, label
-from sft_play.plan.batch import Cost, halve, said_aloud
-from sft_play.plan.groups import check_slices, traffic
+from sft_play.plan.batch import Cost, explain_global_batch, halve
+from sft_play.plan.groups import check_slices, describe_traffic
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
 from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
 from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
-from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
-from sft_play.plan.packing import Division, insisted
+from sft_play.plan.network import check_slow_network_keys, describe_waiting, exchanges
+from sft_play.plan.packing import Division, pack_if_typed
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
-from sft_play.plan.shape import ModelShape, adapted, check_targets
+from sft_play.plan.shape import ModelShape, check_targets, describe_adapters
 from sft_play.plan.shares import costs_of, divide, tell_unequal
 from sft_play.plan.throughput import forecast
 from sft_play.text import plural
@@ -34,8 +34,8 @@ LONGEST_ROW = 2**22
 def make_plan(request: Request) -> Plan:
     """Return every decision about a run with its reason. Raise `UserError` or `HardwareError` for what cannot be."""
     hardware = nodes.with_network(request.config, request.hardware, request.launch)
-    launch = nodes.met(hardware, request.launch)
-    calibration = nodes.measured_on_all(launch, request.calibration)
+    launch = nodes.with_nodes(hardware, request.launch)
+    calibration = nodes.calibration_of_all(launch, request.calibration)
     request = replace(request, hardware=hardware, launch=launch, calibration=calibration)
     try:
         plan = _decide(request)
@@ -73,19 +73,19 @@ def _decide(request: Request) -> Plan:
     devices, world = ranks.devices, len(ranks.devices)
     reasons += ["for hardware as described, not for this machine"] if hardware.described else []
     reasons += [hardware.unused] if hardware.unused else []
-    reasons += [*nodes.in_words(launch, ranks), *nodes.unheard_network(config, request.typed, hardware)]
+    reasons += [*nodes.describe_nodes(launch, ranks), *nodes.describe_unused_network(config, request.typed, hardware)]
 
     strategy = strategies.choose_strategy(request, reasons)
     backend, setup = choices.choose_backend(config, kind, world, reasons), _first_setup(request, strategy, reasons)
     rate = choices.choose_learning_rate(config, reasons)
-    setup = choices.with_chunks(config, shape, insisted(request, setup))
+    setup = choices.with_chunks(config, shape, pack_if_typed(request, setup))
 
     # What fits: recomputation, then another strategy.
     setup, fitting = _checkpointing(request, setup, reasons)
     settled = strategies.settle(request, setup, fitting, _decide, reasons)
     if isinstance(settled, Plan):
         return settled
-    setup, fitting = settled[0], groups.filling(request, *settled)
+    setup, fitting = settled[0], groups.fill_stages(request, *settled)
     _check_loading(request, setup)
 
     # How much at a time: micro-batches, micro-steps, packs.
@@ -99,11 +99,11 @@ def _decide(request: Request) -> Plan:
         reasons.append(
             f"gradients reduced in each of {batch.accumulation} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
         )
-    reasons += waiting(request, setup, batch.accumulation)
+    reasons += describe_waiting(request, setup, batch.accumulation)
     over = least_room(rank_plans)
     if over.peak_bytes > over.capacity_bytes:
         reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
-    reasons += [*adapted(config, shape), *_experts(request, setup)]
+    reasons += [*describe_adapters(config, shape), *_experts(request, setup)]
     reasons.append(f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin")
     reasons += [EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else []
     kernels = choices.choose_kernels(request, reasons)
@@ -117,12 +117,12 @@ def _decide(request: Request) -> Plan:
     speed = forecast(request, division)
     tell_unequal(request, division, rank_plans, costs, speed, reasons)
     data = division.data(rows_data(config, request.prepared, setup))
-    reasons += traffic(request, setup, max(division.shares) * data.row_tokens, division.micro_steps)
+    reasons += describe_traffic(request, setup, max(division.shares) * data.row_tokens, division.micro_steps)
     seconds = speed.seconds_per_step
     total = seconds * steps if seconds and steps else None
     eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(fitting)))
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
-    aloud = said_aloud(train, len(request.data_devices), request.unit)
+    aloud = explain_global_batch(train, len(request.data_devices), request.unit)
     return Plan(
         **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.unequal_nodes, backend=cast(Any, backend), ranks=rank_plans,
         source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy), global_batch_size=batch.global_batch,
@@ -230,7 +230,7 @@ def _on_the_host(request: Request, setup: Setup, reasons: list[str]) -> list[str
     if not hardware.ram_known or need <= hardware.ram_bytes:
         return []
     reasons.append(f"that is more than it has ({hardware.ram_bytes / GIB:.1f} GiB)")
-    return [*remedies.loaded_with_less(request, _decide)[:1], "a machine with more memory"]
+    return [*remedies.remedies_for_loading(request, _decide)[:1], "a machine with more memory"]
 
 
 def _check_loading(request: Request, setup: Setup) -> None:
@@ -242,5 +242,5 @@ def _check_loading(request: Request, setup: Setup) -> None:
             f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {plural(processes, 'process')} holds all weights "
             f"{'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are shared out, {need / GIB:.1f} GiB of this machine's "
             f"memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
-            hint="; or ".join(remedies.loaded_with_less(request, _decide)) or "a machine with more memory",
+            hint="; or ".join(remedies.remedies_for_loading(request, _decide)) or "a machine with more memory",
         )

@@ -58,7 +58,7 @@ class TracedMemory:
         if near is None:
             return parts
         (other, rows), observed = near
-        return _scaled(parts, rank_memory(config, shape, other, rows), observed.parts)
+        return _scale_parts(parts, rank_memory(config, shape, other, rows), observed.parts)
 
     def probe_path(self, plan: Plan) -> Path:
         """Return where a probe of this plan keeps what it measured: by what runs, on which devices, under which strategy."""
@@ -74,7 +74,7 @@ class TracedMemory:
             known = self.found.get(key)
             parts = dict(known.parts) if known else rank_memory(self.config, shape, setup, rank.worst_rows)
             moment, operation = (known.moment, known.operation) if known else ("", "")
-            fixed = corrected(parts, probe, rank.capacity_bytes)
+            fixed = correct_parts(parts, probe, rank.capacity_bytes)
             self.found[key] = Observation(parts=fixed, moment=moment, operation=operation)
 
     def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
@@ -110,7 +110,7 @@ class TracedMemory:
         return bool(known)
 
 
-def _scaled(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
+def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
     """Return what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be another moment."""
     found = {
         name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size for name, size in parts.items()
@@ -186,7 +186,7 @@ def load(path: Path) -> list[Probed]:
     return [Probed(**row) for row in rows]
 
 
-def corrected(parts: Mapping[str, int], found: Probed, capacity: int) -> dict[str, int]:
+def correct_parts(parts: Mapping[str, int], found: Probed, capacity: int) -> dict[str, int]:
     """Return the parts so that they add up to what was measured.
 
     On a GPU the context is what the process held beyond torch's reserve, fragmentation what was reserved and not allocated, and

@@ -64,7 +64,7 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
 
 def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
     """Return the bytes of every part on one rank at each moment where a peak can stand (`plan.remedies.MOMENTS`)."""
-    shape, passing = shape.sliced(setup.tensor_parallel), 1
+    shape, passing = shape.take_slice(setup.tensor_parallel), 1
     if setup.stages:
         shape, setup, passing = stage_of(shape, setup)
     states, tokens = states_bytes(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
@@ -96,7 +96,7 @@ def stage_of(shape: ModelShape, setup: Setup) -> tuple[ModelShape, Setup, int]:
     """Return shape and setup of a stage, and how many micro-batches it has begun at most: one for each stage that follows, and its own."""
     assert setup.stage is not None
     last = len(setup.stages) - 1
-    stage = shape.staged(setup.stages[setup.stage], embeds=setup.stage == 0, predicts=setup.stage == last)
+    stage = shape.take_stage(setup.stages[setup.stage], embeds=setup.stage == 0, predicts=setup.stage == last)
     behind = last - setup.stage
     return stage, replace(setup, label_share=setup.label_share if not behind else 0.0), behind + 1
 
@@ -295,7 +295,7 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Inputs that adapters keep: shared ones in the computation's type; where fp32 ones are cast for each multiplication, a copy each."""
     settings, w = config.tuning.lora, setup.width
     maps = shape.linear_maps()
-    names = [one.typed for one in shape.adapted(settings.target_modules) if one.typed in maps]
+    names = [one.typed for one in shape.adapter_targets(settings.target_modules) if one.typed in maps]
     per_target = sum(maps[name][0] for name in names)
     ranks = settings.r * w * len(names)
     masks = (3 if setup.device == "cuda" else 4) * per_target if settings.dropout > 0 else 0

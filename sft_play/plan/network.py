@@ -128,7 +128,7 @@ def trained_matrices(config: Config, shape: ModelShape) -> list[tuple[int, int, 
     if config.tuning.mode == "full":
         layers = [(one.count, one.outputs, one.inputs) for one in shape.matrices if one.kind in ("linear", "experts")]
         return [(1, shape.vocab_size, shape.hidden_size), *layers]
-    r, adapted = config.tuning.lora.r, shape.adapted(config.tuning.lora.target_modules)
+    r, adapted = config.tuning.lora.r, shape.adapter_targets(config.tuning.lora.target_modules)
     return [(one.count, *size) for one in adapted for size in ((r, one.inputs), (one.outputs, r))]
 
 
@@ -139,7 +139,7 @@ def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int
     every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather what the update made of them.
     """
     ranks //= setup.copies
-    gradients = sent_bytes(config, shape.sliced(setup.tensor_parallel), setup) / max(1, len(setup.stages))
+    gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / max(1, len(setup.stages))
     if setup.strategy not in REDUCING:
         seconds = communication_seconds(gradients, ranks, link)
     else:
@@ -159,7 +159,7 @@ def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: in
 def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Return the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
     alone = replace(setup, world_size=setup.tensor_parallel, offload_optimizer=False, offload_parameters=False)
-    whole = states_bytes(config, shape.sliced(setup.tensor_parallel), alone)
+    whole = states_bytes(config, shape.take_slice(setup.tensor_parallel), alone)
     return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
 
 
@@ -230,7 +230,7 @@ def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def waiting(request: Request, setup: Setup, micro_steps: int) -> list[str]:
+def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> list[str]:
     """Return what a step sends where the speed of the network was given."""
     config, speed = request.config, request.hardware.network_bytes_per_second
     if speed is None or setup.world_size == 1:

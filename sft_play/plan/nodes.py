@@ -77,7 +77,7 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
     )
 
 
-def met(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
+def with_nodes(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
     """Return the launch with the devices of every machine where a description names them."""
     if launch.num_nodes == 1 or not one_each(hardware, launch):
         return launch
@@ -114,7 +114,7 @@ def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> H
     return replace(hardware, network_bytes_per_second=network_speed(text, "launch.network", "`launch.network` is"))
 
 
-def unheard_network(config: Config, typed: Callable[[str], bool], hardware: Hardware) -> list[str]:
+def describe_unused_network(config: Config, typed: Callable[[str], bool], hardware: Hardware) -> list[str]:
     """Return that a written `launch.network` does not count, where `HARDWARE` names another one."""
     text, speed = config.launch.network, hardware.network_bytes_per_second
     if text is None or speed is None or not typed("launch.network"):
@@ -124,7 +124,7 @@ def unheard_network(config: Config, typed: Callable[[str], bool], hardware: Hard
     return [f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"]
 
 
-def measured_on_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:
+def calibration_of_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:
     """Return what was measured on the nodes that have met where it holds for the devices of each: measures and guesses do not compare."""
     others = {same_name(device.name) for devices in launch.node_devices for device in devices}
     if calibration is None or all(name in calibration.others or name == same_name(calibration.device) for name in others):
@@ -160,7 +160,7 @@ def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
         )
 
 
-def in_words(launch: LaunchRequest, ranks: Ranks) -> list[str]:
+def describe_nodes(launch: LaunchRequest, ranks: Ranks) -> list[str]:
     """Return what is known of the other machines."""
     if launch.num_nodes == 1:
         return []
@@ -217,7 +217,7 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
         hint = "`make memory-check` says who holds them; wait, or end those programs"
     else:
         free = sum(device.free_bytes for _, device in usable) / GIB
-        hint = f"{showing(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
+        hint = f"{visible_variable(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
         hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
     raise HardwareError(
         f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of {first.memory_bytes / GIB:.1f} GiB free "
@@ -226,7 +226,7 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
     )
 
 
-def showing(hardware: Hardware, indices: list[int]) -> str:
+def visible_variable(hardware: Hardware, indices: list[int]) -> str:
     """Return the `CUDA_VISIBLE_DEVICES` that shows these of the devices, by the driver's numbers."""
     return "CUDA_VISIBLE_DEVICES=" + ",".join(visible_names(hardware.devices, indices))
 

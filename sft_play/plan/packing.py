@@ -179,7 +179,7 @@ class Division:
         return Data(row_tokens=tokens, longest=max(tokens, self.packs.longest), label_share=plain.label_share, inside=inner)
 
 
-def insisted(request: Request, setup: Setup) -> Setup:
+def pack_if_typed(request: Request, setup: Setup) -> Setup:
     """Return the setup with packs for `train.packing: on`, so that everything is planned for them. Raise `UserError`."""
     config = request.config
     if config.train.packing != "on":
@@ -272,7 +272,7 @@ def _micro_batches(request: Request, chosen: Division, fitting: tuple[int, ...],
         return (math.ceil((packs.bound if packs else per_step) / (train.grad_accum * world)),) * world
     if train.batch_size != "auto":
         return (min(train.batch_size, math.ceil(per_step / world)),) * world
-    gains = gaining(chosen, most)
+    gains = gaining_packs(chosen, most)
     room = [min(gains, rows) for rows in fitting]
     if min(room) < 1:
         return (1,) * world
@@ -280,7 +280,7 @@ def _micro_batches(request: Request, chosen: Division, fitting: tuple[int, ...],
     return tuple(max(1, min(rows, math.ceil(per_step * rows / (steps * sum(room))))) for rows in room)
 
 
-def gaining(chosen: Division, most: int) -> int:
+def gaining_packs(chosen: Division, most: int) -> int:
     """Return the packs that have as many tokens as the largest micro-batch of rows that gains speed, 1 at least."""
     setup, packs = chosen.setup, chosen.packs
     mean = packs.step_tokens / packs.rows if packs else setup.row_tokens

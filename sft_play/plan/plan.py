@@ -308,7 +308,7 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
         recoveries=tuple(plan.recoveries),
         optimizer=plan.optim.removesuffix("_fused").removeprefix("paged_"),  # neither changes its states
         template=next((split.template for split in (prepared.train, prepared.validation) if split), None),
-        plan={name: getattr(plan, name) for name in PLANNED} | {"batches": divided(plan.ranks)},
+        plan={name: getattr(plan, name) for name in PLANNED} | {"batches": describe_batches(plan.ranks)},
         settings=kept_settings(config),
         data_files=_data_files(prepared),
         code=code_sha256(),
@@ -324,7 +324,7 @@ PLANNED = (
 """Facts of a plan that a repeated run must come to again."""
 
 
-def divided(ranks: Sequence[RankPlan]) -> list[str]:
+def describe_batches(ranks: Sequence[RankPlan]) -> list[str]:
     """Returns how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
     found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
     return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]

@@ -13,7 +13,7 @@ from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import OPTIMIZER_BYTES, rank_memory, rank_moments
 from sft_play.plan.network import slow_network
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, least_room, tightest
-from sft_play.plan.request import SHORTEST_ROW, Decide, DoesNotFitError, Remedy, Request, planned
+from sft_play.plan.request import SHORTEST_ROW, Decide, DoesNotFitError, Remedy, Request, try_plan
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import token_cost
 
@@ -42,20 +42,20 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
     """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then the cheapest in speed."""
     found = []
     for text, changed in _overrides(request, setup, rows):
-        remedy = _tried(request, changed, text, decide, setup, rows, before)
+        remedy = _try_override(request, changed, text, decide, setup, rows, before)
         # Recomputation is turned on as well only where it must be.
         if request.config.train.gradient_checkpointing is False and not (remedy and remedy.fits):
             saving = replace(changed.config.train, gradient_checkpointing=True)
             both = replace(changed, config=replace(changed.config, train=saving))
             option = "TRAIN_GRADIENT_CHECKPOINTING=true"
             if option not in text:
-                remedy = _tried(request, both, f"{text} {option}", decide, setup, rows, before) or remedy
+                remedy = _try_override(request, both, f"{text} {option}", decide, setup, rows, before) or remedy
         found += [remedy] if remedy else []
     found.sort(key=lambda r: (not r.fits, _price(r), r.need_bytes))
     return tuple(found[:MOST_REMEDIES])
 
 
-def loaded_with_less(request: Request, decide: Decide) -> list[str]:
+def remedies_for_loading(request: Request, decide: Decide) -> list[str]:
     """Return what to type, adapters first, where the machine's memory is too small for all weights; each is planned."""
     config, options = request.config, list[tuple[str, Request]]()
     if config.tuning.mode != "lora":
@@ -66,13 +66,15 @@ def loaded_with_less(request: Request, decide: Decide) -> list[str]:
         launch = replace(request.launch, command_strategy="zero", zero_stage=None)
         text = "make train-deepspeed LAUNCH_STRATEGY=zero3"
         options.append((text, replace(request, launch=launch).with_config(shards, "launch.strategy")))
-    found = ((text, planned(request, changed, decide)) for text, changed in options)
+    found = ((text, try_plan(request, changed, decide)) for text, changed in options)
     return [text for text, plan in found if isinstance(plan, Plan) and not plan.remedies]
 
 
-def _tried(request: Request, changed: Request, text: str, decide: Decide, setup: Setup, rows: int, before: int) -> Remedy | None:
+def _try_override(
+    request: Request, changed: Request, text: str, decide: Decide, setup: Setup, rows: int, before: int
+) -> Remedy | None:
     """Return what an override comes to; `None` where it is refused for another reason, or needs no less."""
-    plan = planned(request, changed, decide)
+    plan = try_plan(request, changed, decide)
     if plan is None:
         return None
     if isinstance(plan, DoesNotFitError):

@@ -214,7 +214,7 @@ class Request:
 Decide = Callable[[Request], Plan]
 
 
-def planned(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
+def try_plan(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
     """Return the changed plan, or how far it is from fitting; `None` where it is refused when it is typed."""
     if {one.message for one in check_rules(changed.config, {})} - {one.message for one in check_rules(request.config, {})}:
         return None

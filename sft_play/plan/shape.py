@@ -47,7 +47,7 @@ class Matrices:
         """All their weights."""
         return self.inputs * self.outputs * self.count
 
-    def sliced(self, ranks: int) -> Matrices:
+    def take_slice(self, ranks: int) -> Matrices:
         """Return a rank's slice: columns of the layers out of attention and the feed-forward part, rows of those into them."""
         if self.kind != "linear":
             return self
@@ -138,13 +138,13 @@ class ModelShape:
         embedding = Matrices(name="model.embed_tokens", inputs=self.vocab_size, outputs=h, count=1, kind="ends")
         return (*linear, embedding, Matrices(name="lm_head", inputs=h, outputs=self.vocab_size, count=1, kind="ends"))
 
-    def sliced(self, ranks: int) -> ModelShape:
+    def take_slice(self, ranks: int) -> ModelShape:
         """Return what a rank computes with where so many hold slices of each layer (`launch.tensor_parallel`)."""
         if ranks == 1:
             return self
         counted = self.counted
         if counted:
-            matrices = tuple(one.sliced(ranks) for one in counted.matrices)
+            matrices = tuple(one.take_slice(ranks) for one in counted.matrices)
             less = sum(one.parameters - mine.parameters for one, mine in zip(counted.matrices, matrices, strict=True))
             counted = Counted(
                 parameters=counted.parameters - less, largest_layer=counted.largest_layer - less // self.layers, matrices=matrices
@@ -153,7 +153,7 @@ class ModelShape:
             self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks, ffn_size=self.ffn_size // ranks, counted=counted
         )
 
-    def staged(self, layers: int, *, embeds: bool, predicts: bool) -> ModelShape:
+    def take_stage(self, layers: int, *, embeds: bool, predicts: bool) -> ModelShape:
         """Return a stage of a pipeline: so many layers, with the embedding where it begins the model and the head where it ends it."""
         table, both = self.vocab_size * self.hidden_size, 1 if self.tied else 2
         each = (self.parameters - self.vision_parameters - both * table) / self.layers
@@ -219,7 +219,7 @@ class ModelShape:
         """Return (inputs, outputs) of each linear map of a layer that `auto` adapts, by the last part of its name."""
         return {one.typed: (one.inputs, one.outputs) for one in self.matrices if one.auto}
 
-    def adapted(self, targets: str | Sequence[str]) -> list[Matrices]:
+    def adapter_targets(self, targets: str | Sequence[str]) -> list[Matrices]:
         """Return what `tuning.lora.target_modules` means."""
         if isinstance(targets, str):
             return [one for one in self.matrices if one.auto]
@@ -233,7 +233,7 @@ class ModelShape:
 
     def adapter_parameters(self, r: int, targets: str | Sequence[str]) -> int:
         """Return the parameters of LoRA adapters of rank `r`."""
-        return r * sum(one.count * (one.inputs + one.outputs) for one in self.adapted(targets))
+        return r * sum(one.count * (one.inputs + one.outputs) for one in self.adapter_targets(targets))
 
 
 UNMASKED_MODEL_TYPES = frozenset({
@@ -327,7 +327,7 @@ def check_targets(config: Config, shape: ModelShape) -> None:
     lora = config.tuning.lora
     if config.tuning.mode == "full" or isinstance(lora.target_modules, str):
         return
-    missing = {name: "" for name in lora.target_modules if not shape.adapted([name])}
+    missing = {name: "" for name in lora.target_modules if not shape.adapter_targets([name])}
     for name in missing:
         why = next((one.refused for one in shape.matrices if one.refused and one.is_called(name)), "")
         if not why and shape.expert_parameters and ROUTER.search(name):  # many a router is no linear layer
@@ -340,25 +340,25 @@ def check_targets(config: Config, shape: ModelShape) -> None:
             f"`tuning.lora.target_modules` names {quoted}, where a `{shape.model_type}` model takes no adapter",
             hint=f"it takes them on {', '.join(known)}; or `auto` for every linear layer but the head",
         )
-    if shape.tied and any(one.kind == "ends" for one in shape.adapted(lora.target_modules)):
+    if shape.tied and any(one.kind == "ends" for one in shape.adapter_targets(lora.target_modules)):
         raise UserError(
             "`tuning.lora.target_modules` names the head or the input embeddings, which share one weight in this model: an adapter on one could not "
             "be merged without changing the other",
             hint="leave it out",
         )
-    if lora.dropout and any(one.kind == "experts" for one in shape.adapted(lora.target_modules)):
+    if lora.dropout and any(one.kind == "experts" for one in shape.adapter_targets(lora.target_modules)):
         raise UserError(
             f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
             hint="set `tuning.lora.dropout: 0`, or leave the experts out of `tuning.lora.target_modules`",
         )
 
 
-def adapted(config: Config, shape: ModelShape) -> list[str]:
+def describe_adapters(config: Config, shape: ModelShape) -> list[str]:
     """Return the reason that names what is adapted, with the parameters of its adapters."""
     lora = config.tuning.lora
     if config.tuning.mode == "full":
         return []
-    found = shape.adapted(lora.target_modules)
+    found = shape.adapter_targets(lora.target_modules)
     names = ", ".join(dict.fromkeys(one.typed for one in found))
     frozen = dict.fromkeys(one.typed for one in shape.matrices if one.kind == "experts" and one not in found)
     return [

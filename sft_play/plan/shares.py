@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sft_play.plan import choices
-from sft_play.plan.batch import Batch, Cost, Slots, choose_batch, equal_shares, halved, share_out, spans, step_seconds
+from sft_play.plan.batch import Batch, Cost, Slots, choose_batch, equal_shares, halve_batch, share_out, spans, step_seconds
 from sft_play.plan.hardware import Device
 from sft_play.plan.mixture import rows_data
 from sft_play.plan.network import check_gathering, exchange_seconds, latency_seconds, link_of
-from sft_play.plan.packing import Division, choose_packing, gaining
+from sft_play.plan.packing import Division, choose_packing, gaining_packs
 from sft_play.plan.plan import RankPlan, Setup
 from sft_play.plan.request import MOST_ROWS, Request
 from sft_play.plan.shape import BY_LENGTHS
-from sft_play.plan.throughput import Forecast, forecast, optimizer_seconds, paces_of, padded_tokens, step_flops, unequal
+from sft_play.plan.throughput import Forecast, describe_unequal, forecast, optimizer_seconds, paces_of, padded_tokens, step_flops
 from sft_play.text import figure, plural
 
 SHARED = "shares by speed and memory"
@@ -62,11 +62,11 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: li
     division = choose_packing(request, laid, plain, most, seconds, reasons)
     # Larger micro-batches than these gain no speed, or a forecast found them slower.
     if division.setup.pack_tokens:
-        together = max(gaining(division, most), *division.batch.micro_batches)
+        together = max(gaining_packs(division, most), *division.batch.micro_batches)
     else:
         together = most if not request.divides or plain.micro_batches == whole.micro_batches else max(plain.micro_batches)
     division = _with_shares(request, division, costs_of(comparable, division, together), seconds, reasons)
-    batch = halved(division.batch, launch.halvings, request.unit)
+    batch = halve_batch(division.batch, launch.halvings, request.unit)
     reasons += batch.reasons[len(division.batch.reasons) :]
     setup = _with_layout(request, division.setup, batch, seconds, reasons)
     data = rows_data(config, request.prepared, setup)
@@ -191,13 +191,13 @@ def _with_shares(request: Request, division: Division, costs: Sequence[Cost], se
         if len(set(division.batch.micro_batches)) == 1:
             return division
         told = f"equal shares, as `launch.balance: off` says: {_rows_of_ranks(equal)} of {division.rows} a step"
-        _instead(reasons, told)
+        _replace_reasons(reasons, told)
         return equal
     chosen = _with_slots(division, share_out(division.rows, costs, same_steps=same))
     after = seconds(chosen)
     if seconds(division) <= WORTH * after:
         return division
-    _instead(reasons, _shares_in_words(chosen, [cost.most_rows for cost in costs]))
+    _replace_reasons(reasons, _shares_in_words(chosen, [cost.most_rows for cost in costs]))
     if request.hardware.kind == "cuda" and not all(device.peak_flops for device in request.ranks.devices):
         reasons.append(
             "the speed of these cards is not known: more memory is taken for more speed, in proportion, until training has measured it "
@@ -212,7 +212,7 @@ def _with_shares(request: Request, division: Division, costs: Sequence[Cost], se
     return chosen
 
 
-def _instead(reasons: list[str], reason: str) -> None:
+def _replace_reasons(reasons: list[str], reason: str) -> None:
     """Put a reason in the place of those of the micro-batch that shares replace."""
     reasons[:] = [*(one for one in reasons if not one.startswith(("micro-batch ", "accumulation "))), reason]
 
@@ -255,7 +255,7 @@ def tell_unequal(
         told = _shares_in_words(division, [rank.most_rows for rank in ranks])
         reasons[:] = [told if reason.startswith(SHARED) else reason for reason in reasons]
     else:
-        reasons += unequal(speed.rank_seconds, division.shares, [device.name for device in request.data_devices])
+        reasons += describe_unequal(speed.rank_seconds, division.shares, [device.name for device in request.data_devices])
     everyone = tuple(range(len(ranks)))
     machines = _machines(request)
     link = link_of(request.hardware, request.ranks.devices, request.launch.num_nodes, request.calibration)

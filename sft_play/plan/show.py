@@ -335,7 +335,7 @@ def counts_nodes(hardware: Hardware, request: LaunchRequest) -> bool:
     return request.num_nodes > 1 or (hardware.kind == "cpu" and hardware.network_bytes_per_second is not None)
 
 
-def scaled(hardware: Hardware, request: LaunchRequest, count: int) -> tuple[Hardware, LaunchRequest]:
+def scale_hardware(hardware: Hardware, request: LaunchRequest, count: int) -> tuple[Hardware, LaunchRequest]:
     """Return hardware and launch with `count` devices (the first ones, and then more of the last), processes or machines."""
     request = replace(request, command_strategy="auto" if request.command_strategy == "single" else request.command_strategy)
     devices = (*hardware.devices, *[hardware.devices[-1]] * count)[:count]
@@ -356,7 +356,7 @@ def scale_table(
     rows: list[dict[str, Any]] = []
     base: tuple[int, float] | None = None
     for count in counts:
-        case, launch = scaled(hardware, request, count)
+        case, launch = scale_hardware(hardware, request, count)
         row: dict[str, Any] = {"count": count, **dict.fromkeys((*SCALED, "efficiency", "problem"))}
         rows.append(row)
         try:

@@ -48,17 +48,17 @@ def parse_source(text: str | None, default: Source) -> Source:
     return known[text]
 
 
-def planned(request: Request, source: Source) -> Plan:
+def plan_by_source(request: Request, source: Source) -> Plan:
     """Return the plan by the source that was asked for. Raises as `make_plan`, and `UserError` for a probe of stages."""
     if source == "probe" and request.config.launch.strategy == "pipeline":
         raise UserError("`SOURCE=probe` measures whole models, and `launch.strategy` is `pipeline`", hint="omit SOURCE")
     try:
-        return _planned(request, source)
+        return _plan_by(request, source)
     finally:
         end_tracer()
 
 
-def _planned(request: Request, source: Source) -> Plan:
+def _plan_by(request: Request, source: Source) -> Plan:
     if source == "formula":
         return _by_formula(request)
     if request.config.tuning.backend == "unsloth":
@@ -182,7 +182,7 @@ def hardware_of(call: Call) -> Hardware:
     return parse_hardware(described) if described else detect()
 
 
-def explained(loaded: LoadedConfig, hardware: Hardware, error: HardwareError) -> HardwareError:
+def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: HardwareError) -> HardwareError:
     """Return the refusal of a plan with where the key that it names was written.
 
     One of too little memory here gets the hardware that the preset is for: the file itself, or one that it extends.
@@ -209,9 +209,9 @@ def plan_for(
         prepared=prepared or lookup(config), calibration=load_calibration(hardware),
     )  # fmt: skip
     try:
-        return planned(asked, source)
+        return plan_by_source(asked, source)
     except HardwareError as error:
-        raise explained(loaded, hardware, error) from None
+        raise explain_refusal(loaded, hardware, error) from None
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:

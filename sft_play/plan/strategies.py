@@ -20,9 +20,9 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import host_bytes
 from sft_play.plan.network import GATHERING, gathering_arithmetic, may_quantise, slow_network
-from sft_play.plan.nodes import showing
+from sft_play.plan.nodes import visible_variable
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
-from sft_play.plan.request import Decide, DoesNotFitError, Request, planned
+from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan
 from sft_play.text import figure
 
 HOST_SHARE = 0.8
@@ -116,7 +116,7 @@ def settle(
     may_change = may_change and not network_keys(config)
     sharded: Plan | DoesNotFitError | None = None
     if may_change and too_large and (launch.num_nodes in (1, request.hardware.nodes) or launch.node_devices):
-        sharded = _shared_out(request, setup, fitting, decide)
+        sharded = _share_model(request, setup, fitting, decide)
     if isinstance(sharded, Plan):
         return sharded
     if one_machine and too_large and config.train.optim == "auto":  # nodes plan by themselves: they would train different models
@@ -125,7 +125,7 @@ def settle(
         may_change
         and one_machine
         and min(fitting) < request.wanted_rows
-        and (offloaded := _offloaded(request, setup, fitting, decide))
+        and (offloaded := _offload(request, setup, fitting, decide))
     ):
         return offloaded
     try:
@@ -149,14 +149,14 @@ def is_automatic(config: Config, launch: LaunchRequest) -> bool:
     return launch.command_strategy == "auto" and config.launch.strategy == "auto"
 
 
-def _shared_out(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | DoesNotFitError | None:
+def _share_model(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | DoesNotFitError | None:
     """Return the plan of the way to share out the model, or its rows, that the forecast prefers; what FSDP2 lacks where none fits."""
     found: dict[str, Plan] = {}
     shards = None if slow_network(request) else _shards(request, decide)
     if isinstance(shards, Plan):
         found["fsdp2"] = shards
     for way, changed in _ways(request):
-        plan = planned(request, changed, decide)
+        plan = try_plan(request, changed, decide)
         if isinstance(plan, Plan) and not plan.remedies and way.split()[0] not in {other.split()[0] for other in found}:
             found[way] = plan
     if not found:
@@ -175,7 +175,7 @@ def _shared_out(request: Request, setup: Setup, fitting: tuple[int, ...], decide
         why += f"; by forecast {measure}: {', '.join(rates)}"
     if network := slow_network(request):
         why += f"; fsdp2 over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
-    return _renamed(plan, plan.strategy, why)
+    return _rename_strategy(plan, plan.strategy, why)
 
 
 def _ways(request: Request) -> Iterator[tuple[str, Request]]:
@@ -236,7 +236,7 @@ def _small_optimizer(
     return smaller, rows
 
 
-def _offloaded(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | None:
+def _offload(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | None:
     """Return a plan under ZeRO-3 with all states in the machine's memory, where that holds them."""
     config, hardware = request.config, request.hardware
     if setup.device != "cuda" or config.tuning.mode == "qlora" or config.tuning.backend == "unsloth":  # quantised: never tried
@@ -251,7 +251,7 @@ def _offloaded(request: Request, setup: Setup, fitting: tuple[int, ...], decide:
     why = f"{_replica(request, setup, fitting)} and shards do not fit either, so this machine's memory holds them: "
     why += f"{need / GIB:.1f} of {hardware.ram_bytes / GIB:.1f} GiB; slow"
     try:
-        return _renamed(decide(replace(request, launch=launch)), "zero3", why)
+        return _rename_strategy(decide(replace(request, launch=launch)), "zero3", why)
     except HardwareError:
         return None
 
@@ -263,7 +263,7 @@ def _refusal(
     hardware, setup, notes = request.hardware, error.setup, []
     whole = [index for index, rows in enumerate(fitting) if rows >= error.micro_batch]
     if whole and request.launch.num_nodes == 1 and hardware.kind == "cuda" and not hardware.described:
-        notes.append(f"{showing(hardware, whole)}: {len(whole)} of {setup.world_size} GPUs hold it")
+        notes.append(f"{visible_variable(hardware, whole)}: {len(whole)} of {setup.world_size} GPUs hold it")
     network = slow_network(request)
     if network and setup.strategy not in GATHERING:
         unasked = (
@@ -284,7 +284,7 @@ def _replica(request: Request, setup: Setup, fitting: tuple[int, ...]) -> str:
     return f"a whole replica on each needs {need / GIB:.1f} of {request.room[rank] / GIB:.1f} GiB"
 
 
-def _renamed(plan: Plan, strategy: str, why: str) -> Plan:
+def _rename_strategy(plan: Plan, strategy: str, why: str) -> Plan:
     """Return the plan with `why` as the reason of its strategy."""
     named = (f"strategy {strategy}: {why}" if reason.startswith("strategy ") else reason for reason in plan.reasons)
     return replace(plan, reasons=tuple(named))

@@ -112,7 +112,7 @@ def flops_per_token(
 def describe_work(config: Config, shape: ModelShape, setup: Setup) -> dict[str, Any]:
     """Return what the speed of a step depends on beside the device and the rows, as plain data that JSON keeps."""
     lora = config.tuning.lora
-    targets = sorted({one.typed for one in shape.adapted(lora.target_modules)})
+    targets = sorted({one.typed for one in shape.adapter_targets(lora.target_modules)})
     adapters = {} if config.tuning.mode == "full" else {"r": lora.r, "targets": targets, "dropout": lora.dropout}
     return {
         "model_type": shape.model_type, "hidden_size": shape.hidden_size, "layers": shape.layers, "heads": shape.heads,
@@ -251,7 +251,7 @@ def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace] |
     return found
 
 
-def unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str]) -> list[str]:
+def describe_unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str]) -> list[str]:
     """Return a warning where some ranks wait for a slower one, with what sharing out the `rows` by speed would save."""
     working = [(spent, share, name) for spent, share, name in zip(seconds, rows, names, strict=False) if share]
     if not working or max(working)[0] <= UNEQUAL * min(working)[0]:
@@ -279,7 +279,7 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
     whole = int(micro)
     lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
     flops = batch_flops(
-        config, shape.sliced(setup.tensor_parallel), tokens=micro * length, labels=micro * data.row_tokens * data.label_share,
+        config, shape.take_slice(setup.tensor_parallel), tokens=micro * length, labels=micro * data.row_tokens * data.label_share,
         pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens, inside=data.inside),
         recompute=setup.gradient_checkpointing,
     )  # fmt: skip
@@ -300,7 +300,7 @@ def optimizer_seconds(
         bandwidth = measured or min((device.bandwidth for device in devices if device.bandwidth), default=None) or 3e11
     return (
         OPTIMIZER_TRAFFIC
-        * trainable_parameters(config, shape.sliced(setup.tensor_parallel))
+        * trainable_parameters(config, shape.take_slice(setup.tensor_parallel))
         / shards
         / max(1, len(setup.stages))
         / bandwidth

@@ -23,7 +23,7 @@ from sft_play.model.parallel import Slicer
 from sft_play.model.stages import ANSWERS, Skipped, list_of_layers
 from sft_play.plan.measured import Case
 from sft_play.runs.prepared import ResolvedModel
-from sft_play.trace.step import named
+from sft_play.trace.step import count_as
 
 BASE = ResolvedModel(name="", path="", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
 
@@ -213,18 +213,18 @@ class _NF4(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, outputs: int, inputs: int, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.shape = (outputs, inputs)
-        return functional.linear(x, _expanded(x, outputs, inputs), bias)
+        return functional.linear(x, _expand(x, outputs, inputs), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         outputs, inputs = ctx.shape
-        return (grad @ _expanded(grad, outputs, inputs) if ctx.needs_input_grad[0] else None), None, None, None, None
+        return (grad @ _expand(grad, outputs, inputs) if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
-def _expanded(like: Tensor, outputs: int, inputs: int) -> Tensor:
+def _expand(like: Tensor, outputs: int, inputs: int) -> Tensor:
     """Returns room for the whole weight in the computation's type; its fp32 scales exist while it is filled."""
-    with named("dequantised"):
+    with count_as("dequantised"):
         scales = like.new_zeros(-(-outputs * inputs // BLOCK), dtype=torch.float32)
         weight = like.new_zeros(outputs, inputs)
         del scales
@@ -241,7 +241,7 @@ class NF4Experts(nn.Module):
 
     def forward(self, packed: Tensor) -> Tensor:
         """Returns room for the whole weight; its fp32 scales exist while it is filled."""
-        with named("dequantised"):
+        with count_as("dequantised"):
             scales = packed.new_zeros(-(-self.shape.numel() // BLOCK), dtype=torch.float32)
             weight = packed.new_zeros(self.shape, dtype=self.dtype)
             del scales
@@ -273,18 +273,18 @@ class _Int8(torch.autograd.Function):
             weight,
             scales,
         )  # bitsandbytes sets attributes too, past the hooks by which checkpointing frees saved tensors
-        return functional.linear(x, _rescaled(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
+        return functional.linear(x, _rescale(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight, scales = ctx.kept
-        expanded = _rescaled(weight, scales, x.dtype)
+        expanded = _rescale(weight, scales, x.dtype)
         return (grad.to(x.dtype) @ expanded if ctx.needs_input_grad[0] else None), None, None, None
 
 
-def _rescaled(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    with named("dequantised"):
+def _rescale(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    with count_as("dequantised"):
         return weight.to(dtype).mul_(scales.unsqueeze(1))
 
 

@@ -42,10 +42,10 @@ def trace(case: Case) -> dict[str, Any]:
     """
     model = build.model_of(case)
     short = _short_rows(case, model)
-    return _lengthened(case, short) if short else _deepened(case, model, losses=case.device == "cuda")
+    return _lengthen(case, short) if short else _deepen(case, model, losses=case.device == "cuda")
 
 
-def _deepened(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
+def _deepen(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
     """Returns the trace of the whole model by those of few layers."""
     kinds = build.layer_kinds(build.decoder_layers(model))
     smallest, grown, counts = build.depths(kinds)
@@ -53,7 +53,7 @@ def _deepened(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
     steps = {kind: observe(case, build.with_layers(model, layers), log=losses) for kind, layers in grown.items()}
     missing = {kind: counts[kind] - Counter(kinds[index] for index in smallest)[kind] for kind in steps}
     moments = {
-        moment: _extrapolated(peak.parts, {k: s[0][moment].parts for k, s in steps.items() if moment in s[0]}, missing)
+        moment: _extrapolate(peak.parts, {k: s[0][moment].parts for k, s in steps.items() if moment in s[0]}, missing)
         for moment, peak in base.items()
     }
     return {
@@ -79,13 +79,13 @@ def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
     return (first, first + step) if case.row_tokens > (8 if delta else 2) * (first + step) else None
 
 
-def _lengthened(case: Case, short: tuple[int, int]) -> dict[str, Any]:
+def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
     """Returns the trace of long rows by two of short ones. What an allocator loses is not affine, and left to the formula."""
     rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in short]
-    first, second = (_deepened(one, build.model_of(one), losses=False) for one in rows)
+    first, second = (_deepen(one, build.model_of(one), losses=False) for one in rows)
     more = {"tokens": (case.row_tokens - short[0]) / (short[1] - short[0])}
     moments = {
-        moment: _extrapolated(parts, {"tokens": second["moments"].get(moment, parts)}, more)
+        moment: _extrapolate(parts, {"tokens": second["moments"].get(moment, parts)}, more)
         for moment, parts in first["moments"].items()
     }
     return {**second, "moments": moments}
@@ -108,9 +108,7 @@ def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[all
     return {"lost_bytes": max(lost)}
 
 
-def _extrapolated(
-    base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, float]
-) -> dict[str, int]:
+def _extrapolate(base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, float]) -> dict[str, int]:
     names = set(base).union(*(set(parts) for parts in grown.values()))
     return {
         name: int(

@@ -203,7 +203,7 @@ _named: list[str] = []
 
 
 @contextlib.contextmanager
-def named(part: str) -> Iterator[None]:
+def count_as(part: str) -> Iterator[None]:
     """Counts what is created inside under `part`, in whatever tracker is on."""
     _named.append(part)
     try:
