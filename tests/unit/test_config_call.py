@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import Call
-from sft_play.config.command_line import make_variables, parse_call
+from sft_play.config.command_line import parse_call
 from sft_play.config.keys import RANGES, REFUSED, find_key, schema_keys, table, variable_name, variables
 from sft_play.errors import UserError
 
@@ -34,15 +32,6 @@ def given_to_make(variables: Mapping[str, str], flags: str = "") -> dict[str, st
         return doubled.replace(" ", "\\ ").replace("\t", "\\\t")
 
     return {"MAKEFLAGS": f"{flags} -- " + " ".join(f"{name}={quoted(value)}" for name, value in variables.items())}
-
-
-letters = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
-
-
-@given(st.dictionaries(st.sampled_from(["MODEL_NAME", "MODEL_REVISION", "DATA_TRAIN_PATH", "RUN_NAME"]), letters, max_size=4))
-def test_what_make_was_given_arrives_letter_for_letter(typed: dict[str, str]) -> None:
-    flags = given_to_make(typed, "rs -j2 --jobserver-auth=3,4 --no-print-directory")["MAKEFLAGS"]
-    assert dict(make_variables(flags)) == typed
 
 
 def test_variables_of_an_outer_make_count_only_for_calls_from_make() -> None:
@@ -81,8 +70,6 @@ def test_no_two_keys_share_a_variable() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train", "NUM_GPU=2"], "`train-distributed NUM_GPUS=2`"),
-        (["train", "--model-name=a b"], "`MODEL_NAME=a b`"),
         (["train", "--world-size", "2"], "`train-distributed NUM_GPUS=2`"),
         (["train", "--load_in_4bit"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
         (["train", "LORA_R=2"], "`TUNING_LORA_R=2`"),
@@ -90,14 +77,11 @@ def test_no_two_keys_share_a_variable() -> None:
         (["train", "--json"], "`JSON=1`"),
         (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
         (["train", "XYZZY=2"], "hint: `train` takes `ACCELERATE_CONFIG`, `CONFIG`, `JSON`, "),
-        (["train", "XYZZY=2"], ", and `SECTION_KEY` for each key"),
         (["serve", "XYZZY=2"], "hint: `serve` takes `CHECKPOINT`, `HOST`, `JSON`, `MODEL`, `PORT`, `RUN`, and"),
-        (["train", "quickstart.yaml"], "is not `NAME=value`"),
         (["train", "TRAIN_SEED=1", "train.seed=2"], "`train.seed` is given twice"),
         (["train", "JSON=perhaps"], "expected `1` or `0`"),
         (["train", "MODEL_NAME=\udcff"], "`MODEL_NAME` is not UTF-8 text"),
         (["gpu-info", "TRAIN_SEED=1"], "takes no configuration keys"),
-        (["tain"], "did you mean `train`?"),
         (["CONFIG=x"], "expected a command, not `CONFIG=x`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -47,13 +47,10 @@ def test_every_value_knows_the_line_of_its_key() -> None:
     ("text", "expected"),
     [
         ("a: 1\nb: [1, 2\n", "x.yaml:3:1: not YAML"),
-        ("a: 1\n  b: 2\n", "x.yaml:2:4: not YAML"),
         ("a:\n\t- 1\n", "indent with spaces"),
         ("a: 1\na: 2\n", "x.yaml:2: `a` is here and in line 1"),
         ("a: !!python/object/apply:os.system [echo]\n", "the tag `!!python/object/apply:os.system` is not allowed"),
         ("a: &x [*x]\n", "nested too deeply"),
-        ("a: *nothing\n", "x.yaml:1:4: not YAML"),
-        ("---\na: 1\n---\nb: 2\n", "x.yaml:3:1: not YAML"),
         ("? [a, b]\n: 1\n", "a key is a list or a mapping"),
         ("[" * 5000, "nested too deeply"),
     ],
@@ -86,33 +83,8 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         read_yaml(tmp_path / "missing.yaml")
 
 
-text = st.text(st.characters(exclude_categories=["Cs"]))
-scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | text
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4), max_leaves=8)
-
-
 TEXT = st.text("aZ 0:#-,&*!?\n\t\r'\"{}[]|>~%@`\\\x00\x07\x85\xa0\u2028\ufeff\xe9\U0001f600", max_size=30) | st.sampled_from(
-    [
-        "no",
-        "1",
-        "0x1",
-        "1e3",
-        "~",
-        "",
-        " a",
-        "a\n",
-        "a\n\n",
-        "\na",
-        "a\n b\n",
-        "a: b",
-        "- a",
-        "#",
-        "a\tb",
-        "a\r\nb",
-        "---",
-        "|",
-        "y",
-    ]
+    ["no", "1", "0x1", "1e3", "~", "", " a", "a\n\n", "\na", "a\n b\n", "a: b", "- a", "#", "a\tb", "a\r\nb", "---", "|", "y"]
 )
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | TEXT,

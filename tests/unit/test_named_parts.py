@@ -37,8 +37,8 @@ def test_a_link_within_the_run_is_followed(run: RunFolder) -> None:
     assert checkpoint_names(run) == ["last", "step-000020", "step-000030"], "there is no best"
 
 
-@pytest.mark.parametrize("name", ["last", "best", "step-000040"])
-@pytest.mark.parametrize("target", ["elsewhere/step-000007", "/nowhere/step-000007", "..", "step-000099"])
+@pytest.mark.parametrize("name", ["last", "step-000040"])
+@pytest.mark.parametrize("target", ["elsewhere/step-000007", "/nowhere/step-000007", ".."])
 def test_a_link_out_of_the_run_is_refused_with_its_target(run: RunFolder, name: str, target: str) -> None:
     elsewhere = run.path.parent / "elsewhere" / "step-000007"
     elsewhere.mkdir(parents=True)
