@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,56 +34,70 @@ def tiny_config(folder: Path, model: Path, *lines: str, rows: int = 16) -> Path:
     return config
 
 
+def workers_of(launcher: int) -> dict[int, psutil.Process]:
+    """Returns rank -> process of the workers of a launcher: the children of `accelerate launch`."""
+    found = {}
+    for child in [child for agent in family(launcher, "accelerate.commands.launch") for child in agent.children()]:
+        with contextlib.suppress(psutil.Error):
+            if "sft_play.train" in child.cmdline():
+                found[int(child.environ().get("RANK", "0"))] = child
+    return found
+
+
+def family(launcher: int, *words: str) -> list[psutil.Process]:
+    """Returns the living descendants of a launcher with one of `words` on their command line; without any, all of them."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if one.status() != psutil.STATUS_ZOMBIE and (not words or any(word in one.cmdline() for word in words)):
+                    found.append(one)
+    return found
+
+
 @dataclass
 class Started:
     """A launch, and its processes; as a context it is killed where a test has failed."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     run: Path
+    output: Path
+    """What it says, on both streams."""
     mark: str = ""
 
     def __enter__(self) -> Started:
         return self
 
     def __exit__(self, *_: object) -> None:
+        everybody = [*self.family(), *(self.left() if self.mark else [])]
         self.process.kill()
         self.process.wait(timeout=30)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        for process in self.left() if self.mark else []:
+        for process in everybody:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         """Waits for something while the launch runs."""
-        until(happened, process=self.process, seconds=SECONDS)
+        until(happened, process=self.process, seconds=SECONDS, pause=0.002, said=self.output.read_text)
 
     def wait_for_step(self, step: int) -> None:
         """Waits until the metrics hold a step."""
         file = self.run / "metrics.jsonl"
         self.wait_for(lambda: file.is_file() and any(row["step"] >= step for row in _whole(self.run)))
 
+    def family(self, *words: str) -> list[psutil.Process]:
+        return family(self.process.pid, *words)
+
     def workers(self) -> dict[int, psutil.Process]:
         """Returns rank -> worker, and remembers the launch's mark."""
-        found = {}
-        for child in [child for agent in self._agents() for child in agent.children()]:
-            with contextlib.suppress(psutil.Error):
-                if "sft_play.train" in child.cmdline():
-                    found[int(child.environ().get("RANK", "0"))] = child
-                    self.mark = child.environ()[MARK]
+        found = workers_of(self.process.pid)
+        for worker in found.values():
+            self.mark = worker.environ()[MARK]
         return found
 
     def agent(self) -> psutil.Process:
         """Returns `accelerate launch`."""
-        return self._agents()[0]
-
-    def _agents(self) -> list[psutil.Process]:
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if "accelerate.commands.launch" in child.cmdline():
-                    found.append(child)
-        return found
+        return self.family("accelerate.commands.launch")[0]
 
     def left(self) -> list[psutil.Process]:
         """Returns the living processes of this launch, wherever they are."""
@@ -94,9 +109,8 @@ class Started:
         return found
 
     def end(self, *, within: float = SECONDS) -> tuple[int, str]:
-        """Waits for the end; returns code and stderr."""
-        _, error = self.process.communicate(timeout=within)
-        return self.process.returncode, error
+        """Waits for the end; returns code and what was said."""
+        return self.process.wait(timeout=within), self.output.read_text()
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
@@ -109,12 +123,15 @@ def _whole(run: Path) -> list[dict[str, Any]]:
 
 
 def start(variables: Mapping[str, str], *words: str, name: str) -> Started:
-    """Starts a command in the background."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sft_play", *words, f"RUN_NAME={name}"],
-        cwd=ROOT, env=dict(variables), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    return Started(process, Path(variables["RUNS_DIR"]) / name)
+    """Starts a command in the background, in a session of its own, as a terminal would."""
+    runs = Path(variables["RUNS_DIR"])
+    output = runs.parent / f"{name}-{time.monotonic_ns()}.txt"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sft_play", *words, f"RUN_NAME={name}"],
+            cwd=ROOT, env=dict(variables), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    return Started(process, runs / name, output)
 
 
 def learnt(run: Path) -> list[tuple[int, float, float, float]]:

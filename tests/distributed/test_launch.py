@@ -6,11 +6,9 @@ import json
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sft_play.launch.environment import free_port
@@ -26,19 +24,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def launcher(tmp_path: Path, tiny_model: Path) -> Launcher:
     return Launcher(tmp_path, tiny_model)
-
-
-def workers_of(run: Path) -> dict[int, psutil.Process]:
-    """Returns rank -> process of the workers that run in the folder `run`."""
-    found = {}
-    for process in psutil.process_iter():
-        try:
-            line = process.cmdline()
-            if "sft_play.train" in line and str(run) in line and "accelerate.commands.launch" not in line:
-                found[int(process.environ().get("RANK", "0"))] = process
-        except (psutil.Error, OSError):
-            continue
-    return found
 
 
 def changed_at(run: Path) -> dict[Path, int]:
@@ -109,27 +94,6 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     assert "  because  " in longer.stdout and "accelerate launch --config_file" in longer.stdout
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["kind"] == "train"] == [1, 2, 3]
-
-
-@pytest.mark.cold
-def test_a_killed_rank_is_named_and_everything_stops(launcher: Launcher) -> None:
-    process = launcher.start(
-        "train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=lost", "TRAIN_MAX_STEPS=4000",
-        "TRAIN_SAVE_STRATEGY=no",
-    )  # fmt: skip
-    run = launcher.runs / "lost"
-    launcher.wait_for(run / "metrics.jsonl", process)
-    workers = workers_of(run)
-    workers[1].kill()
-    started = time.monotonic()
-    _, error = process.communicate(timeout=SECONDS)
-    assert time.monotonic() - started < 30
-    assert process.returncode == 75, error
-    assert f"rank 1 ({socket.gethostname()}) was killed" in error
-    assert str(run / "logs" / "rank1.log") in error
-    assert not any(worker.is_running() for worker in workers.values())
-    assert launcher.events("lost")[-1]["rank"] == 1
-    assert "recovered" not in [event["event"] for event in launcher.events("lost")], "nothing shows that memory was short"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])

@@ -18,6 +18,7 @@ import pytest
 
 from sft_play.launch.liveness import counters_of
 from tests.conftest import ROOT, environment, metrics, run_program
+from tests.fault_runs import workers_of
 from tests.memory_runs import heavy_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are the kernel's")]
@@ -46,31 +47,20 @@ def start(words: list[str], variables: dict[str, str], limit: int | None = None)
     return process
 
 
-def workers(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Returns rank -> pid of the workers that run now."""
-    found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            line = child.cmdline()
-            if "sft_play.train" in line and "accelerate.commands.launch" not in line:
-                found[int(child.environ().get("RANK", "0"))] = child.pid
-    return found
-
-
 def status(pid: int, name: str) -> int:
     """Returns bytes of a field of `/proc/PID/status`, as VmPeak."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(text.split(f"{name}:")[1].split()[0]) * 1024
 
 
-def after_first_step(process: subprocess.Popen[str], run: Path, act: Callable[[dict[int, int]], None]) -> None:
+def after_first_step(process: subprocess.Popen[str], run: Path, act: Callable[[dict[int, psutil.Process]], None]) -> None:
     """Calls `act` with the workers once the first, light step is done: what comes next is the heavy one."""
     deadline = time.monotonic() + SECONDS
     while not ((run / "metrics.jsonl").is_file() and metrics(run)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    act(workers(process))
+    act(workers_of(process.pid))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +70,7 @@ def undisturbed(config: Path, variables: dict[str, str]) -> tuple[Path, int]:
     peak = 0
     while process.poll() is None:
         with contextlib.suppress(psutil.Error, OSError, IndexError):
-            peak = max([peak, *(status(pid, "VmPeak") for pid in workers(process).values())])
+            peak = max([peak, *(status(one.pid, "VmPeak") for one in workers_of(process.pid).values())])
         time.sleep(0.1)
     out, err = process.communicate()
     assert process.returncode == 0, out + err
@@ -146,9 +136,9 @@ def test_one_rank_of_two_at_a_micro_batch_of_one_turns_to_checkpointing(
     ]
     process = start(words, variables)
 
-    def limit_rank_1(found: dict[int, int]) -> None:
-        room = status(found[1], "VmSize") + 60 * MIB  # a long row takes 190
-        resource.prlimit(found[1], resource.RLIMIT_AS, (room, room))
+    def limit_rank_1(found: dict[int, psutil.Process]) -> None:
+        room = status(found[1].pid, "VmSize") + 60 * MIB  # a long row takes 190
+        resource.prlimit(found[1].pid, resource.RLIMIT_AS, (room, room))
 
     after_first_step(process, run, limit_rank_1)
     out, err = process.communicate(timeout=SECONDS)
@@ -167,9 +157,9 @@ def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[s
     words = ["train", f"CONFIG={config}", "RUN_NAME=end", "TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=false", "JSON=1"]
     process = start(words, variables | {"RUNS_DIR": str(tmp_path)})
 
-    def limit(found: dict[int, int]) -> None:
-        room = status(found[0], "VmSize") + 60 * MIB
-        resource.prlimit(found[0], resource.RLIMIT_AS, (room, room))
+    def limit(found: dict[int, psutil.Process]) -> None:
+        room = status(found[0].pid, "VmSize") + 60 * MIB
+        resource.prlimit(found[0].pid, resource.RLIMIT_AS, (room, room))
 
     after_first_step(process, tmp_path / "end", limit)
     out, err = process.communicate(timeout=SECONDS)
@@ -212,9 +202,9 @@ def test_shards_and_parts_go_on_from_their_checkpoint(
     words = [command, f"CONFIG={config}", f"RUN_NAME={run.name}", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", *way.split()]
     process = start(words, variables)
 
-    def limit_rank_1(found: dict[int, int]) -> None:
-        size = status(found[1], "VmSize") + room * MIB
-        resource.prlimit(found[1], resource.RLIMIT_AS, (size, size))
+    def limit_rank_1(found: dict[int, psutil.Process]) -> None:
+        size = status(found[1].pid, "VmSize") + room * MIB
+        resource.prlimit(found[1].pid, resource.RLIMIT_AS, (size, size))
 
     after_first_step(process, run, limit_rank_1)
     out, err = process.communicate(timeout=SECONDS)
@@ -270,7 +260,7 @@ def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
     (cgroup / "cgroup.procs").write_text(str(process.pid))
     # Two ranks with four long rows each take 1,500 MiB in step 2, with two each 750.
 
-    def limit(_: dict[int, int]) -> None:
+    def limit(_: object) -> None:
         limit_file(cgroup).write_text(str(held_by(cgroup) + 1150 * MIB))
 
     after_first_step(process, run, limit)

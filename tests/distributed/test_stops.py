@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT, environment, metrics, ragged_rows, run_program
-from tests.waiting import until
+from tests.conftest import environment, metrics, ragged_rows, run_program
+from tests.fault_runs import Started, start
 
 IN_TIME = 25.0
 """Seconds from the signal to the launcher's end that the documentation promises."""
@@ -30,46 +27,6 @@ STEPS, EVERY = 6, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """A command under way, its output in a file."""
-
-    process: subprocess.Popen[bytes]
-    run: Path
-    output: Path
-
-    def family(self, *words: str) -> list[psutil.Process]:
-        """Returns the living descendants with one of `words` on their command line."""
-        found = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for one in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if one.status() != psutil.STATUS_ZOMBIE and any(word in one.cmdline() for word in words):
-                        found.append(one)
-        return found
-
-    def worker(self, rank: int) -> psutil.Process:
-        """Returns the process of a rank; accelerate's and torchrun's own have the module on their command line too."""
-        workers = [one for one in self.family("sft_play.train") if "accelerate.commands.launch" not in one.cmdline()]
-        return next(one for one in workers if one.environ().get("RANK", "0") == str(rank))
-
-    def until(self, there: Callable[[Launch], bool], seconds: float = 150.0) -> None:
-        """Waits for a moment of the run; fails when the command ends before it."""
-        until(lambda: there(self), process=self.process, seconds=seconds, pause=0.002, said=self.output.read_text)
-
-    def end(self, seconds: float) -> int:
-        """Waits for the end and returns the exit code; whatever happens, nothing is left alive."""
-        everybody = [psutil.Process(self.process.pid), *self.family("")]
-        try:
-            return self.process.wait(seconds)
-        finally:
-            everybody += self.family("")
-            for one in everybody:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            self.process.wait(10)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """A configuration and the run that nobody disturbed."""
 
@@ -77,21 +34,15 @@ class Place:
     environment: dict[str, str]
     words: tuple[str, ...]
 
-    def start(self, name: str, *more: str, **variables: str) -> Launch:
-        """Starts the command in a session of its own, as a terminal would."""
-        runs = Path(self.environment["RUNS_DIR"])
-        output = runs.parent / f"{name}-{time.monotonic_ns()}.txt"
-        with output.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "sft_play", *self.words, f"CONFIG={self.config}", f"RUN_NAME={name}", *more],
-                stdout=stream, stderr=subprocess.STDOUT, env={**self.environment, **variables}, cwd=ROOT, start_new_session=True,
-            )  # fmt: skip
-        return Launch(process=process, run=runs / name, output=output)
+    def start(self, name: str, *more: str) -> Started:
+        return start(self.environment, *self.words, f"CONFIG={self.config}", *more, name=name)
 
-    def again(self, name: str, *more: str) -> Launch:
+    def again(self, name: str, *more: str) -> Started:
         """The same command to its end; it must succeed."""
         launch = self.start(name, *more)
-        assert launch.end(240) == 0, launch.output.read_text()
+        with launch:
+            code, said = launch.end()
+        assert code == 0, said
         return launch
 
 
@@ -131,86 +82,82 @@ def figures(run: Path) -> dict[str, list[list[Any]]]:
     return {kind: [[row[key] for key in keys] for row in metrics(run, kind)] for kind, keys in EXACT.items()}
 
 
-def assert_same(launch: Launch) -> None:
+def assert_same(launch: Started) -> None:
     run, whole = launch.run, launch.run.parent / "whole"
     assert figures(run) == figures(whole), launch.output.read_text()
     weights = Path("model") / "adapter_model.safetensors"
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-
-
 def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("step-*"))
 
 
-def rows(launch: Launch, kind: str) -> int:
+def rows(launch: Started, kind: str) -> int:
     path = launch.run / "metrics.jsonl"
     return path.read_text().count(f'"kind": "{kind}"') if path.is_file() else 0
 
 
-def starting(launch: Launch) -> bool:
+def starting(launch: Started) -> bool:
     """The launcher alone, importing; its handlers are there a moment after Python itself."""
     return psutil.Process(launch.process.pid).cpu_times().user > 0.15
 
 
-def preparing(launch: Launch) -> bool:
+def preparing(launch: Started) -> bool:
     return bool(launch.family("sft_play.prepare"))
 
 
-def loading(launch: Launch) -> bool:
+def loading(launch: Started) -> bool:
     return (launch.run / "logs" / "exit-rank0.reserved").is_file()
 
 
-def before_steps(launch: Launch) -> bool:
+def before_steps(launch: Started) -> bool:
     """The rows of an earlier attempt are removed just before the first step."""
     return (launch.run / "metrics.jsonl").is_file()
 
 
-def stepping(launch: Launch) -> bool:
+def stepping(launch: Started) -> bool:
     return rows(launch, "train") == 1
 
 
-def evaluating(launch: Launch) -> bool:
+def evaluating(launch: Started) -> bool:
     return rows(launch, "train") == EVERY and rows(launch, "eval") == 0
 
 
-def saving(launch: Launch) -> bool:
+def saving(launch: Started) -> bool:
     return bool(list((launch.run / "checkpoints").glob(".step-*.partial"))) if (launch.run / "checkpoints").is_dir() else False
 
 
-def publishing(launch: Launch) -> bool:
+def publishing(launch: Started) -> bool:
     return (launch.run / ".model.partial").is_dir()
 
 
-def stop(launch: Launch, moment: Callable[[Launch], bool], number: int, target: str = "launcher") -> int:
+def stop(launch: Started, moment: Callable[[Started], bool], number: int, target: str = "launcher") -> int:
     """Sends a signal at a moment; returns the exit code, which must come in time."""
-    launch.until(moment)
-    if target == "launcher":
-        launch.process.send_signal(number)
-    elif target == "agent":
-        launch.family("accelerate.commands.launch")[0].send_signal(number)
-    elif target == "group":
-        os.killpg(launch.process.pid, number)
-    elif target == "everybody":  # as Slurm does to all processes of a job
-        for one in [psutil.Process(launch.process.pid), *launch.family("")]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
-    else:
-        launch.worker(int(target)).send_signal(number)
-    sent = time.monotonic()
-    code = launch.end(60)
-    assert time.monotonic() - sent < IN_TIME
-    assert "Traceback" not in launch.output.read_text(), launch.output.read_text()
+    with launch:
+        launch.wait_for(lambda: moment(launch))
+        everybody = [psutil.Process(launch.process.pid), *launch.family()]
+        if target == "launcher":
+            launch.process.send_signal(number)
+        elif target == "agent":
+            launch.agent().send_signal(number)
+        elif target == "group":
+            os.killpg(launch.process.pid, number)
+        elif target == "everybody":  # as Slurm does to all processes of a job
+            for one in everybody:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.send_signal(number)
+        else:
+            launch.workers()[int(target)].send_signal(number)
+        code, said = launch.end(within=IN_TIME)
+    assert "Traceback" not in said, said
     return code
 
 
 def test_two_ranks_stop_in_an_evaluation_and_the_same_command_goes_on(double: Place) -> None:
     launch = double.start("evaluation")
     assert stop(launch, evaluating, signal.SIGTERM, "1") == 143, launch.output.read_text()
-    last = events(launch.run)[-1]
+    last = launch.events()[-1]
     assert (last["event"], last["signal"], last["step"], last["saved"]) == ("stopped", "SIGTERM", EVERY, "step-000003")
     assert not rows(launch, "eval"), "an evaluation that did not end leaves no figures"
     again = double.again("evaluation")
@@ -222,7 +169,7 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
     launch = double.start("loading")
     assert stop(launch, loading, signal.SIGUSR1, "everybody") == 143
     assert not checkpoints(launch.run)
-    assert events(launch.run)[-1]["event"] == "stopped"
+    assert launch.events()[-1]["event"] == "stopped"
 
 
 @pytest.mark.parametrize(("changed", "words"), [
@@ -233,8 +180,8 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
 def test_another_run_is_refused_as_resume_refuses_it(double: Place, changed: tuple[str, ...], words: tuple[str, ...]) -> None:
     before = figures(Path(double.environment["RUNS_DIR"]) / "whole")
     launch = double.start("whole", *changed)
-    assert launch.end(60) in (2, 5)
-    said = launch.output.read_text()
+    code, said = launch.end(within=60)
+    assert code in (2, 5)
     assert all(word in said for word in words) and "Traceback" not in said, said
     assert figures(launch.run) == before
 
@@ -267,7 +214,7 @@ def test_a_stop_loses_nothing(single: Place, name: str) -> None:
     if moment in (starting, preparing):
         assert not launch.run.exists(), "what never began leaves no trace"
     else:
-        assert events(launch.run)[-1]["event"] == "stopped"
+        assert launch.events()[-1]["event"] == "stopped"
     stopped_at = [row["step"] for row in metrics(launch.run)][-1:] if moment in (stepping, evaluating) else []
     assert not stopped_at or checkpoints(launch.run)[-1] == f"step-{stopped_at[0]:06d}"
     assert_same(single.again(name))
@@ -277,7 +224,7 @@ def test_a_stop_loses_nothing(single: Place, name: str) -> None:
 def test_slurms_warning_reaches_two_ranks(double: Place) -> None:
     launch = double.start("slurm", "TRAIN_DATALOADER_NUM_WORKERS=1")
     assert stop(launch, stepping, signal.SIGUSR1, "everybody") == 143, launch.output.read_text()
-    last = events(launch.run)[-1]
+    last = launch.events()[-1]
     assert last["signal"] == "SIGUSR1" and last["saved"] == f"step-{last['step']:06d}"
     assert_same(double.again("slurm"))
 
@@ -291,7 +238,7 @@ def test_sharded_ranks_leave_an_evaluation_together(
     place.again("whole")
     launch = place.start("sharded")
     assert stop(launch, evaluating, signal.SIGTERM, "1") == 143, launch.output.read_text()
-    last = events(launch.run)[-1]
+    last = launch.events()[-1]
     assert (last["step"], last["saved"], rows(launch, "eval")) == (EVERY, "step-000003", 0)
     assert_same(place.again("sharded"))
 
@@ -300,7 +247,7 @@ def test_sharded_ranks_leave_an_evaluation_together(
 def test_a_save_is_finished_and_none_follows(single: Place) -> None:
     launch = single.start("save", "TRAIN_SAVE_STEPS=2")
     assert stop(launch, saving, signal.SIGTERM) == 143, launch.output.read_text()
-    last = events(launch.run)[-1]
+    last = launch.events()[-1]
     assert checkpoints(launch.run)[-1] == last["saved"]
     assert_same(single.again("save"))
 
@@ -308,11 +255,11 @@ def test_a_save_is_finished_and_none_follows(single: Place) -> None:
 @pytest.mark.long
 def test_a_step_that_does_not_end_is_left(double: Place) -> None:
     launch = double.start("frozen", "TRAIN_SAVE_STEPS=1")
-    launch.until(lambda one: "step-000002" in checkpoints(one.run))
-    launch.worker(1).suspend()
+    launch.wait_for(lambda: "step-000002" in checkpoints(launch.run))
+    launch.workers()[1].suspend()
     time.sleep(1)
     assert stop(launch, lambda _: True, signal.SIGTERM) == 143, launch.output.read_text()
-    last = events(launch.run)[-1]
+    last = launch.events()[-1]
     assert last["event"] == "stopped" and last["saved"] in checkpoints(launch.run)
     assert_same(double.again("frozen"))
 
@@ -327,20 +274,17 @@ def test_a_probe_is_stopped_and_leaves_nothing(single: Place) -> None:
 @pytest.mark.long
 def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
     launch = single.start("reserved")
-    launch.until(preparing)
-    for one in [psutil.Process(launch.process.pid), *launch.family("")]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    launch.process.wait(10)
+    with launch:
+        launch.wait_for(lambda: preparing(launch))
     assert (launch.run / "config.json").is_file() and not (launch.run / "events.jsonl").exists()
     assert_same(single.again("reserved"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", [publishing, lambda launch: rows(launch, "train") == STEPS], ids=["model", "last-evaluation"])
-def test_what_no_checkpoint_keeps_is_published_after_the_last_step(single: Place, moment: Callable[[Launch], bool]) -> None:
+def test_what_no_checkpoint_keeps_is_published_after_the_last_step(single: Place, moment: Callable[[Started], bool]) -> None:
     launch = single.start(f"only-model-{time.monotonic_ns()}", "TRAIN_SAVE_STRATEGY=no")
     assert stop(launch, moment, signal.SIGTERM) == 0, launch.output.read_text()
     weights = Path("model") / "adapter_model.safetensors"
     assert (launch.run / weights).read_bytes() == (launch.run.parent / "whole" / weights).read_bytes()
-    assert events(launch.run)[-1]["event"] == "finished" and not checkpoints(launch.run)
+    assert launch.events()[-1]["event"] == "finished" and not checkpoints(launch.run)

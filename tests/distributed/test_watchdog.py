@@ -48,12 +48,24 @@ def test_a_killed_launcher_leaves_no_process(variables: dict[str, str], config: 
         launch.wait_for_step(2)
         assert sorted(launch.workers()) == [0, 1]
         launch.process.kill()
-        launch.process.communicate(timeout=30)
+        launch.end(within=30)
         gone_within(launch, 30)
         said = "".join(path.read_text() for path in launch.run.glob("logs/rank*.log"))
         assert re.search(r"the launcher is gone; rank \d leaves", said), (
             "the first that looks; the other may see its peer leave before"
         )
+
+
+def test_a_killed_rank_is_named_and_everything_stops(variables: dict[str, str], config: str) -> None:
+    with start(variables, *TWO, config, name="lost") as launch:
+        launch.wait_for_step(2)
+        launch.workers()[1].kill()
+        code, error = launch.end(within=30)
+        assert code == 75, error
+        assert f"rank 1 ({socket.gethostname()}) was killed" in error and str(launch.run / "logs" / "rank1.log") in error
+        assert launch.left() == []
+        assert [event["event"] for event in launch.events()] == ["started", "failed"], "nothing shows that memory was short"
+        assert launch.events()[-1]["rank"] == 1
 
 
 @pytest.mark.long
