@@ -74,9 +74,8 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     Of several machines all return how the first of them failed.
     """
     notices = write_launch_files(job, plan, run)
-    environment = job.environment(plan)
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
-    environment = replace(environment, variables={**environment.variables, **own}, set_here={**environment.set_here, **own})
+    environment = job.environment(plan, own)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
     launched = show_launch(arguments, environment)

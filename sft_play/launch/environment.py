@@ -202,7 +202,13 @@ def ranks_of(plan: Plan, node: Node) -> range:
 
 
 def worker_environment(
-    plan: Plan, node: Node, ambient: Mapping[str, str], *, cpu_threads: int, devices: Sequence[Device] = ()
+    plan: Plan,
+    node: Node,
+    ambient: Mapping[str, str],
+    *,
+    cpu_threads: int,
+    devices: Sequence[Device] = (),
+    more: Mapping[str, str] = {},
 ) -> WorkerEnvironment:
     """Returns the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in all."""
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
@@ -237,8 +243,8 @@ def worker_environment(
             notes.append(f"NCCL_SOCKET_IFNAME=={node.interface}: NCCL might take {why}, which other machines cannot reach")
     ours = {k: v for k, v in chosen.items() if k not in USER_DECIDES or not kept.get(k)}
     return WorkerEnvironment(
-        variables=kept | ours,
-        set_here=ours,
+        variables={**kept, **ours, **more},
+        set_here={**ours, **more},
         inherited={k: mask(k, v) for k, v in sorted(kept.items()) if SHOWN.fullmatch(k) and k not in ours},
         removed=removed,
         notes=tuple(notes),

@@ -162,26 +162,27 @@ def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, com
 
 def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedConfig:
     """Puts precision and recomputation of an accelerate config into the configuration; a typed value that differs is an error."""
-    config, origins = loaded.config, dict(loaded.origins)
     for key, value in choices.train.items():
-        current = getattr(config.train, key)
+        current = getattr(loaded.config.train, key)
         if loaded.typed(f"train.{key}") and current not in ("auto", value):
             raise UserError(
                 f"`train.{key}` is `{str(current).lower()}`, but `{choices.path}` asks for `{str(value).lower()}`",
-                place=origins[f"train.{key}"],
+                place=loaded.origins[f"train.{key}"],
                 hint="make the two agree, or leave one of them out",
             )
-        config = replace(config, train=replace(config.train, **{key: value}))
-        origins[f"train.{key}"] = str(choices.path)
-    return replace(loaded, config=config, origins=origins) if choices.train else loaded
+    return set_train(loaded, choices.train, dict.fromkeys(choices.train, str(choices.path)))
 
 
 def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
     """Puts the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
-    asked: dict[str, Any] = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
-    places = {f"train.{key}": user.place(BATCH_KEYS[key]) for key in asked}
-    config = replace(loaded.config, train=replace(loaded.config.train, **asked))
-    return replace(loaded, config=config, origins={**loaded.origins, **places})
+    asked = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
+    return set_train(loaded, asked, {key: user.place(BATCH_KEYS[key]) for key in asked})
+
+
+def set_train(loaded: LoadedConfig, values: Mapping[str, Any], places: Mapping[str, str]) -> LoadedConfig:
+    """Returns the configuration with other values of keys of `train.`, and where they come from."""
+    config = replace(loaded.config, train=replace(loaded.config.train, **values))
+    return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": place for key, place in places.items()}})
 
 
 def _check(options: LaunchOptions, command: CommandStrategy, *, node_rank_given: bool) -> None:
@@ -235,10 +236,10 @@ class Job:
     shared: bool = False
     """Whether this is a node other than 0 that sees node 0's run folder."""
 
-    def environment(self, plan: Plan) -> WorkerEnvironment:
-        """Returns the environment of this node's workers."""
+    def environment(self, plan: Plan, more: Mapping[str, str] = {}) -> WorkerEnvironment:
+        """Returns the environment of this node's workers, with what this run needs `more`."""
         here = self.hardware
-        return worker_environment(plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices)
+        return worker_environment(plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices, more=more)
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""

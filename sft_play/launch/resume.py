@@ -18,7 +18,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
-from sft_play.launch.job import LaunchOptions, without_batch_numbers
+from sft_play.launch.job import LaunchOptions, set_train, without_batch_numbers
 from sft_play.launch.recovery import remedies_so_far
 from sft_play.launch.run_folder import cannot_continue, has_started, launches
 from sft_play.plan.architecture import label
@@ -201,14 +201,13 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     fixed = [key for key in ("grad_accum", "batch_size") if f"train.{key}" not in typed and getattr(train, key) != "auto"]
     again = fixed if too_large else fixed[:1] if both else []
     changes: dict[str, Any] = {"global_batch_size": wanted, **dict.fromkeys(again, "auto")}
-    origins = dict(loaded.origins)
-    for key in changes:
-        if not origins.get(f"train.{key}", "").startswith(BY_RESUME):  # else it says already what was written
-            origins[f"train.{key}"] = BY_RESUME + json.dumps(getattr(train, key))
+    written = {key: loaded.origins.get(f"train.{key}", "") for key in changes}  # one by us says already what was written
+    places = {
+        key: old if old.startswith(BY_RESUME) else BY_RESUME + json.dumps(getattr(train, key)) for key, old in written.items()
+    }
     many, names = plural(groups, "process" if group == 1 else "group"), " and ".join(f"`train.{key}`" for key in again)
     note = f"note: the run's global batch stays {wanted} rows; for {many} {names} is computed again" if again else None
-    config = replace(loaded.config, train=replace(train, **changes))
-    return replace(loaded, config=config, origins=origins), note
+    return set_train(loaded, changes, places), note
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:

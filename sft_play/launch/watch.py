@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SECONDS, SECONDS_BETWEEN_LINES = 1.0, 10.0
 ALIVE_SECONDS = 120.0
 """A run whose launcher is on another machine counts as under way while its files change this often."""
-MOST_RANKS, LAST_BYTES = 8, 2**20
+MOST_RANKS = 8
 UNDER_WAY = ("preparing", "running")
 
 
@@ -43,10 +43,8 @@ class Follower:
             size = stream.seek(0, os.SEEK_END)
             if size < self._read:
                 self.rows, self._read = [], 0
-            if not self._read and size > WHOLE_BYTES:
-                self.rows, self._read = metric_rows(self.path), size - LAST_BYTES
-                stream.seek(self._read)
-                self._read += stream.read().rfind(b"\n") + 1
+            if not self._read and size > WHOLE_BYTES:  # a line that is being written now is lost
+                self.rows, self._read = metric_rows(self.path), size
             stream.seek(self._read)
             more = stream.read()
             whole = more.rfind(b"\n") + 1
