@@ -276,12 +276,10 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
     return part
 
 
-def plan_and_check(user: UserDeepSpeed | None, config: Config, shape: ModelShape, make: Callable[[], Plan]) -> Plan:
-    """Returns the plan that `make` makes. Raises, before anything is prepared, what `resolve` would refuse of a user's file."""
-    plan = make()
+def refuse_contradictions(user: UserDeepSpeed | None, plan: Plan, config: Config, shape: ModelShape) -> None:
+    """Raises, before anything is prepared, what `resolve` would refuse of a user's file."""
     if user:
         resolve(user, plan, config, hidden_size=shape.hidden_size)
-    return plan
 
 
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:

@@ -13,7 +13,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
 from sft_play.config.metrics import missing
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, plan_and_check, read_user_json
+from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, read_user_json, refuse_contradictions
 from sft_play.launch.environment import (
     Node,
     WorkerEnvironment,
@@ -293,7 +293,8 @@ def refuse_early(job: Job) -> None:
     """
     raise_all(missing(job.loaded.config))
     try:
-        plan = plan_and_check(job.options.deepspeed, job.loaded.config, job.shape, lambda: job.plan(None))
+        plan = job.plan(None)
+        refuse_contradictions(job.options.deepspeed, plan, job.loaded.config, job.shape)
     except HardwareError:
         if job.node.count == 1 or job.measured:
             raise

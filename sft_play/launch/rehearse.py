@@ -16,7 +16,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
 from sft_play.launch.attempt import prepare, probe
-from sft_play.launch.deepspeed import plan_and_check
+from sft_play.launch.deepspeed import refuse_contradictions
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.run_folder import find_run
@@ -74,8 +74,8 @@ def _rehearse(call: Call) -> int:
     if source == "probe":
         _probe(call, loaded, replace(options, request=request), hardware)
     shape = shape_of(loaded.config.model)
-    plan = plan_and_check(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request, prepared, source))
-    plan = with_cost(plan, hardware, price)
+    plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
+    refuse_contradictions(options.deepspeed, plan, loaded.config, shape)
     rows = scale_table(lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price)
     for notice in options.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -191,5 +191,6 @@ def plan_ahead(call: Call) -> Ahead:
     request = _request(call, loaded, options.request, hardware)
     shape = shape_of(loaded.config.model)
     with explain_misfit(call):
-        plan = plan_and_check(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request))
+        plan = plan_for(loaded, hardware, request)
+        refuse_contradictions(options.deepspeed, plan, loaded.config, shape)
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)
