@@ -49,7 +49,7 @@ def work(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     from sft_play.training.ranks import check_world
 
     check_launch(plan)
-    before = held()
+    before = used_bytes()
     stamp = settle_stamp(run, config, plan, prepared, None)
     rank, _world = launched_world()
     rows = run.logs / f"probe-rows-rank{rank}"
@@ -64,11 +64,11 @@ def work(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     started = time.perf_counter()
     trainer.train()
     seconds = (time.perf_counter() - started) / trainer.state.global_step
-    write_json(run.logs / f"probe-rank{rank}.json", asdict(measured(rank, plan.ranks[rank].micro_batch, seconds, before)))
+    write_json(run.logs / f"probe-rank{rank}.json", asdict(measure(rank, plan.ranks[rank].micro_batch, seconds, before)))
     return 0
 
 
-def held() -> int:
+def used_bytes() -> int:
     """Return the bytes in use on this rank's GPU, by all programs and the driver; 0 where NVML does not say, as for a MIG slice."""
     import pynvml
     import torch
@@ -81,14 +81,14 @@ def held() -> int:
         return 0
 
 
-def measured(rank: int, micro_batch: int, seconds: float, before_bytes: int) -> Probed:
+def measure(rank: int, micro_batch: int, seconds: float, before_bytes: int) -> Probed:
     """Returns the peaks of this process, on a GPU of which `before_bytes` were held before it began."""
     import torch
 
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         # CUDA's total leaves out what the driver keeps for itself (0.3 to 0.6 GiB), NVML's figures have it in both.
-        own = held() - before_bytes if before_bytes else total - free
+        own = used_bytes() - before_bytes if before_bytes else total - free
         return Probed(
             rank=rank, micro_batch=micro_batch, allocated_bytes=torch.cuda.max_memory_allocated(),
             reserved_bytes=torch.cuda.max_memory_reserved(), device_bytes=own, seconds_per_step=seconds,

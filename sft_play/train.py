@@ -24,7 +24,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
 from sft_play.runs.stamp import Stamp, compare, refuse
-from sft_play.training.faults import Heartbeat, Program, beating, contain, end
+from sft_play.training.faults import Heartbeat, Program, contain, end, show_life
 from sft_play.training.process import StopRequest, check_launch, import_libraries, launched_world, log_alone, quiet_libraries
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
 def work(request: StopRequest, checkpoint: Path | None, console: TextIO | None) -> int:
     """The work of a rank, with signs of life."""
     quiet_libraries()
-    with beating(request.run, request.activity) as heart:
+    with show_life(request.run, request.activity) as heart:
         return road(request, checkpoint, console, heart)
 
 
@@ -124,14 +124,14 @@ def build(
     from sft_play.training.metrics import MetricsFile, Progress
     from sft_play.training.ranks import TrainContext, join_ranks
     from sft_play.training.stopping import MissedEvaluation, Patience, StepEnds, StopOnRequest
-    from sft_play.training.trackers import Curves, tracked
+    from sft_play.training.trackers import Curves, tracker_callbacks
     from sft_play.training.trainer import SftTrainer
 
     run = request.run
     args = training_arguments(config, plan, run, has_validation=prepared.validation is not None)
     ranks = join_ranks(plan, args)
     model, tokenizer = load_for_training(config, plan, prepared)
-    parts = _shared_out(model, config, plan, ranks)
+    parts = _split_model(model, config, plan, ranks)
     metrics = MetricsFile(run.metrics) if ranks.first else None
     context = TrainContext(
         config=config, plan=plan, run=run, stamp=stamp, ranks=ranks, activity=request.activity, metrics=metrics
@@ -167,7 +167,7 @@ def build(
         trainer.add_callback(metrics)
         if wants_tensorboard(config):
             trainer.add_callback(Curves(run))
-        for tracker in tracked(config, run):
+        for tracker in tracker_callbacks(config, run):
             trainer.add_callback(tracker)
         trainer.add_callback(
             Progress(None if config.train.extra.get("disable_tqdm") else console, log_alone(), panel=PANEL in os.environ)
@@ -180,7 +180,7 @@ def build(
     return trainer
 
 
-def _shared_out(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
+def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
     """Makes the ranks of a group share lines, layers or stages of the model; returns what knows the parts of the weights. Collective."""
     from sft_play.training.ranks import group_of, replicas_of
 

@@ -208,7 +208,7 @@ class Balancer(TrainerCallback):
         self.judge = Judge(plan, turns_of(config, plan))
         self._steps = 0
 
-    def measured(self) -> list[float]:
+    def measure(self) -> list[float]:
         """Returns seconds that this rank computed, rows, tokens and micro-steps since the last call.
 
         Where ranks communicate in the backward pass only the forward pass counts.
@@ -238,7 +238,7 @@ class Balancer(TrainerCallback):
 
     def _look(self, step: int) -> None:
         sampler = self.sampler
-        table = self.context.ranks.table([*self.measured(), sampler.next_step])
+        table = self.context.ranks.table([*self.measure(), sampler.next_step])
         before = sampler.ranks
         after = self.judge.look([row[:4] for row in table], before)
         first = max(int(row[4]) for row in table)  # whatever a rank's loader has fetched ahead stays as it was cut
@@ -264,8 +264,8 @@ def describe(paces: Sequence[float], now: Sequence[int], then: Sequence[int], un
     why = f"rank {slowest} is {times:.1f} times slower" if times >= GAP else "the ranks are about equally fast"
     if len(paces) > 2 and times >= GAP:
         why += f" than rank {paces.index(min(known))}"
-    return f"{why}: {unit} per step {_listed(now)} instead of {_listed(then)}"
+    return f"{why}: {unit} per step {_list_counts(now)} instead of {_list_counts(then)}"
 
 
-def _listed(counts: Sequence[int]) -> str:
+def _list_counts(counts: Sequence[int]) -> str:
     return " + ".join(map(str, counts)) if len(counts) <= NAMED else f"{min(counts)} to {max(counts)} a rank"

@@ -126,7 +126,7 @@ class DiskCheck:
         except Exception as error:  # noqa: BLE001 - nobody sees it in a thread: what was not compared must not count as intact
             self.damage = f"it could not be read: {str(error) or type(error).__name__}"
 
-    def ended(self, *, wait_seconds: float = 0.0) -> bool:
+    def is_over(self, *, wait_seconds: float = 0.0) -> bool:
         """Whether `damage` is known, after `wait_seconds` at most."""
         self._thread.join(wait_seconds)
         return not self._thread.is_alive()
@@ -215,7 +215,7 @@ def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> d
     whole = _whole_state(context, trainer)
     if not context.ranks.first:
         return None
-    return _copied(whole, trainer.model) if clone else whole
+    return _copy_changing(whole, trainer.model) if clone else whole
 
 
 def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str, Any], folder: Path) -> None:
@@ -270,7 +270,7 @@ def _once(whole: Mapping[str, Any], model: Any) -> dict[str, Any]:
     return {name: value for name, value in whole.items() if name not in tied}
 
 
-def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def _copy_changing(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Returns `state` with every tensor that may change copied, those that share memory sharing their copy.
 
     Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are written once.

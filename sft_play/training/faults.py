@@ -325,7 +325,7 @@ def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: flo
 
 
 @contextlib.contextmanager
-def beating(run: RunFolder, activity: Activity) -> Iterator[Heartbeat]:
+def show_life(run: RunFolder, activity: Activity) -> Iterator[Heartbeat]:
     """Shows signs of life while the body works."""
     heart = Heartbeat(run, activity)
     heart.begin()

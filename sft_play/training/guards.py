@@ -21,7 +21,7 @@ from sft_play.runs.notify import notify
 from sft_play.training.ranks import TrainContext
 from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler
-from sft_play.training.states.layout import bytes_held, held_part, inner_optimizer
+from sft_play.training.states.layout import count_bytes, held_part, inner_optimizer
 
 LEFT_OUT_LIMIT = 20
 """Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16 times."""
@@ -82,7 +82,7 @@ class Finite:
         mine, step = self.context.ranks.rank, self.trainer.state.global_step + 1
         who = f" on rank{'s' if len(blamed) > 1 else ''} {', '.join(map(str, blamed))}" if blamed else ""
         return DataError(
-            f"the {what} of step {step} is {value}{who}{why}; training has stopped; {self.saver.kept()}",
+            f"the {what} of step {step} is {value}{who}{why}; training has stopped; {self.saver.name_newest()}",
             place=str(self.context.run.bad_rows(blamed[0] if blamed and mine not in blamed else mine)),
             hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`; "
             "docs/troubleshooting.md#loss-is-nan",
@@ -184,7 +184,7 @@ class Holdings(TrainerCallback):
         step = engine.step
 
         def counted(*arguments: Any, **named: Any) -> Any:
-            self.counts["gradients"] = gradients_held(model, engine)
+            self.counts["gradients"] = count_gradients(model, engine)
             engine.step = step
             return step(*arguments, **named)
 
@@ -192,18 +192,18 @@ class Holdings(TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         if "gradients_between" not in self.counts:  # what FSDP2 keeps unsharded has no place that could be counted here
-            self.counts["gradients_between"] = gradients_held(references["model"], references["optimizer"])
+            self.counts["gradients_between"] = count_gradients(references["model"], references["optimizer"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         if "gradients" not in self.counts:
-            self.counts["gradients"] = gradients_held(references["model"], references["optimizer"])
+            self.counts["gradients"] = count_gradients(references["model"], references["optimizer"])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         if "optimizer" not in self.counts:
             states = inner_optimizer(references["optimizer"]).state.values()
             moments = [one for state in states for one in state.values() if torch.is_tensor(one) and one.dim() > 0]
             self.counts["optimizer"] = sum(held_part(one).numel() for one in moments)
-            self.counts["bytes"] = bytes_held(references["model"], references["optimizer"])
+            self.counts["bytes"] = count_bytes(references["model"], references["optimizer"])
 
     def save(self, context: TrainContext) -> None:
         """Writes the counts with the ids of the rows that this rank trained and scored."""
@@ -212,7 +212,7 @@ class Holdings(TrainerCallback):
             write_json(path, self.counts | {"rows_trained": sorted(self.rows_trained), "rows_scored": sorted(self.rows_scored)})
 
 
-def gradients_held(model: Any, optimizer: Any) -> int:
+def count_gradients(model: Any, optimizer: Any) -> int:
     """Returns elements of gradients on this rank just before the update."""
     averaged = getattr(optimizer, "averaged_gradients", None)
     if averaged:  # ZeRO keeps this rank's share of the reduced gradients here

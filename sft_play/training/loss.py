@@ -16,7 +16,7 @@ from sft_play.model.kernels import labels_for_head, total_of
 from sft_play.plan.mixture import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
-from sft_play.training.process import ignored_by_helpers
+from sft_play.training.process import ignore_stops
 from sft_play.training.ranks import Ranks, TrainContext
 
 NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
@@ -84,7 +84,7 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
-        worker_init_fn=ignored_by_helpers if args.dataloader_num_workers else None,
+        worker_init_fn=ignore_stops if args.dataloader_num_workers else None,
         _non_blocking=args.dataloader_pin_memory,
     )
     loader._is_accelerate_prepared = True

@@ -89,7 +89,7 @@ class Pipeline:
         self.enter("communication")
         self._settle()
         self.enter = _no_step
-        return self._told(sums)
+        return self._share_sums(sums)
 
     def measure(self, batch: Batch) -> Tensor:
         """Returns [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the group."""
@@ -97,11 +97,11 @@ class Pipeline:
         with torch.no_grad():
             self._forward(batch, sums)
         self._settle()
-        return self._told(sums)
+        return self._share_sums(sums)
 
     def _forward(self, batch: Batch, sums: Tensor) -> tuple[Tensor | None, Tensor]:
         self.enter("communication")
-        given = self._received(batch["input_ids"])
+        given = self._receive(batch["input_ids"])
         if given is not None:
             given.requires_grad_(torch.is_grad_enabled())
         self.enter("forward")
@@ -129,7 +129,7 @@ class Pipeline:
             assert given.grad is not None
             self._send(given.grad, self.before, self.gradients)
 
-    def _received(self, ids: Tensor) -> Tensor | None:
+    def _receive(self, ids: Tensor) -> Tensor | None:
         """Returns the hidden states [B, T, H] of the stage before for tokens [B, T]; `None` on the first stage."""
         if self.stage.begins:
             return None
@@ -146,7 +146,7 @@ class Pipeline:
         @functools.wraps(whole)
         def forward(**inputs: Any) -> ModelOutput:
             ids = inputs["input_ids"]
-            given = self._received(ids)
+            given = self._receive(ids)
             if self.stage.ends:
                 output = whole(**self.stage.taking(inputs, given))
                 logits = output.logits[:, -1:].float().contiguous()
@@ -177,7 +177,7 @@ class Pipeline:
         while self._sent:
             self._sent.popleft()[0].wait()
 
-    def _told(self, sums: Tensor) -> Tensor:
+    def _share_sums(self, sums: Tensor) -> Tensor:
         distributed.broadcast(sums, src=self.last, group=self.group)
         return sums
 

@@ -37,7 +37,7 @@ from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weight
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import Exchange, LocalSteps
 from sft_play.training.states import bring_together, collect
-from sft_play.training.states.layout import bytes_held
+from sft_play.training.states.layout import count_bytes
 
 CHECK_SECONDS = 10.0
 """How long a save waits for the reading of the one before, which had an interval's time."""
@@ -111,7 +111,7 @@ class Saver(TrainerCallback):
     def tidy(self, *, wait_seconds: float = 0.0) -> None:
         """Removes old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank 0's own work."""
         check = self._check
-        if check is None or not check.ended(wait_seconds=wait_seconds):
+        if check is None or not check.is_over(wait_seconds=wait_seconds):
             return
         self._check = None
         if check.damage is not None:
@@ -138,9 +138,11 @@ class Saver(TrainerCallback):
         if self.problem is not None:
             run = self.context.run
             hint = f"make room, then: make resume RUN={run.name}"
-            raise HardwareError(f"the last save failed: {self.problem}; {self.kept()}", place=str(run.checkpoints), hint=hint)
+            raise HardwareError(
+                f"the last save failed: {self.problem}; {self.name_newest()}", place=str(run.checkpoints), hint=hint
+            )
 
-    def kept(self) -> str:
+    def name_newest(self) -> str:
         """Returns which checkpoint there is, in words."""
         names = [path.name for path in published(self.context.run)[:1]]
         return f"the last checkpoint, {names[0]}, is as it was" if names else "there is no checkpoint yet"
@@ -169,7 +171,7 @@ class Saver(TrainerCallback):
     def _first_prediction(self) -> int:
         """Returns the bytes that this rank will write, from what it holds; later saves go by the one before."""
         first, weights = self.context.ranks.first, predicted_bytes(self.trainer)
-        held = bytes_held(self.trainer.model, self.trainer.optimizer)["optimizer"]
+        held = count_bytes(self.trainer.model, self.trainer.optimizer)["optimizer"]
         if self.context.config.tuning.mode != "full":
             held += weights  # an adapter's weights are written with its states too, under their full names
         if isinstance(self.exchange, LocalSteps):  # anchor, momentum and average on rank 0, own weights on the others
@@ -264,7 +266,9 @@ class Saver(TrainerCallback):
         discard(run, step)
         if first:
             goes_on = "training continues and tries again at the next save"
-            self._say(f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.kept()}; {goes_on}")
+            self._say(
+                f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.name_newest()}; {goes_on}"
+            )
         self.context.add_row(kind="save", step=step, pause_seconds=pause, failed=reason)
 
     def _say(self, text: str) -> None:

@@ -192,11 +192,13 @@ def average_low_rank(state: PowerSgd, gradients: Mapping[str, Tensor]) -> None:
         start = state.basis.get(name)
         bases[name] = state.start_of(name, flat.shape[1], min(state.rank, *flat.shape), flat.device) if start is None else start
     bases = orthogonal(bases)
-    first = summed([gradients[name].float() / ranks for name in others] + [matrices[name] @ bases[name] for name in chosen])
+    first = sum_over_ranks(
+        [gradients[name].float() / ranks for name in others] + [matrices[name] @ bases[name] for name in chosen]
+    )
     for name, mean in zip(others, first, strict=False):
         gradients[name].copy_(mean)
     rows = orthogonal(dict(zip(chosen, first[len(others) :], strict=True)))
-    second = summed([matrices[name].T @ rows[name] / ranks for name in chosen])
+    second = sum_over_ranks([matrices[name].T @ rows[name] / ranks for name in chosen])
     for name, basis in zip(chosen, second, strict=True):
         approximation = rows[name] @ basis.T
         gradients[name].copy_(approximation.view_as(gradients[name]))
@@ -204,7 +206,7 @@ def average_low_rank(state: PowerSgd, gradients: Mapping[str, Tensor]) -> None:
         state.basis[name] = basis
 
 
-def summed(parts: list[Tensor]) -> list[Tensor]:
+def sum_over_ranks(parts: list[Tensor]) -> list[Tensor]:
     """Returns fp32 tensors summed over all ranks, sent as one message. Collective; nothing where there are none."""
     if not parts:
         return []
@@ -263,7 +265,7 @@ class LocalSteps(TrainerCallback):
         for batch in batches:
             batch[IDLE] = not batch["rows"]
 
-    def shared(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns a loss over this rank's own tokens as its part of the loss over all, for the logs: their mean over ranks is that loss."""
         return loss * self._part.to(loss.device)
 
@@ -337,7 +339,7 @@ class LocalSteps(TrainerCallback):
         ranks, counts = self.context.ranks, self.counts()
         world = ranks.world
         weight = self.tokens * world / sum(counts) if sum(counts) else 1.0  # how much more than an equal share this rank counts
-        for group in grouped([parameter.numel() for parameter in self.parameters]):
+        for group in split_into_groups([parameter.numel() for parameter in self.parameters]):
             parts = [(self.anchor[index] - self.parameters[index].detach().float()).reshape(-1) for index in group]
             flat = torch.cat(parts).mul_(weight)
             if self.narrow is None:
@@ -352,7 +354,7 @@ class LocalSteps(TrainerCallback):
         return [int(count) for (count,) in self.context.ranks.table([self.tokens])]
 
 
-def grouped(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:
+def split_into_groups(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:
     """Returns indices in groups of at most `most` numbers (one that is larger makes a separate group), in order."""
     groups: list[list[int]] = []
     room = 0

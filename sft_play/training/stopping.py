@@ -63,7 +63,7 @@ class StopOnRequest(TrainerCallback):
         """The exit code of the stop: 130 where only Ctrl-C was heard."""
         self._batches, self._every, self._looked = 0, 1, 0.0
 
-    def _agreed(self, seconds: float = 0.0) -> tuple[bool, float]:
+    def _agree(self, seconds: float = 0.0) -> tuple[bool, float]:
         """Returns whether any rank was asked to stop, and the sum of `seconds` over all. Collective."""
         heard = self.request.heard
         found = [seconds, float(heard == signal.SIGINT), float(heard not in (None, signal.SIGINT))]
@@ -86,12 +86,12 @@ class StopOnRequest(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step
         self.request.nothing_to_save = args.save_strategy == "no" and state.global_step < state.max_steps
-        if self._agreed()[0]:
+        if self._agree()[0]:
             self.stop(args, state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.saved = state.global_step
-        if not self.stopped and self._agreed()[0]:
+        if not self.stopped and self._agree()[0]:
             self.stop(args, state, control)
 
     def stop(self, args: Any, state: Any, control: Any) -> None:
@@ -119,7 +119,7 @@ class StopOnRequest(TrainerCallback):
         if self._batches < self._every:
             return
         now = time.monotonic()
-        asked, total = self._agreed(now - self._looked)
+        asked, total = self._agree(now - self._looked)
         if asked:
             raise EvaluationStopped
         per_batch = total / self.ranks.world / self._batches
@@ -128,7 +128,7 @@ class StopOnRequest(TrainerCallback):
 
     def after_batches(self) -> None:
         """Call after the last batch, on all ranks, where some may have left theirs. Raises `EvaluationStopped` on all of them."""
-        if self._agreed()[0]:
+        if self._agree()[0]:
             raise EvaluationStopped
 
     def asked_here(self) -> bool:

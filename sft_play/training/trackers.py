@@ -57,7 +57,7 @@ class Curves(TrainerCallback):
         if step:  # what earlier files have from the next step on is void
             self._write(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
         for path in (self.run.config, self.run.plan):
-            self._add_text(path.stem, _indented(path.read_text(encoding="utf-8")), state)
+            self._add_text(path.stem, _indent(path.read_text(encoding="utf-8")), state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -73,7 +73,7 @@ class Curves(TrainerCallback):
         with contextlib.suppress(OSError, ValueError, KeyError):
             for row in read_predictions(self.run.evaluation(state.global_step))[:ANSWERS]:
                 parts = {"prompt": row["prompt"], "answer": row["answer"], "reference": row.get("reference") or ""}
-                shown = "\n\n".join(f"**{name}**\n\n{_indented(str(value)[:LETTERS])}" for name, value in parts.items())
+                shown = "\n\n".join(f"**{name}**\n\n{_indent(str(value)[:LETTERS])}" for name, value in parts.items())
                 self._add_text(f"answers/row {row['row']}", shown, state)
 
     def _add_text(self, name: str, text: str, state: Any) -> None:
@@ -116,7 +116,7 @@ def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield NAMES.get(name) or f"eval/{name.removeprefix('eval_')}", value
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     """Returns a text as a block that Markdown shows letter for letter."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
@@ -264,7 +264,7 @@ class AimTracker(TrainerCallback):
         self.run.close()
 
 
-def tracked(config: Config, run: RunFolder) -> list[Tracked]:
+def tracker_callbacks(config: Config, run: RunFolder) -> list[Tracked]:
     """Return the callbacks of the trackers that `train.report_to` names, our own TensorBoard excepted."""
     from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 

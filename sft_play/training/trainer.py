@@ -158,7 +158,7 @@ class SftTrainer(Trainer):
         self.watch.begin(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.watch.enter("optimizer")
-        return loss if self.local is None else self.local.shared(loss)
+        return loss if self.local is None else self.local.scale_loss(loss)
 
     def _pass_on(self, pipeline: Pipeline, labels: Tensor | int) -> Tensor:
         """Takes all micro-batches of a step through the stages when the loop comes to the first; returns the loss as `compute_loss` does."""

@@ -28,17 +28,17 @@ from sft_play.training.slow_network import Exchange, LocalSteps
 from sft_play.training.states.facts import (
     ELEMENTWISE,
     engine_of,
+    from_plain,
     groups_of,
-    plain,
     random_states,
     restore_random_states,
-    restored,
     scaler_of,
     scheduler_of,
     set_engine,
     set_groups,
     set_scaler,
     set_scheduler,
+    to_plain,
 )
 from sft_play.training.states.files import (
     EXTRA,
@@ -181,7 +181,7 @@ class _Collector:
                 self._slices(bundle, name, flat)
             else:  # a number, or what raises
                 for share in bundle.shares:
-                    self.values.setdefault(share.name, {})[name] = plain(state, name)
+                    self.values.setdefault(share.name, {})[name] = to_plain(state, name)
 
     def _state(self, bundle: Bundle, name: str, state: Tensor) -> None:
         flat = bundle.unwrap(state) if name != "step" else None
@@ -366,7 +366,7 @@ def _states(shelf: Shelf, bundle: Bundle, optimizer: Any, own_file: str) -> dict
                 found[name] = _state(shelf, bundle, name, label, optimizer, own_file)
     for label in labels:
         for name, value in shelf.values(label).items():
-            found.setdefault(name, restored(value))
+            found.setdefault(name, from_plain(value))
     return found
 
 

@@ -30,37 +30,37 @@ ELEMENTWISE = frozenset({
 """Optimizers that update each element alone, so that it does not matter how parameters are cut."""
 
 
-def plain(value: Any, what: str) -> Any:
+def to_plain(value: Any, what: str) -> Any:
     """Returns `value` as JSON has it, tuples as lists and one-element tensors as numbers. Raises `CheckpointError` for anything else."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, (list, tuple)):
-        return [plain(one, what) for one in value]
+        return [to_plain(one, what) for one in value]
     if isinstance(value, Mapping):
-        return {str(name): plain(one, f"{what}.{name}") for name, one in value.items()}
+        return {str(name): to_plain(one, f"{what}.{name}") for name, one in value.items()}
     if isinstance(value, (Tensor, numpy.ndarray, numpy.generic)) and math.prod(value.shape) == 1:
-        return plain(value.item(), what)
+        return to_plain(value.item(), what)
     raise CheckpointError(
         f"`{what}` is a {type(value).__name__}, which cannot be saved without a pickle",
         hint="choose another `train.optim` or `train.lr_scheduler_type`, or set `train.save_strategy: no`",
     )
 
 
-def restored(value: Any) -> Any:
-    """The opposite of `plain` for numbers that JSON has not."""
+def from_plain(value: Any) -> Any:
+    """The opposite of `to_plain` for numbers that JSON has not."""
     if isinstance(value, Mapping):
         if set(value) == {"float"}:
             return float(value["float"])
-        return {name: restored(one) for name, one in value.items()}
-    return [restored(one) for one in value] if isinstance(value, list) else value
+        return {name: from_plain(one) for name, one in value.items()}
+    return [from_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """Returns the hyperparameters of an optimizer's groups, those of groups that were always empty left out."""
     return [
-        {name: plain(value, f"param_groups.{name}") for name, value in group.items() if name not in NOT_KEPT}
+        {name: to_plain(value, f"param_groups.{name}") for name, value in group.items() if name not in NOT_KEPT}
         for group in _groups(optimizer)
     ]
 
@@ -77,7 +77,7 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
     if len(mine) != len(groups):
         raise CheckpointError(f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}")
     for group, kept in zip(mine, groups, strict=True):
-        for name, value in restored(kept).items():
+        for name, value in from_plain(kept).items():
             now = group.get(name)
             if isinstance(now, Tensor):
                 now.fill_(value)
@@ -89,14 +89,14 @@ def scheduler_of(scheduler: Any, optimizer: Any) -> dict[str, Any] | None:
     """Returns a scheduler's state, and which of the groups that it counts have parameters: DeepSpeed drops those without."""
     if scheduler is None:
         return None
-    return {"state": plain(scheduler.state_dict(), "scheduler"), "filled": _filled(optimizer)}
+    return {"state": to_plain(scheduler.state_dict(), "scheduler"), "filled": _have_parameters(optimizer)}
 
 
 def set_scheduler(scheduler: Any, optimizer: Any, kept: dict[str, Any] | None) -> None:
     """Puts a scheduler's state back; its values for groups that have no parameters here stay what they are now."""
     if scheduler is None or kept is None:
         return
-    state, now, filled = restored(kept["state"]), scheduler.state_dict(), _filled(optimizer)
+    state, now, filled = from_plain(kept["state"]), scheduler.state_dict(), _have_parameters(optimizer)
     if len(filled) != len(kept["filled"]):
         for name, value in state.items():
             if isinstance(value, list) and len(value) == len(kept["filled"]):
@@ -124,7 +124,7 @@ def _follow(scheduler: Any) -> None:
     scheduler._last_lr = rates
 
 
-def _filled(optimizer: Any) -> list[bool]:
+def _have_parameters(optimizer: Any) -> list[bool]:
     found = [bool(group["params"]) for group in optimizer.param_groups]
     return found if any(found) else [True] * len(found)
 
@@ -140,7 +140,7 @@ def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
     """Returns the state of the loss scaler."""
     scaler = loss_scaler(trainer)
     if scaler is None or not trainer.is_deepspeed_enabled:
-        return None if scaler is None else plain(scaler.state_dict(), "scaler")
+        return None if scaler is None else to_plain(scaler.state_dict(), "scaler")
     return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float)) and "__" not in name}
 
 
@@ -154,7 +154,7 @@ def set_scaler(trainer: Trainer, kept: dict[str, Any] | None) -> None:
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
     elif "growth_factor" in kept:
-        scaler.load_state_dict(restored(kept))
+        scaler.load_state_dict(from_plain(kept))
 
 
 def engine_of(trainer: Trainer) -> dict[str, Any] | None:

@@ -216,7 +216,7 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return part.shape if part else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def bytes_held(model: Any, optimizer: Any) -> dict[str, int]:
+def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
     """Returns the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters)."""
     engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
     weights = [held_part(parameter) for parameter in model.parameters()]
