@@ -6,7 +6,6 @@ from sft_play.cluster.probe import Facts
 
 OWN = Facts(
     host_name="a", machine="a 192.0.2.9", home="/home/a", folder="/srv/sft", runs="/srv/sft/runs", cache="/cache", hub="/hub", python="3.11.2",
-    packages={"torch": "2.9.0", "peft": "0.18.0"}, gpu_count=1, rsync=True, shares_runs=False, shares_cache=False, linux=True,
-    disks=dict.fromkeys(("runs", "cache", "folder", "shm")), ram_bytes=2**35,
-    interfaces={"lo": {}, "eth0": {}}, route=None, listens=[], code={}, data={}, prepared={},
+    packages={"torch": "2.9.0", "peft": "0.18.0"}, gpus=[], gpu_count=1, rsync=True, shares_runs=False, shares_cache=False, linux=True,
+    run_there=None, trains=False, interfaces={"lo": {}, "eth0": {}}, route=None, listens=[], code={}, data={}, prepared={},
 )  # fmt: skip

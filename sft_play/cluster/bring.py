@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import sft_play
 from sft_play.cluster.hosts import ask, mark_in
@@ -26,7 +26,7 @@ from sft_play.files import text_sha256
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder, cache_folder, require_plain, runs_folder
 from sft_play.runs.prepared import Prepared
-from sft_play.text import bar
+from sft_play.text import bar, plural
 
 if TYPE_CHECKING:
     from sft_play.config.schema import Config
@@ -62,15 +62,6 @@ TIDY = HOME + (
 """Takes the project's folder, its marker, and where files that have left the project are set aside; reads the names of the project's files."""
 
 
-class Change(NamedTuple):
-    """A file that rsync would send."""
-
-    name: str
-    size: int
-    new: bool
-    """Nothing stands at its place there."""
-
-
 def deliver(
     host: Host, source: Path, there: str, names: Sequence[str], *, marker: str = "", hint: str = "", seen: str = "",
     aside: str = "", options: Sequence[str] = (),
@@ -84,43 +75,32 @@ def deliver(
     """
     if not names:
         return True
-    *_, disk, state = (
-        "",
-        "",
-        *_ask(host, ["sh", "-c", OPEN, "sh", there, marker, seen or "/dev/null/none"], f"`{there}` cannot be made"),
-    )
+    lines = _ask(host, ["sh", "-c", OPEN, "sh", there, marker, seen or "/dev/null/none"], f"`{there}` cannot be made")
+    disk, state = lines[-2:]
     if state == "same":
         return False
-    words = ["--from0", "--files-from=-", *options, f"{source}/", remote(host, f"{there}/")]
-    exactly = ["--checksum"] if marker and state not in ("ours", "empty") else []
-    listing = rsync(host, ["-n", "--out-format=%i %l %n", *exactly, *words], names=names)
-    found = changes(listing)
-    replaced = [one.name for one in found if not one.new]
-    if exactly and replaced:
-        what = (
-            "a file is another one than here and was"
-            if len(replaced) == 1
-            else f"{len(replaced)} files are others than here and were"
-        )
-        text = f"host `{host.name}`: in `{there}` {what} not brought by this command: {_shown(replaced)}"
-        raise UserError(text, place=host.place, hint=hint)
+    foreign = bool(marker) and state == "foreign"
+    words = ["--from0", "--files-from=-", *(["--checksum"] if foreign else []), *options, f"{source}/", remote(host, f"{there}/")]
+    size, new, replaced = changes(rsync(host, ["-n", "--out-format=%i %l %n", *words], names=names))
+    if foreign and replaced:
+        text = f"host `{host.name}`: `{there}` has {plural(len(replaced), 'file')} that this command did not bring, and others than here"
+        raise UserError(f"{text}: {_shown(replaced)}", place=host.place, hint=hint)
     room = re.search(r"(\d+)\s+\d+%\s", disk)  # of `df -P`: available, capacity, mount point
-    size, free = sum(one.size for one in found), int(room[1]) * 1024 if room else 2**62
+    free = int(room[1]) * 1024 if room else 2**62
     if size > free:
         text = f"{size / GIB:.2f} GiB are to be brought to `{there}`, and its disk has {free / GIB:.2f} GiB free"
         raise _failed(host, text, "make room there (RUNS_DIR, SFT_PLAY_CACHE and HF_HOME of that machine move its folders)")
     if marker and state != "ours":
         _ask(host, ["sh", "-c", MARK, "sh", marker], f"`{marker}` cannot be written")
-    if not found and not exactly:
-        return True
-    backup = ["--backup", f"--backup-dir={aside}"] if aside else []
-    with bar(f"to {host.name}", "MiB") as show:
+    if new or replaced or foreign:  # of the same content: times become ours, so that nothing is read again
+        backup = ["--backup", f"--backup-dir={aside}"] if aside else []
+        with bar(f"to {host.name}", "MiB") as show:
 
-        def heard(out: bytes) -> None:
-            if numbers := re.findall(rb"([\d,.]+) +\d+% ", out[-500:]):  # bytes so far, of all files
-                show(int(re.sub(rb"\D", b"", numbers[-1])) >> 20, size >> 20)
+            def show_bytes(out: bytes) -> None:
+                if numbers := re.findall(rb"([\d,.]+) +\d+% ", out[-500:]):  # bytes so far, of all files
+                    show(int(re.sub(rb"\D", b"", numbers[-1])) >> 20, size >> 20)
 
-        rsync(host, ["--partial", "--info=progress2", *exactly, *backup, *words], names=names, heard=heard)
+            rsync(host, ["--partial", "--info=progress2", *backup, *words], names=names, heard=show_bytes)
     if aside and replaced:
         say(f"host `{host.name}`: {_shown(replaced)} replaced; the old files are in `{there}/{aside}`")
     return True
@@ -172,7 +152,7 @@ def rsync(
     """
     shell = shlex.join(arguments(host, [])[:-3])
     argv = ["rsync", "-a", "--no-owner", "--no-group", "-s", "--timeout=60", "-e", shell, *words]
-    text = joined(f"./{name}" if name[0] in "#;" else name for name in names)
+    text = join_names(f"./{name}" if name[0] in "#;" else name for name in names)
     try:
         code, out, said = run(argv, text or None, timeout, heard=heard)
     except FileNotFoundError:
@@ -181,16 +161,19 @@ def rsync(
     return out
 
 
-def changes(out: bytes) -> list[Change]:
-    """Return the files that a dry run of rsync names, by `--out-format=%i %l %n`; not folders, nor times and modes alone."""
-    found = []
-    for kind, size, name in re.findall(rb"^([<>c][fL]\S{9,}) (\d+) (.+)$", out, re.MULTILINE):
-        plain = re.sub(rb"\\#(\d{3})", lambda letter: bytes([int(letter[1], 8)]), name)
-        found.append(Change(os.fsdecode(plain), int(size), kind[2:].startswith(b"+++")))
-    return found
+def changes(out: bytes) -> tuple[int, list[str], list[str]]:
+    """Return the bytes, the new files and the replaced ones of a dry run with `--out-format=%i %l %n`; not folders, times and modes alone."""
+    size = 0
+    new: list[str] = []
+    replaced: list[str] = []
+    for kind, length, name in re.findall(rb"^([<>c][fL]\S{9,}) (\d+) (.+)$", out, re.MULTILINE):
+        plain = os.fsdecode(re.sub(rb"\\#(\d{3})", lambda letter: bytes([int(letter[1], 8)]), name))
+        (new if kind[2:].startswith(b"+++") else replaced).append(plain)
+        size += int(length)
+    return size, new, replaced
 
 
-def joined(names: Iterable[str]) -> bytes:
+def join_names(names: Iterable[str]) -> bytes:
     """Return names of files as rsync reads them; on Linux a name need not be UTF-8."""
     return b"".join(os.fsencode(name) + b"\0" for name in names)
 
@@ -203,24 +186,20 @@ def project() -> Path:
     return Path(sft_play.__file__).resolve().parent.parent
 
 
-def code_files(*, told: bool = False) -> list[str]:
+def code_files(*, report: bool = False) -> list[str]:
     """Return the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the folder of runs.
 
-    With `told` the user hears how many files stay behind since they are not tracked, inventories excepted. Raises `UserError` where it is no
+    With `report` the user is told which files stay behind since they are not tracked, inventories excepted. Raises `UserError` where it is no
     git checkout, or one in which nothing was added.
     """
     place, runs = project(), runs_folder().absolute()
     names = [
-        name for name in _listed("--cached")
+        name for name in _git_files("--cached")
         if not _is_secret(name) and not (place / name).is_relative_to(runs) and ((place / name).is_file() or (place / name).is_symlink())
     ]  # fmt: skip
-    if not names:
-        text = f"git tracks no file of `{place}`, so what belongs to the project is not known"
-        raise UserError(text, hint="git add, git commit there")
-    new = _listed("--others", "--exclude-standard") if told else []
+    new = _git_files("--others", "--exclude-standard") if report else []
     if behind := [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]:
-        count, ending = ("a file", "s") if len(behind) == 1 else (f"{len(behind)} files", "")
-        say(f"note: {count} that git does not track yet (`{behind[0]}`) stay{ending} here; git add sends them")
+        say(f"note: git does not track yet, and so does not send: {_shown(behind)}; git add sends them")
     return names
 
 
@@ -229,21 +208,18 @@ def _is_secret(name: str) -> bool:
     return last in SECRETS or (last.startswith(".env.") and not last.endswith((".example", ".sample", ".template")))
 
 
-def _listed(*options: str) -> list[str]:
+def _git_files(*options: str) -> list[str]:
     """Return what `git ls-files` lists in the project; a name that is not UTF-8 as the system gives it to Python."""
     place = project()
     try:
         code, out, said = run(["git", "-C", str(place), "ls-files", "-z", *options], None, 60)
     except FileNotFoundError as error:
         raise HardwareError("there is no `git` on this machine", hint="apt install git") from error
-    if code and not (place / "scripts" / "install.sh").is_file():
+    if code or not (out or "--cached" not in options):
         raise UserError(
-            f"sft_play is installed as a package (`{place}`), and the other machines get a clone of the project, which is not here",
-            hint="git clone the project, `make install` in the clone, and type the command there",
+            f"the other machines get the files that git tracks in `{place}`, and it tracks none: {last_word(said) or 'nothing was added'}",
+            hint="git clone the project, `make install` in the clone, and type the command there; in a folder of your own: git add, git commit",
         )
-    if code:
-        text = f"`{place}` is not a git checkout, so the project's files are unknown: {last_word(said)}"
-        raise UserError(text, hint="git init, git add, git commit there")
     return sorted({os.fsdecode(name) for name in out.split(b"\0") if name})
 
 
@@ -255,7 +231,7 @@ def send_code(host: Host, files: Sequence[str]) -> None:
         another = deliver(host, project(), host.folder, files, marker=marker, hint=hint, aside=aside, seen=f".cache/{name}")
     if another:
         words = ["bash", "-c", TIDY, "bash", host.folder, MARKER, aside]
-        _ask(host, words, f"`{host.folder}` cannot be tidied", joined(files))
+        _ask(host, words, f"`{host.folder}` cannot be tidied", join_names(files))
 
 
 # ---- Model and data
@@ -331,7 +307,7 @@ def send_run(host: Host, facts: Facts, run: RunFolder, checkpoint: Path | None) 
     if checkpoint is not None and checkpoint.is_dir():
         names.append(str(checkpoint.relative_to(run.path)))
     deliver(host, run.path, there, names, options=["-r", "--ignore-missing-args"])  # it may be rotated away meanwhile
-    ask(host, "one_checkpoint", timeout=60, run=run.name, step=step_of(checkpoint) if checkpoint else None)
+    ask(host, "one_checkpoint", timeout=60, run=run.name, step=step_of(checkpoint) if checkpoint else -1)
 
 
 def fetch(host: Host, there: str, here: Path, seconds: float) -> None:

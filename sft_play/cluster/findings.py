@@ -10,23 +10,18 @@ from typing import Any
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.detect import LACKING_REMEDY, describe_missing_code, supports
 from sft_play.plan.hardware import GIB, network_speed
 from sft_play.runs.origin import OPTIONAL, PACKAGES
-from sft_play.text import Finding, plural
+from sft_play.text import Finding
 
 SKEW_FAIL_SECONDS, SKEW_SECONDS = 5.0, 1.0
-DISK_FAIL_BYTES, DISK_LOW_BYTES = GIB, 10 * GIB
-"""With less than the first, not even logs and a small adapter's checkpoints have room."""
-SHM_BYTES = GIB
-"""NCCL and data workers pass tensors through /dev/shm."""
 FREE_SHARE = 0.8
 """Of a GPU's memory; with less free, something else is using it."""
 MOST_LISTED = 6
 ADAPTERS = 8_388_608
 """Parameters of a LoRA on q and v of a 7B model, r 16: the size in which a network's speed is given."""
-DRIVERS = {"11": 450, "12": 525, "13": 580}
-"""CUDA's major version -> the first driver that runs its programs (NVIDIA's CUDA compatibility table, minor versions included)."""
+OF_THE_DOCTOR = ("package-version", "no-compiler", "no-ninja")
+"""Findings of `make doctor` that say nothing of a run on several machines, which compares versions itself."""
 RTT_MS = 5.0
 SLOW_MBIT, OF_STATED = 500.0, 0.6
 """Below the first a gigabit line is not what it says: a bad cable, 100 Mbit/s, Wi-Fi. The second is the share of the inventory's `network`
@@ -66,8 +61,8 @@ class Seen:
     skew_seconds: float | None = None
     """Its clock minus ours, +- half of a round trip."""
     facts: Facts | None = None
-    software: Mapping[str, Any] = field(default_factory=dict)
-    """`probe.software`."""
+    doctor: Sequence[Mapping[str, str]] = ()
+    """What `make doctor` finds there."""
 
     @property
     def without(self) -> bool:
@@ -147,7 +142,7 @@ def judge(examined: Examined, inventory: Inventory, wanted: Wanted) -> dict[str,
         some = [seen.trouble] if seen.trouble else []
         if facts := seen.facts:
             some += [*_system(facts, seen, inventory), *_cards(facts, seen, examined, wanted), *_versions(facts, seen, examined)]
-            some += [] if seen.without else _files(facts, wanted)
+            some += [] if seen.without else [*_files(facts, wanted), *_of_the_doctor(seen)]
         some += [*_ports(seen, inventory, examined, wanted), *_links(seen, examined), *slow.get(name, ())]
         found[name] = sorted(some, key=lambda one: one.severity != "fail")
     return found
@@ -193,21 +188,6 @@ def _system(facts: Facts, seen: Seen, inventory: Inventory) -> Iterator[Finding]
         text = f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'} of this machine's"
         remedy = "`sudo timedatectl set-ntp true` on both; `timedatectl` then says `synchronized: yes`"
         yield _warn("clock", text, remedy, fails=abs(skew) >= SKEW_FAIL_SECONDS)
-    seen_disks = set()
-    for what in ("runs", "cache", "folder"):
-        if not (disk := facts.disks[what]):
-            continue
-        where, free, total = f"`{disk['path']}` ({what})", disk["free_bytes"], disk["total_bytes"]
-        if not disk["writable"]:
-            yield _fail("read-only", f"{where} cannot be written to", "`ls -ld` and `mount` there say why")
-        if free < DISK_LOW_BYTES and (free, total) not in seen_disks:
-            remedy = "make room, or move it: `SFT_PLAY_CACHE` for the cache, `RUNS_DIR` for runs"
-            text = f"the disk of {where} has {free / GIB:.2f} of {total / GIB:.1f} GiB free"
-            yield _warn("disk", text, remedy, fails=free < DISK_FAIL_BYTES)
-        seen_disks.add((free, total))
-    if (shm := (facts.disks["shm"] or {}).get("free_bytes", SHM_BYTES)) < SHM_BYTES:
-        text = f"/dev/shm has {shm / GIB:.2f} GiB free, through which processes of a machine pass tensors"
-        yield _warn("shm", text, "`sudo mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`")
     if not facts.rsync and len(inventory.hosts) > 1:
         text = "there is no `rsync`, by which code and data come from the first host to the others"
         yield _fail("rsync", text, "on it: `sudo apt install rsync`")
@@ -236,49 +216,35 @@ def _files(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             "not-shared", f"`data.sync` is `shared`, but it does not see this machine's folders of {_listed(unseen)}", remedy
         )
     if missing := [name for name, there in facts.prepared.items() if there is None]:
-        text = f"`data.sync` is `shared`, but its cache `{(facts.disks['cache'] or {}).get('path')}` has no {_listed(missing)}"
+        text = f"`data.sync` is `shared`, but its cache `{facts.cache}` has no {_listed(missing)}"
         yield _fail("data", text, "mount the shared folder there, and point `SFT_PLAY_CACHE` to it")
 
 
+def _of_the_doctor(seen: Seen) -> Iterator[Finding]:
+    """Driver, GPUs, torch's build for them, folders, disks, memory: by the words of `make doctor` there."""
+    for one in seen.doctor:
+        if one["severity"] != "note" and one["id"] not in OF_THE_DOCTOR:
+            yield _warn(one["id"], one["text"], one["remedy"], fails=one["severity"] == "error")
+
+
 def _cards(facts: Facts, seen: Seen, examined: Examined, wanted: Wanted) -> Iterator[Finding]:
-    soft, stated = seen.software, seen.host.gpus
-    if stated == 0:
-        return
-    cards, hidden, error = soft.get("gpus") or [], soft.get("hidden"), soft.get("error")
-    by_driver = bool(seen.without or not soft)
-    usable = facts.gpu_count if by_driver else soft.get("usable_gpus") or 0
-    others = any(one.software.get("usable_gpus") and not one.without for one in examined.hosts.values())
+    stated, count = seen.host.gpus, facts.gpu_count
     reasons = {
         f"`gpus: {stated}` in the inventory": stated is not None,
-        f"it has {plural(len(cards), 'GPU')}": bool(cards) and not hidden,
-        "other hosts have GPUs": others and not by_driver and not error,
-        "`launch.backend: nccl` needs GPUs": wanted.backend == "nccl" and not by_driver and not error,
+        "other hosts have GPUs": seen.answers and any(one.facts.gpu_count for one in examined.hosts.values() if one.facts),
+        "`launch.backend: nccl` needs GPUs": wanted.backend == "nccl",
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)
-    if why and usable < (1 if stated is None else stated):
-        finder, of = "its driver shows" if by_driver else "torch finds", f" ({len(cards)} in the machine)" if cards else ""
+    if why and count < (1 if stated is None else stated):
+        of = f" ({len(facts.gpus)} in the machine)" if len(facts.gpus) > count else ""
         remedy = f"correct `gpus` ({seen.host.place}), or see `make gpu-info` and `make doctor` on it"
-        yield _fail("gpus", f"{why}, but {finder} {usable}{of}", remedy)
-    cuda, driver = str(soft.get("cuda")), str(soft.get("driver"))
-    needed = DRIVERS.get(cuda.partition(".")[0], 0)
-    if driver.partition(".")[0].isdigit() and int(driver.partition(".")[0]) < needed:
-        text = f"driver {driver} is too old for CUDA {cuda}, which torch was built with (from {needed} on)"
-        yield _fail("driver", text, "`sudo ubuntu-drivers install`, then restart it")
-    built = soft.get("architectures") or []
-    kinds = {(card["name"], card["capability"]) for card in cards if card["capability"] and built}
-    bad = sorted(kind for kind in kinds if not supports(built, kind[1]))
-    others_do = bool(hidden) and any((card["name"], card["capability"]) not in bad for card in cards)
-    for kind in bad:
-        text = describe_missing_code(str(soft.get("torch")), built, *kind)
-        yield _warn("torch-lacks-architecture", text, LACKING_REMEDY, fails=not others_do)
-    for k, card in enumerate(cards):
-        free, total, users = card["free_bytes"], card["total_bytes"], card["held_by"]
+        yield _fail("gpus", f"{why}, but its driver shows {count}{of}", remedy)
+    for k, card in enumerate(facts.gpus if stated != 0 else ()):
+        free, total = card["free_bytes"], card["total_bytes"]
         if free < FREE_SHARE * total:
-            held = f"; held by {', '.join(users)}" if users else ""
-            text = f"GPU {k} ({card['name']}) has {free / GIB:.1f} of {total / GIB:.1f} GiB free{held}"
-            yield _warn("gpu-memory", text, "end what uses it, a desktop's browser included; the plan takes what is free")
-    if error and not seen.without:
-        yield _fail("torch", f"torch cannot be imported: {error}", "`make install` on it again (`make cluster-install`)")
+            text = f"GPU {k} ({card['name']}) has {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+            remedy = "end what uses it (`nvidia-smi` there), a desktop's browser included; the plan takes what is free"
+            yield _warn("gpu-memory", text, remedy)
 
 
 def _versions(facts: Facts, seen: Seen, examined: Examined) -> Iterator[Finding]:
@@ -292,10 +258,6 @@ def _versions(facts: Facts, seen: Seen, examined: Examined) -> Iterator[Finding]
     if seen.without:
         return
     apart = other_versions(ours, facts)
-    for key, what in (("torch", "torch"), ("cuda", "CUDA of torch"), ("nccl", "NCCL")):
-        theirs, own = (soft.get(key) or "none" for soft in (seen.software, first.software))
-        if seen.software and first.software and not seen.software.get("error") and theirs != own:
-            apart[what] = f"{what} {theirs} (there {own})"
     if apart:
         remedy = versions_remedy(apart, f"`make cluster-install CLUSTER={seen.host.cluster}` makes them the same")
         yield _fail("versions", f"other versions than on `{first.host.name}`: {', '.join(apart.values())}", remedy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import re
 import secrets
@@ -19,15 +18,7 @@ from typing import Any
 
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import (
-    TIMED_OUT,
-    arguments,
-    in_folder,
-    is_here,
-    on_all,
-    start,
-    trouble,
-)
+from sft_play.cluster.ssh import TIMED_OUT, arguments, in_folder, is_here, on_all, start, trouble
 from sft_play.errors import HardwareError, UserError, mask
 from sft_play.runs.folder import cache_folder, runs_folder
 from sft_play.text import Finding
@@ -59,19 +50,19 @@ class Session:
     """The program of `remote` on one machine. Its messages come into `inbox`, which several sessions may share."""
 
     def __init__(
-        self, host: Host, variables: Mapping[str, str] | None = None, *, system: bool = False,
-        inbox: Inbox | None = None,
-    ) -> None:  # fmt: skip
+        self, host: Host, variables: Mapping[str, str] | None = None, *, system: bool = False, inbox: Inbox | None = None
+    ) -> None:
         """Start; nothing is waited for. Raises `HardwareError` where there is no ssh program.
 
         `variables` say where runs and cache are. `system`: by the machine's own `python3`, where it has no environment yet.
         """
         self.host = host
         self.inbox: Inbox = queue.Queue() if inbox is None else inbox
-        self.code: int | None = None
-        """Exit code of ssh, or of what it ran; `TIMED_OUT` where it was silent; `None` until it is known."""
-        self.err, self.beside = "", ""
-        """The end of what they printed on stderr; and of what came on stdout and was no message, such as a login script's words."""
+        self.silent = False
+        self._noise = ""
+        """What came on stdout and was no message, such as a login script's words."""
+        self._said = ""
+        """The end of what came on stderr."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._outbox: queue.Queue[str | None] = queue.Queue()
         words, here = ["-u", "-B", "-c", BOOT], is_here(host)
@@ -94,7 +85,7 @@ class Session:
             _, found = self.inbox.get(timeout=timeout)
         except queue.Empty:
             self.process.kill()
-            self.code = TIMED_OUT
+            self.silent = True
             raise NoAnswer(f"no answer within {timeout:.3g} s") from None
         if "closed" in found:
             raise NoAnswer("the connection ended")
@@ -106,16 +97,15 @@ class Session:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
         self.process.kill()
-        code = self.process.wait()
-        self.code = code if self.code is None else self.code
+        self.process.wait()
         if not self._errors.closed:
-            size = os.fstat(self._errors.fileno()).st_size
-            self.err = os.pread(self._errors.fileno(), ERROR_LETTERS, max(0, size - ERROR_LETTERS)).decode(errors="replace")
+            self._errors.seek(0)
+            self._said = self._errors.read().decode(errors="replace")[-ERROR_LETTERS:]
             self._errors.close()
 
     def trouble(self) -> Finding:
         """Return why there is no conversation any more, of a session that is closed."""
-        return trouble(self.host, self.code or 0, self.err, self.beside)
+        return trouble(self.host, TIMED_OUT if self.silent else self.process.wait(), self._said, self._noise)
 
     def _write(self) -> None:
         stream = self.process.stdin
@@ -135,19 +125,13 @@ class Session:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            for line in iter(self.process.stdout.readline, b""):
-                text = line.decode("utf-8", "replace")
-                try:
-                    found = json.loads(text)
-                except ValueError:
-                    found = None
-                if isinstance(found, dict):
-                    self.inbox.put((self, found))
-                else:
-                    self.beside = (self.beside + text)[-ERROR_LETTERS:]
-        self.process.wait()
-        self.inbox.put((self, {"closed": self.process.returncode}))
+        for line in iter(self.process.stdout.readline, b""):
+            text = line.decode("utf-8", "replace")
+            try:
+                self.inbox.put((self, dict(json.loads(text))))
+            except (ValueError, TypeError):
+                self._noise = (self._noise + text)[-ERROR_LETTERS:]
+        self.inbox.put((self, {"closed": self.process.wait()}))
 
 
 Inbox = queue.Queue[tuple[Session, dict[str, Any]]]
@@ -160,7 +144,9 @@ def program() -> str:
     return json.dumps([(f"sft_play.cluster.{name}", text) for name, text in texts.items()]) + "\n"
 
 
-def ask(host: Host, do: str, *, timeout: float, variables: Mapping[str, str] | None = None, **values: Any) -> dict[str, Any]:
+def ask(
+    host: Host, do: str, *, timeout: float = SECONDS, variables: Mapping[str, str] | None = None, **values: Any
+) -> dict[str, Any]:
     """Return the answer to one request. Raises `HardwareError` where the machine cannot be asked, with what to do."""
     session = Session(host, variables)
     try:
@@ -182,7 +168,7 @@ def ask(host: Host, do: str, *, timeout: float, variables: Mapping[str, str] | N
 
 def facts_of(host: Host, **wanted: Any) -> Facts:
     """Ask one host. Raises `HardwareError` where it cannot be asked."""
-    return Facts(**ask(host, "facts", timeout=SECONDS, **wanted))
+    return Facts(**ask(host, "facts", **wanted))
 
 
 def gather(hosts: Sequence[Host], shared: Mapping[str, str], run: str) -> dict[str, Facts | UserError]:
@@ -200,8 +186,6 @@ def mark_in(*folders: Path) -> Iterator[str]:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
         yield name
-    except OSError as error:
-        raise HardwareError(f"cannot be written: {error.strerror}", place=str(error.filename)) from error
     finally:
         for folder in folders:
             with contextlib.suppress(OSError):
@@ -230,12 +214,12 @@ def require_master_here(inventory: Inventory) -> None:
 COMMON = re.compile(r"(NCCL|GLOO|TORCH_NCCL|TORCH_FR|SFT)_(?!PLAY_)\w+|OMP_NUM_THREADS")
 OF_THE_HUB = re.compile(r"HF_(?!HOME$)\w+(?<!_CACHE)(?<!_PATH)(?<!_DIR)|AIM_REPO")
 """Settings of the hub's libraries that are no folder, and where tracked runs are kept; of these what looks like a secret stays here."""
+EACH_ITS_OWN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
-def forwarded(ambient: Mapping[str, str]) -> dict[str, str]:
+def settings_to_forward(ambient: Mapping[str, str]) -> dict[str, str]:
     """Return the user's own settings that reach every machine; those that name devices or a cache's folder are each machine's."""
-    own = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
     return {
-        name: value for name, value in ambient.items()
-        if (COMMON.fullmatch(name) and name not in own) or (OF_THE_HUB.fullmatch(name) and mask(name, value) == value)
+        name: value for name, value in ambient.items() if name not in EACH_ITS_OWN
+        and (COMMON.fullmatch(name) or (OF_THE_HUB.fullmatch(name) and mask(name, value) == value))
     }  # fmt: skip

@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -19,7 +18,7 @@ from sft_play.cluster.findings import minor, other_versions, versions_remedy
 from sft_play.cluster.hosts import facts_of, require_master_here
 from sft_play.cluster.inventory import Host, inventory_for_call
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import HOME, arguments, in_folder, is_here, login, on_all, start
+from sft_play.cluster.ssh import HOME, arguments, in_folder, is_here, login, on_all, say, start
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError, printable
 from sft_play.runs.origin import OPTIONAL
@@ -45,34 +44,30 @@ Runs in the project's folder."""
 AGAIN = "then type the same command again"
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What pip writes to a terminal apart from letters."""
-_printing = threading.Lock()
 
 
 def main(call: Call) -> int:
     """Install on all machines at once; return 0 when all are ready, else 3."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
-    files = code_files(told=True)
+    files = code_files(report=True)
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is reported before anything is sent
     own = facts_of(inventory.master)
     found = on_all(inventory.hosts, lambda host: install(host, files, own))
-    rows = [
-        {"host": name, "ok": False, "detail": one.message, "hint": one.hint} if isinstance(one, UserError)
-        else {"host": name, "ok": True, "detail": one, "hint": None}
-        for name, one in found.items()
-    ]  # fmt: skip
+    failed = [name for name, one in found.items() if isinstance(one, UserError)]
     if call.json:
-        print(json.dumps(rows))
-    for row in rows if not call.json else ():
-        print(
-            f"{'ready' if row['ok'] else 'failed'}  {row['host']}: {row['detail']}", file=sys.stdout if row["ok"] else sys.stderr
-        )
-        if row["hint"]:
-            print(f"        hint: {row['hint']}", file=sys.stderr)
-    if failed := [f"`{row['host']}`" for row in rows if not row["ok"]]:
+        rows = {name: (one.message, one.hint) if isinstance(one, UserError) else (one, None) for name, one in found.items()}
+        print(json.dumps([{"host": n, "ok": n not in failed, "detail": text, "hint": hint} for n, (text, hint) in rows.items()]))
+        return HardwareError.exit_code if failed else 0
+    for name, one in found.items():
+        if isinstance(one, UserError):
+            print(f"failed  {name}: {one.message}" + (f"\n        hint: {one.hint}" if one.hint else ""), file=sys.stderr)
+        else:
+            print(f"ready  {name}: {one}")
+    if failed:
         hint = "fix the error above and repeat the command: finished work is kept"
-        print(f"\nerror: {', '.join(failed)} cannot be used yet\n\nhint: {hint}", file=sys.stderr)
+        print(f"\nerror: {', '.join(f'`{name}`' for name in failed)} cannot be used yet\n\nhint: {hint}", file=sys.stderr)
     return HardwareError.exit_code if failed else 0
 
 
@@ -96,7 +91,7 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
     if is_here(host):
         return "this machine; `make install` keeps its environment"
     send_code(host, files)
-    say(host, f"{len(files)} files of the project are there")
+    say(f"{host.name} | {len(files)} files of the project are there")
     for kept in ("kept", "anew"):
         words = in_folder(host, ["sh", "-c", INSTALL, "sh", minor(own), venv_of(host), kept])
         last, code = _run(host, arguments(host, words, tty=True))  # with a terminal it ends when this command does
@@ -107,22 +102,13 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         if not set(apart) - set(OPTIONAL) or "Python" in apart:
             break
         if kept == "kept":
-            say(host, f"its versions are others: {', '.join(apart.values())}; installing the pinned ones")
-    return versions(host, own, found)
-
-
-def versions(host: Host, own: Facts, found: Facts) -> str:
-    """Return the versions of a machine that can train with this one. Raises `HardwareError`."""
-    if minor(found) != minor(own):
-        text = f"its environment has Python {found.python}, and this machine {own.python}"
-        remedy = f"{_python_hint(host, own)}, and remove `{venv_of(host)}` in `{host.folder}` there"
-    elif apart := other_versions(own, found):
-        text = f"other versions than here: {', '.join(apart.values())}"
-        both = "make install on this machine, too: both get the pinned versions"
-        remedy = versions_remedy(apart, both)
-    else:
+            say(f"{host.name} | its versions are others: {', '.join(apart.values())}; installing the pinned ones")
+    if not apart:
         return f"Python {found.python}, torch {found.packages['torch']}"
-    raise HardwareError(text, hint=f"{remedy}; {AGAIN}")
+    remedy = versions_remedy(apart, "make install on this machine, too: both get the pinned versions")
+    if "Python" in apart:
+        remedy = f"{_python_hint(host, own)}, and remove `{venv_of(host)}` in `{host.folder}` there"
+    raise HardwareError(f"other versions than here: {', '.join(apart.values())}", hint=f"{remedy}; {AGAIN}")
 
 
 def not_installed(host: Host, own: Facts, last: str, code: int) -> HardwareError:
@@ -139,12 +125,6 @@ def _python_hint(host: Host, own: Facts) -> str:
     return f"all machines need this one's Python {version}: {login(host)}, {packages}"
 
 
-def say(host: Host, line: str) -> None:
-    """Print one line of a machine."""
-    with _printing:
-        print(f"{host.name} | {printable(line)}", file=sys.stderr, flush=True)
-
-
 def _run(host: Host, argv: Sequence[str]) -> tuple[str, int]:
     """Run a command, its output line by line here; return the first line that is an error, else the last, and the exit code."""
     last = ""
@@ -154,5 +134,5 @@ def _run(host: Host, argv: Sequence[str]) -> tuple[str, int]:
             line = COLOURS.sub("", raw.decode("utf-8", "replace")).rstrip()
             if line:
                 last = last if last.lower().startswith("error") else line
-                say(host, line)
+                say(f"{host.name} | {printable(line)}")
     return re.sub(r"^error: ", "", last, flags=re.IGNORECASE), process.returncode

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.cluster.bring import project
-from sft_play.cluster.findings import ADAPTERS, Examined, Pair, Seen, Summed, Wanted, judge, sum_seconds, verdict
-from sft_play.cluster.hosts import NoAnswer, Session, require_master_here
+from sft_play.cluster.findings import Examined, Pair, Seen, Summed, Wanted, judge, sum_seconds, verdict
+from sft_play.cluster.hosts import NoAnswer, Session, ask, require_master_here
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import CONNECT_SECONDS, arguments, in_folder, is_here, last_word, on_all, run
+from sft_play.cluster.ssh import CONNECT_SECONDS, on_all
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.schema import Config
@@ -44,13 +43,6 @@ BENCH_SECONDS = 1200.0
 """For one machine, the download of a model that it does not have yet included."""
 MOST_PAIRS, MOST_DATA = 12, 2_000
 PORT, FAILED = 29500, 3
-BENCH = (
-    "import pathlib, sys, tempfile; from sft_play.__main__ import main\n"
-    "with tempfile.TemporaryDirectory() as folder:\n"
-    " config = pathlib.Path(folder, 'config.json'); config.write_text(sys.stdin.read())\n"
-    " sys.exit(main(['bench', f'CONFIG={config}', 'JSON=1']))\n"
-)
-"""The configuration comes by stdin: a file of it need not be there."""
 
 
 def main(call: Call) -> int:
@@ -114,7 +106,7 @@ class Examination:
         try:
             self.each(self.meet)
             self.connect()
-            self.each(self.ask_software)
+            self.each(self.ask_doctor)
             self.found.all_reduce = self.sum_over_all()
         finally:
             for session in self.sessions.values():
@@ -170,8 +162,14 @@ class Examination:
         elif found:
             seen.facts = Facts(**found)
 
-    def ask_software(self, seen: Seen) -> None:
-        seen.software = self.ask(seen, "software", 20)
+    def ask_doctor(self, seen: Seen) -> None:
+        if seen.without:
+            return
+        offline = {"HF_HUB_OFFLINE": "1"}  # other machines need not reach the hub
+        found = self.ask(seen, "run_module", 20, words=["sft_play.doctor"], variables=offline)
+        if "problem" in found:
+            seen.trouble = Finding("broken-python", "fail", found["problem"], f"make cluster-install CLUSTER={seen.host.cluster}")
+        seen.doctor = found.get("findings", ())
 
     # ---- Network
 
@@ -235,10 +233,12 @@ class Examination:
         hosts, found = self.found.hosts, self.found
         if len(hosts) < 2:
             return None
-        gpus = all(seen.host.gpus != 0 and seen.software.get("usable_gpus") for seen in hosts.values())
-        summed = Summed("nccl" if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and gpus) else "gloo")
-        needed = "usable_gpus" if summed.backend == "nccl" else "torch"
-        unable = [name for name, seen in hosts.items() if not seen.answers or seen.without or not seen.software.get(needed)]
+        gpus = {name: seen.facts.gpu_count if seen.facts and seen.host.gpus != 0 else 0 for name, seen in hosts.items()}
+        summed = Summed(
+            "nccl" if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and all(gpus.values())) else "gloo"
+        )
+        needs_gpus = summed.backend == "nccl"
+        unable = [name for name, seen in hosts.items() if not seen.answers or seen.trouble or (needs_gpus and not gpus[name])]
         if unable:
             summed.skipped = f"{', '.join(f'`{name}`' for name in unable)} cannot take part"
         elif found.port_held or any(found.master_port.values()) or any(pair.error for pair in found.pairs):
@@ -291,7 +291,7 @@ def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Seq
 
 def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
     """Yield the lines: a row for each host, the network, what is wrong with the remedy, the verdict."""
-    rows: list[Sequence[str]] = [("host", "verdict", "python", "torch", "GPUs", "free", "clock", "disk free")]
+    rows: list[Sequence[str]] = [("host", "verdict", "python", "torch", "GPUs", "free", "clock")]
     yield from table(rows + [_row(seen, verdict(findings[name])) for name, seen in examined.hosts.items()])
     yield ""
     yield from _network(examined)
@@ -308,15 +308,13 @@ def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: M
 
 def _row(seen: Seen, word: str) -> tuple[str, ...]:
     if not (facts := seen.facts):
-        return (seen.host.name, word, *["-"] * 6)
-    gpus, skew = list(seen.software.get("gpus") or ()), seen.skew_seconds or 0.0
+        return (seen.host.name, word, *["-"] * 5)
+    gpus, skew = list(facts.gpus), seen.skew_seconds or 0.0
     names = [gpu["name"].removeprefix("NVIDIA ").removeprefix("GeForce ") for gpu in gpus]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
-    free = f"{min(gpu['free_bytes'] for gpu in gpus) / GIB:.1f} GiB" if gpus else f"{facts.ram_bytes / GIB:.0f} GiB RAM"
+    free = f"{min(gpu['free_bytes'] for gpu in gpus) / GIB:.1f} GiB" if gpus else "-"
     clock = f"{skew * 1e3:+.1f} ms" if abs(skew) < 1 else f"{skew:+.1f} s"
-    disk = (facts.disks["runs"] or {}).get("free_bytes", 0)
-    torch = str(seen.software.get("torch") or "-")
-    return (seen.host.name, word, facts.python, torch, shown, free, clock, f"{disk / GIB:.1f} GiB")
+    return (seen.host.name, word, facts.python, facts.packages.get("torch", "-"), shown, free, clock)
 
 
 def _network(examined: Examined) -> Iterator[str]:
@@ -325,9 +323,6 @@ def _network(examined: Examined) -> Iterator[str]:
         rows = [("from", "to", "round trip", "speed")]
         rows += [(pair.source, pair.target, f"{pair.rtt_ms:.2f} ms", f"{pair.mbit:.0f} Mbit/s") for pair in pairs[:MOST_PAIRS]]
         yield from table(rows)
-        seconds = sum_seconds(ADAPTERS * 4, len(examined.hosts), pairs[0].mbit or 1)
-        size = f"{ADAPTERS / 1e6:.1f} M parameters in fp32 ({ADAPTERS * 4 / 1e6:.0f} MB)"
-        yield f"gradients of {size} would take {seconds:.2f} s a step at the slowest speed"
     summed = examined.all_reduce
     if summed and summed.seconds is not None:
         yield f"a sum of {summed.megabytes:g} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"
@@ -342,18 +337,12 @@ def _network(examined: Examined) -> Iterator[str]:
 
 def bench_hosts(inventory: Inventory, loaded: LoadedConfig, able: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return host -> the JSON of `make bench`, or `{"error": ...}`, for the hosts of `able`."""
-    text = json.dumps(saved_form(loaded)).encode()
+    text = json.dumps(saved_form(loaded))
 
     def bench(host: Host) -> Mapping[str, Any]:
         if host.name not in able:
             return {"error": "not tried: it cannot take part"}
-        words = [sys.executable, "-c", BENCH] if is_here(host) else in_folder(host, [host.python, "-c", BENCH])
-        code, out, said = run(arguments(host, words), text, BENCH_SECONDS)
-        if code:
-            errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
-            return {"error": errors[0] if errors else last_word(said, out.decode(errors="replace"))}
-        found: Mapping[str, Any] = json.loads(out)
-        return found
+        return ask(host, "run_module", timeout=BENCH_SECONDS, words=["sft_play", "bench"], config=text)
 
     found = on_all(inventory.hosts, bench)
     return {name: {"error": one.message} if isinstance(one, UserError) else one for name, one in found.items()}

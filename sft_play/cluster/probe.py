@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -15,24 +14,23 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+START = "SFT_PLAY_CLUSTER"
+"""Variable that all processes of a start inherit: JSON of its run's folder, node, time and id."""
 PIECE = 1 << 20
-PINGS = 30
-PING_SECONDS = 0.3
-"""After which fewer round trips do."""
+PINGS = 9
 FIRST_BYTES = 1 << 16
 """Sent first to see how fast a line is: half a second at 1 Mbit/s."""
-ENOUGH_SECONDS, WAY_SECONDS = 0.25, 1.5
-"""A transfer that takes so long says how fast a line is; after that time no longer one is tried."""
-GET_ADDRESS, GET_MTU = 0x8915, 0x8921
-"""Linux's `ioctl` numbers for an interface, SIOCGIFADDR and SIOCGIFMTU."""
+ENOUGH_SECONDS = 0.25
+"""A transfer that takes so long says how fast a line is."""
 listeners: list[socket.socket] = []
 
 
@@ -44,19 +42,9 @@ def clock() -> dict[str, float]:
     return {"now": time.time()}
 
 
-def this_machine() -> str:
-    """Return an id of this machine's start and its network: several may share a disk, and on tests' machines a kernel."""
-    return f"{_text('/proc/sys/kernel/random/boot_id')}:{_known(os.readlink, '/proc/self/ns/net')}"
-
-
 def runs_folder() -> Path:
     """As `runs.folder.runs_folder`, absolute."""
     return Path(os.environ.get("RUNS_DIR") or "runs").absolute()
-
-
-def cache_folder() -> Path:
-    """As `runs.folder.cache_folder`."""
-    return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play").absolute()
 
 
 def hub_folder() -> Path:
@@ -71,7 +59,7 @@ class Facts:
 
     host_name: str
     machine: str
-    """Differs between machines that run now, whatever they are called."""
+    """Differs between machines that run now, whatever they are called; several may share a disk, and on tests' machines a kernel."""
     linux: bool
     python: str
     packages: Mapping[str, str]
@@ -85,68 +73,89 @@ class Facts:
     shares_runs: bool | None
     """Its folder of runs is this machine's: a network disk. `None` where it was not asked."""
     shares_cache: bool | None
-    disks: Mapping[str, Mapping[str, Any] | None]
-    ram_bytes: int
+    gpus: Sequence[Mapping[str, Any]]
+    """As the driver shows them, with memory in bytes."""
     gpu_count: int
-    """As the driver shows them to a process of its environment."""
+    """Of these, how many a process of its environment sees."""
     rsync: bool
     interfaces: Mapping[str, Mapping[str, Any]]
     route: Mapping[str, Any] | None
     """Its own address, interface and MTU on the way to the master; `None` where there is none, or it was not asked."""
     listens: Sequence[Mapping[str, Any]]
     code: Mapping[str, str | None]
+    """sha256 of files of the project; `None` for what is not there, also below."""
     data: Mapping[str, int | None]
+    """Sizes in bytes."""
     prepared: Mapping[str, str | None]
-    run_there: str | None = None
+    """Fingerprints of prepared splits."""
+    run_there: str | None
     """Its folder of a run of the name that was asked for, where one was begun there."""
-    trains: bool = False
+    trains: bool
     """Whether a launcher of that run lives there."""
 
 
-def machine(
-    mark: str | None = None, towards: str | None = None, ports: Sequence[int] = (), code: Sequence[str] = (), data: Sequence[str] = (),
-    prepared: Sequence[str] = (),
+def facts(
+    run: str | None = None, mark: str | None = None, towards: str | None = None, ports: Sequence[int] = (), code: Sequence[str] = (),
+    data: Sequence[str] = (), prepared: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return `Facts`, which need no package: system, folders, disks, limits, GPUs, interfaces and the route to `towards`, versions of packages.
-
-    With the sha256 of the files of `code`, the sizes of those of `data` (bytes), the fingerprints of `prepared` splits; `None` for what is not
-    here. `mark` is a file that another machine has made in its folders. Listens at `ports` from then on.
-    """
-    cache, runs = cache_folder(), runs_folder()
+    """Return `Facts`, which need no package. `mark` is a file that another machine has made in its folders. Listens at `ports` from then on."""
+    runs, cache = runs_folder(), Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play").absolute()
     for folder in (cache, runs) if mark else ():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
     project = importlib.util.find_spec("sft_play")
     root = Path(project.origin).parent.parent if project and project.origin else Path.cwd()
+    begun = runs / (run or "none") / "events.jsonl"
+    links, gpus, visible = _interfaces(), _known(_gpus) or [], os.environ.get("CUDA_VISIBLE_DEVICES")
+    return asdict(Facts(
+        host_name=socket.gethostname(), machine=f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{_network_namespace()}",
+        linux=sys.platform == "linux", python=platform.python_version(), packages=_packages(), home=str(Path.home()), folder=str(Path.cwd()),
+        runs=str(runs), cache=str(cache), hub=str(hub_folder()),
+        shares_runs=(runs / mark).exists() if mark else None, shares_cache=(cache / mark).exists() if mark else None,
+        gpus=gpus, gpu_count=len(gpus) if visible is None else min(len(gpus), len([part for part in visible.split(",") if part.strip()])),
+        rsync=shutil.which("rsync") is not None,
+        interfaces=links, route=_route(towards, links) if towards else None, listens=[_listen(port) for port in ports],
+        code={path: _known(lambda path=path: hashlib.sha256((root / path).read_bytes()).hexdigest()) for path in code},
+        data={path: _known(lambda path=path: Path(path).expanduser().stat().st_size) for path in data},
+        prepared={name: _known(lambda name=name: _fingerprint(cache / "data" / name)) for name in prepared},
+        run_there=str(begun.parent) if _known(lambda: begun.stat().st_size) else None,
+        trains=bool(run and starts(str(runs / run))),
+    ))  # fmt: skip
 
-    def fingerprint(name: str) -> str:
-        return str(json.loads((cache / "data" / name / "manifest.json").read_text())["split"]["fingerprint"])
 
-    places = {"runs": runs, "cache": cache, "folder": Path.cwd(), "shm": Path("/dev/shm")}
-    links = _interfaces()
+def starts(run: str | None = None) -> dict[str, list[int]]:
+    """Return the starts under way on this machine, of a run's folder or all -> their processes, this one excepted."""
+    found: dict[str, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            given = [word for word in (entry / "environ").read_bytes().split(b"\0") if word.startswith(f"{START}=".encode())]
+            for word in given if _network_namespace(entry.name) == _network_namespace() else ():
+                start = os.fsdecode(word.partition(b"=")[2])
+                if run is None or json.loads(start)["run"] == run:
+                    found.setdefault(start, []).append(int(entry.name))
+    return found
+
+
+def status(run: str | None) -> dict[str, Any]:
+    """Return the starts under way here: of the runs of this name, or of all."""
+    found = [{**json.loads(start), "processes": len(pids)} for start, pids in starts().items()]
+    now = time.time()  # by this machine's clock, which may not be the other's
     return {
-        "host_name": socket.gethostname(), "machine": this_machine(),
-        "linux": sys.platform == "linux", "python": platform.python_version(), "packages": _packages(),
-        "home": str(Path.home()), "folder": str(Path.cwd()), "runs": str(runs), "cache": str(cache), "hub": str(hub_folder()),
-        "shares_runs": (runs / mark).exists() if mark else None, "shares_cache": (cache / mark).exists() if mark else None,
-        "disks": {name: _disk(place) for name, place in places.items()},
-        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu_count": gpu_count(), "rsync": shutil.which("rsync") is not None, "interfaces": links,
-        "route": _route(towards, links) if towards else None, "listens": [_listen(port) for port in ports],
-        "code": {path: _known(lambda path: hashlib.sha256((root / path).read_bytes()).hexdigest(), path) for path in code},
-        "data": {path: _known(lambda path: Path(path).expanduser().stat().st_size, path) for path in data},
-        "prepared": {name: _known(fingerprint, name) for name in prepared},
+        "runs": [
+            {**one, "run": name, "seconds": now - one["started"]}
+            for one in found if run in (None, name := Path(one["run"]).name)
+        ]
     }  # fmt: skip
 
 
-def _disk(place: Path) -> dict[str, Any] | None:
-    """Return the file system of `place`, or of the folder above it that is there."""
-    path = next((path for path in (place, *place.parents) if path.is_dir()), place)
-    with contextlib.suppress(OSError):
-        used = shutil.disk_usage(path)
-        writable = os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_RDONLY
-        return {"path": str(place), "free_bytes": used.free, "total_bytes": used.total, "writable": bool(writable)}
-    return None
+def _network_namespace(process: str = "self") -> str:
+    return os.readlink(f"/proc/{process}/ns/net")  # noqa: PTH115 - Python 3.8 has no `Path.readlink`
+
+
+def _fingerprint(split: Path) -> str:
+    return str(json.loads((split / "manifest.json").read_text())["split"]["fingerprint"])
 
 
 def _packages() -> dict[str, str]:
@@ -158,110 +167,65 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _known(call: Any, *arguments: Any) -> Any:
+def _known(call: Any) -> Any:
     """Return what `call` returns, `None` where that cannot be found out."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
-        return call(*arguments)
+        return call()
     return None
 
 
-def _text(path: str) -> str:
-    return (_known(Path(path).read_text) or "").replace("\0", " ").strip()
+def _gpus() -> list[dict[str, Any]]:
+    """Return every GPU, by the driver's program, which needs no package."""
+    words = ["nvidia-smi", "--query-gpu=memory.total,memory.free,name", "--format=csv,noheader,nounits"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=15, check=True)
+    rows = [[word.strip() for word in line.split(",", 2)] for line in done.stdout.splitlines()]
+    return [{"name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE} for total, free, name in rows]
 
 
-def _process(pid: Any) -> str:
-    words = _text(f"/proc/{pid}/cmdline") or _text(f"/proc/{pid}/comm") or "a process"
-    return f"{words[:80]} (process {pid})"
-
-
-# ---- Packages and GPUs
-
-
-def gpu_count() -> int:
-    """Return how many NVIDIA GPUs the driver shows to a process of this environment."""
-    listed = _known(lambda: subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=15, check=False))
-    count = sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines()) if listed else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))
-
-
-def software() -> dict[str, Any]:
-    """Return what torch says of itself, and the GPUs; importing torch takes seconds. Listens no longer."""
-    while listeners:
-        server = listeners.pop()
-        _known(server.shutdown, socket.SHUT_RDWR)  # wakes the thread in accept
-        server.close()
-    found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "usable_gpus": 0, "architectures": [], "error": None}
-    try:
-        torch = importlib.import_module("torch")
-        usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        found.update(torch=torch.__version__, cuda=torch.version.cuda, usable_gpus=usable)
-        if torch.version.cuda:
-            flags = getattr(torch._C, "_cuda_getArchFlags", str)  # get_arch_list() says nothing where no GPU can be used
-            found.update(architectures=(flags() or "").split(), nccl=".".join(map(str, torch.cuda.nccl.version())))
-    except Exception as error:  # noqa: BLE001 - whatever a broken package raises is reported
-        found["error"] = f"{type(error).__name__}: {error}"
-    return {**found, "driver": None, "gpus": [], "hidden": os.environ.get("CUDA_VISIBLE_DEVICES"), **_cards()}
-
-
-def _cards() -> dict[str, Any]:
-    """Return the driver and every GPU with its memory in bytes, by the driver's program, which needs no package."""
-    fields = "driver_version,memory.total,memory.free,uuid,name"
-    rows = _known(_nvidia_smi, "gpu", f"{fields},compute_cap")
-    if not rows:  # drivers before 510 do not know the last field
-        rows = [[*row, None] for row in _known(_nvidia_smi, "gpu", fields) or []]
-    users = _known(_nvidia_smi, "compute-apps", "gpu_uuid,pid") or []
-    cards = [
-        {
-            "name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE, "capability": capability,
-            "held_by": [_process(row[-1]) for row in users if row[0] == uuid],
-        }
-        for _, total, free, uuid, name, capability in rows if total.isdigit()
-    ]  # fmt: skip
-    return {"driver": rows[0][0], "gpus": cards} if rows else {}
-
-
-def _nvidia_smi(what: str, fields: str) -> list[list[str]]:
-    words = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+def run_module(words: Sequence[str], config: str = "", variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the JSON that one of our modules prints; with `config`, the text of its configuration. Raises with its error."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.json")
+        file.write_text(config)
+        argv = [sys.executable, "-m", *words, "JSON=1", *([f"CONFIG={file}"] if config else [])]
+        done = subprocess.run(argv, env={**os.environ, **(variables or {})}, capture_output=True, text=True, check=False)
+    if not done.stdout:
+        lines = done.stderr.strip().splitlines() or ["no word"]
+        raise RuntimeError(next((line.partition(" ")[2] for line in lines if line.startswith("error: ")), lines[-1]))
+    return dict(json.loads(done.stdout))
 
 
 # ---- Network
 
 
+def _ip(*words: str) -> list[dict[str, Any]]:
+    """Return what `ip` says of the network; nothing where there is no such program, or no such way."""
+    return (
+        _known(lambda: json.loads(subprocess.run(["ip", "-j", *words], capture_output=True, timeout=5, check=True).stdout)) or []
+    )
+
+
 def _interfaces() -> dict[str, dict[str, Any]]:
     """Return interface -> its IPv4 address (`None` without one) and MTU."""
     found: dict[str, dict[str, Any]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            found[name] = {"address": None, "mtu": None}
-            asked = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):  # without an address the second raises
-                found[name]["mtu"] = struct.unpack("i", fcntl.ioctl(probe.fileno(), GET_MTU, asked)[16:20])[0]
-                found[name]["address"] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), GET_ADDRESS, asked)[20:24])
+    for one in _ip("address"):
+        addresses = [each["local"] for each in one["addr_info"] if each["family"] == "inet"]
+        found[one["ifname"]] = {"address": addresses[0] if addresses else None, "mtu": one["mtu"]}
     return found
 
 
-def _route(towards: str, links: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+def _route(towards: str, links: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return this machine's own address, interface and its MTU on the way to an address; nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        own = probe.getsockname()[0]
-        name = next((name for name, link in links.items() if link["address"] == own), None)
-        return {"address": own, "interface": name, "mtu": links[name]["mtu"] if name else None}
+    for way in _ip("route", "get", _known(lambda: socket.gethostbyname(towards)) or towards):
+        return {"address": way.get("prefsrc"), "interface": way["dev"], "mtu": links[way["dev"]]["mtu"]}
     return None
 
 
 def _listen(port: int) -> dict[str, Any]:
     """Open a listener on every interface; port 0 is any free high one. Return its port, or who holds the one asked for."""
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind(("", port))
-        server.listen(64)
+        server = socket.create_server(("", port), backlog=64)
     except OSError as error:
-        server.close()
         return {"port": None, "error": error.strerror, "held_by": _holder(port)}
     listeners.append(server)
     threading.Thread(target=_serve, args=(server,), daemon=True).start()
@@ -271,9 +235,10 @@ def _listen(port: int) -> dict[str, Any]:
 def _holder(port: int) -> str | None:
     """Return the process that listens on `port`; `None` where nobody can tell."""
     with contextlib.suppress(Exception):  # no psutil, or a system that does not let us look
-        for one in importlib.import_module("psutil").net_connections("tcp"):
+        psutil = importlib.import_module("psutil")
+        for one in psutil.net_connections("tcp"):
             if one.status == "LISTEN" and one.laddr.port == port:
-                return _process(one.pid) if one.pid else "a process of another user"
+                return f"{' '.join(psutil.Process(one.pid).cmdline())[:80]} (process {one.pid})"
     return None
 
 
@@ -315,55 +280,50 @@ def _way(address: str, port: int, megabytes: int, timeout: float) -> dict[str, A
     """Return the median round trip in ms to a listener, the own address that the way begins at and, with `megabytes`, the speed in Mbit/s."""
     with socket.create_connection((address, port), timeout=timeout) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        trips: list[float] = []
-        while len(trips) < (PINGS if megabytes else 1) and (len(trips) < 3 or sum(trips) <= PING_SECONDS):
-            began = time.perf_counter()
-            link.sendall(b"p")
-            if not link.recv(1):
-                raise ConnectionError("the connection was closed by a machine between the two")
-            trips.append(time.perf_counter() - began)
-        found = {"rtt_ms": sorted(trips)[len(trips) // 2] * 1e3, "own": link.getsockname()[0]}
+        trip = sorted(_exchange(link, b"p") for _ in range(PINGS if megabytes else 1))[PINGS // 2 if megabytes else 0]
+        found = {"rtt_ms": trip * 1e3, "own": link.getsockname()[0]}
         if megabytes:
             link.settimeout(timeout + 5)
-            found["mbit"] = _speed(link, megabytes * PIECE, found["rtt_ms"] / 1e3)
+            found["mbit"] = _speed(link, megabytes * PIECE, trip)
         return found
 
 
 def _speed(link: socket.socket, most: int, trip: float) -> float:
     """Return Mbit/s of a transfer that is long enough to tell, of at most `most` bytes; `trip` is a round trip's seconds.
 
-    Each is at most four times the one before: what a switch or a shaper takes at once, before its speed is felt, is small next to the last.
+    Each is four times the one before: what a switch or a shaper takes at once, before its speed is felt, is small next to the last.
     """
-    count, began = min(FIRST_BYTES, most), time.perf_counter()
-    while True:
-        seconds = _sent(link, count)
-        enough = seconds >= max(ENOUGH_SECONDS, 5 * trip) or time.perf_counter() - began > WAY_SECONDS
-        if enough or count == most:
-            return count * 8 / 1e6 / seconds
-        count = min(most, int(count * min(4.0, max(1.5, 2 * ENOUGH_SECONDS / seconds))))
+    count, seconds = FIRST_BYTES // 4, 0.0
+    while count < most and seconds < max(ENOUGH_SECONDS, 5 * trip):
+        count = min(most, 4 * count)
+        content = os.urandom(min(count, PIECE)) * (count // PIECE or 1)  # a tunnel that compresses must not look fast
+        seconds = _exchange(link, b"b" + struct.pack("<Q", len(content)) + content)
+    return count * 8 / 1e6 / seconds
 
 
-def _sent(link: socket.socket, count: int) -> float:
-    """Send `count` bytes and return the seconds until the other side has them all."""
-    piece = os.urandom(min(count, PIECE))  # a tunnel that compresses must not look fast
-    left, began = count, time.perf_counter()
-    link.sendall(b"b" + struct.pack("<Q", count))
-    while left:
-        left -= link.send(piece[: min(left, PIECE)])
+def _exchange(link: socket.socket, content: bytes) -> float:
+    """Send bytes and return the seconds until the other side has them all."""
+    began = time.perf_counter()
+    link.sendall(content)
     if not link.recv(1):
-        raise ConnectionError("the connection was closed while it was measured")
+        raise ConnectionError("the connection was closed by a machine between the two")
     return time.perf_counter() - began
 
 
 def all_reduce(
     backend: str, address: str, port: int, rank: int, world: int, interface: str, stated: bool, megabytes: float, timeout: float
 ) -> dict[str, float]:
-    """Return the seconds of one sum over all machines (the best of three), through torch as a training does it.
+    """Return the seconds of one sum over all machines (the best of three), through torch as a training does it. Listens no longer.
 
     `stated`: the inventory names the interface, so it is NCCL's too, as where NCCL might take one that leads to no other machine.
     """
     from datetime import timedelta
 
+    while listeners:
+        server = listeners.pop()
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        server.close()
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         if stated or (backend == "nccl" and importlib.import_module("sft_play.launch.environment").nccl_might_take(interface)):

@@ -12,21 +12,18 @@ import contextlib
 import ctypes
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import uuid
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.cluster.probe import all_reduce, clock, machine, reach, runs_folder, software, this_machine
+from sft_play.cluster.probe import START, all_reduce, clock, facts, reach, run_module, runs_folder, starts, status
 
-TOKEN = "SFT_PLAY_CLUSTER"
-"""Variable with an id of each start on each machine, which all processes of that start inherit."""
 CHUNK = 65536
 SAVING_SECONDS = 5.0
 """A checkpoint's folder in which nothing has changed for so long is not being written."""
@@ -46,16 +43,6 @@ def tell(**facts: Any) -> None:
         _answers.flush()
 
 
-# ---- Asked before a run
-
-
-def facts(run: str | None = None, **wanted: Any) -> dict[str, Any]:
-    """Return what `probe.machine` says, and what this machine has of a run of that name."""
-    place = runs_folder() / (run or "none")
-    begun = run and (events := place / "events.jsonl").is_file() and events.stat().st_size
-    return {**machine(**wanted), "run_there": str(place) if begun else None, "trains": bool(run and living(place))}
-
-
 def write(files: dict[str, str]) -> dict[str, Any]:
     """Write small files under another name and rename them; `files` maps paths to text."""
     for path, text in ((Path(name), text) for name, text in files.items()):
@@ -66,114 +53,34 @@ def write(files: dict[str, str]) -> dict[str, Any]:
     return {}
 
 
-def one_checkpoint(run: str, step: int | None) -> dict[str, Any]:
+def one_checkpoint(run: str, step: int) -> dict[str, Any]:
     """Set aside checkpoints newer than `step`, which this run is about to make again; nothing is deleted."""
     for path in sorted((runs_folder() / run / "checkpoints").glob("step-*")):
         number = path.name.partition("-")[2]
-        if number.isdigit() and (step is None or int(number) > step):
+        if number.isdigit() and int(number) > step:
             path.rename(path.with_name(f".{path.name}.set-aside-{int(time.time())}"))
     return {}
 
 
-# ---- Runs and their logs
-
-
-class Log:
-    """A growing file."""
-
-    def __init__(self, path: Path, seen: int = 0) -> None:
-        self.path, self.seen = path, seen
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def added(self) -> Iterator[str]:
-        """Yield what was added since the last call; a letter whose bytes are not all there yet comes with the next piece."""
-        with self.path.open("rb") as stream:
-            stream.seek(self.seen)
-            while content := stream.read(CHUNK):
-                self.seen += len(content)
-                if text := self.decoder.decode(content):
-                    yield text
-
-
-def status(run: str | None, own: str) -> dict[str, Any]:
-    """Return the runs under way here: `run`, or all. `own`: the folder of runs of the machine that asks, which may be a shared disk."""
-    found = []
-    for folder in [path for place in {runs_folder().resolve(), Path(own).resolve()} for path in place.glob(run or "*")]:
-        for one in living(folder):
-            seconds = time.time() - float(one["started"])  # by this machine's clock, which may not be the other's
-            found.append({**one, "run": folder.name, "processes": len(with_token(one["token"])), "seconds": seconds})
-    return {"runs": found}
-
-
-# ---- Processes
-
-
-def pid_file(run: Path, node: int) -> Path:
-    """Return the file that says which processes train a run here, for `cluster-status` and `cluster-stop`."""
-    return run / f".cluster-node{node}.json"
-
-
-def started_here(run: Path) -> list[dict[str, Any]]:
-    """Return what this machine has noted of a run's launchers."""
-    found = []
-    for path in sorted(run.glob(".cluster-node*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            one = json.loads(path.read_text(encoding="utf-8"))
-            found += [one] if one.get("machine") == this_machine() else []
-    return found
-
-
-def living(run: Path) -> list[dict[str, Any]]:
-    """Return those whose launcher lives."""
-    return [one for one in started_here(run) if one.get("launcher") in with_token(one["token"])]
-
-
-def with_token(token: str) -> list[int]:
-    """Return the processes that inherited a token, this one excepted."""
-    wanted = f"{TOKEN}={token}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-                if not ended and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
-
-
-def send(pids: list[int], number: int) -> None:
-    """Send a signal to each process that is still there."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def kill_all(token: str) -> int:
-    """Kill what has the token, however often it forks; return how many are left."""
-    for _ in range(20):
-        if not (pids := with_token(token)):
-            return 0
-        send(pids, signal.SIGKILL)
-        time.sleep(0.1)
-    return len(with_token(token))
-
-
-def saves(run: Path) -> bool:
-    """Whether a checkpoint is being written: its folder has been touched within some seconds."""
-    newest = 0.0
-    for folder in (run / "checkpoints").glob(".step-*.partial"):
-        with contextlib.suppress(OSError):
-            newest = max([newest, folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
-    return time.time() - newest < SAVING_SECONDS
-
-
 def end(run: str) -> dict[str, Any]:
     """Kill what an earlier start has left of a run here."""
-    folder = runs_folder() / run
-    for one in started_here(folder):
-        kill_all(one["token"])
-        pid_file(folder, one["node"]).unlink(missing_ok=True)
+    folder = str(runs_folder() / run)
+    for start in starts(folder):
+        kill_all(folder, start)
     return {}
+
+
+def kill_all(folder: str, start: str) -> int:
+    """Kill the processes of a start, however often they fork; return how many are left."""
+    for _ in range(20):
+        pids = starts(folder).get(start, [])
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            return 0
+        time.sleep(0.1)
+    return len(pids)
 
 
 # ---- The launcher of a run
@@ -187,15 +94,14 @@ class Launch:
     is found by a variable that all its descendants inherit, and killed.
     """
 
-    def __init__(self, request: dict[str, Any]) -> None:
-        """`request`: `run`, `node`, `token`, `words` for Python, `store`, `silent_seconds`, and `stream`, whether logs are sent."""
-        self.request, self.run, self.token = request, runs_folder() / request["run"], request["token"]
-        self.commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.logs = {path: Log(path, path.stat().st_size) for path in (self.run / "logs").glob("rank*.log")}
-        self.wish = self.run / f".fetch-node{request['node']}"
+    def __init__(self, run: str, node: int, words: list[str], store: Any, silent_seconds: float, stream: bool) -> None:
+        """`words` are for Python; `stream`: logs are sent."""
+        self.run, self.store, self.silent_seconds, self.stream = runs_folder() / run, store, silent_seconds, stream
+        self.start = json.dumps({"run": str(self.run), "node": node, "started": time.time(), "id": uuid.uuid4().hex})
+        self.sent = {path: path.stat().st_size for path in (self.run / "logs").glob("rank*.log")}
+        self.wish = self.run / f".fetch-node{node}"
         """By this file the launcher asks for the run's newest checkpoint, and waits until it is gone (`launch.preparation`)."""
         self.heard = self.answered = time.monotonic()
-        self.left_at: float | None = None
         self.over = threading.Event()
         libc, parent = ctypes.CDLL(None), os.getpid()
 
@@ -205,43 +111,55 @@ class Launch:
                 os._exit(143)
 
         self.process = subprocess.Popen(
-            [sys.executable, *request["words"]], env={**os.environ, TOKEN: self.token}, stdin=subprocess.DEVNULL,
+            [sys.executable, *words], env={**os.environ, START: self.start}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=bound,  # noqa: PLW1509 - no thread has been started yet
         )  # fmt: skip
-        own = {"token": self.token, "node": request["node"], "launcher": self.process.pid, "machine": this_machine()}
-        self.note = json.dumps({**own, "host": socket.gethostname(), "started": time.time()})
+
+    def kill(self) -> int:
+        self.process.kill()
+        return kill_all(str(self.run), self.start)
 
     def listen(self) -> None:
-        """Take commands until the connection ends, which is one too."""
+        """Carry out commands until the connection ends."""
         with contextlib.suppress(OSError, ValueError):
             for line in iter(sys.stdin.buffer.readline, b""):
-                self.commands.put(json.loads(line))
-        self.commands.put(None)
+                self.heard, command = time.monotonic(), json.loads(line)
+                if "signal" in command:
+                    self.process.send_signal(command["signal"])
+                elif "kill" in command:
+                    self.kill()
+                elif "fetched" in command:
+                    self.wish.unlink()
+        self.answered, self.heard = time.monotonic(), -SILENT_SECONDS
 
-    def read(self, stream: IO[bytes] | None, name: str) -> None:
+    def relay(self, stream: IO[bytes], name: str) -> None:
         """Pass on what the launcher prints, letters complete."""
-        assert stream is not None
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while content := os.read(stream.fileno(), CHUNK):
-            if text := decoder.decode(content):
-                tell(**{name: text})
+            tell(**{name: decoder.decode(content)})
 
-    def obey(self) -> None:
-        """Carry out what was said."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self.commands.get_nowait()
-                if command is None:
-                    self.answered, self.heard = time.monotonic(), -SILENT_SECONDS
-                    return
-                self.heard = time.monotonic()
-                if "signal" in command:
-                    send([self.process.pid], int(command["signal"]))
-                elif command.get("kill"):
-                    send([self.process.pid], signal.SIGKILL)
-                    kill_all(self.token)
-                elif "fetched" in command:
-                    self.wish.unlink(missing_ok=True)
+    def look(self) -> None:
+        """Read what the run writes until it is over: in a separate thread, since a network disk may stall."""
+        wished = last = False
+        while not last:
+            last = self.over.is_set()
+            with contextlib.suppress(OSError):
+                if wished != (wished := self.wish.exists()) and wished:
+                    tell(fetch=True)
+                for path in sorted((self.run / "logs").glob("rank*.log")) if self.stream else []:
+                    self.send_log(path, last=last)
+            self.over.wait(LOOK_SECONDS)
+
+    def send_log(self, path: Path, *, last: bool) -> None:
+        """Send the lines that were added to a log since the last time."""
+        with path.open("rb") as stream:
+            stream.seek(self.sent.get(path, 0))
+            while lines := stream.readlines(CHUNK):
+                if not last and not lines[-1].endswith(b"\n"):
+                    lines.pop()
+                if text := b"".join(lines):
+                    self.sent[path] = self.sent.get(path, 0) + len(text)
+                    tell(log=path.name, text=text.decode("utf-8", "replace"))
 
     def is_alone(self) -> bool:
         """Whether this machine is without its master."""
@@ -249,51 +167,39 @@ class Launch:
         if now - self.heard < SILENT_SECONDS:
             return False
         self.wish.unlink(missing_ok=True)  # nobody brings anything
-        if (store := self.request["store"]) is None:
+        if self.store is None:
             return True
-        with contextlib.suppress(OSError), socket.create_connection(tuple(store), timeout=2):
+        with contextlib.suppress(OSError), socket.create_connection(tuple(self.store), timeout=2):
             self.answered = time.monotonic()
-        return bool(time.monotonic() - max(self.answered, self.heard) > self.request["silent_seconds"])
+        return bool(time.monotonic() - max(self.answered, self.heard) > self.silent_seconds)
 
-    def look(self) -> None:
-        """Read what the run writes until it is over: in a separate thread, since a network disk may stall."""
-        noted = wished = last = False
-        while not last:
-            last = self.over.is_set()
+    def saves(self) -> bool:
+        """Whether a checkpoint is being written: its folder has been touched within some seconds."""
+        newest = 0.0
+        for folder in (self.run / "checkpoints").glob(".step-*.partial"):
             with contextlib.suppress(OSError):
-                if not last and not noted and self.run.is_dir():
-                    pid_file(self.run, self.request["node"]).write_text(self.note, encoding="utf-8")
-                    noted = True
-                if wished != (wished := self.wish.exists()) and wished:
-                    tell(fetch=True)
-                for path in sorted((self.run / "logs").glob("rank*.log")) if self.request["stream"] else []:
-                    for text in self.logs.setdefault(path, Log(path)).added():
-                        tell(log=path.name, text=text)
-            self.over.wait(LOOK_SECONDS)
+                newest = max([newest, folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
+        return time.time() - newest < SAVING_SECONDS
 
     def supervise(self) -> None:
         """Wait for the end of the launcher, and make sure that it comes when it is without its master."""
-        streams = (("out", self.process.stdout), ("err", self.process.stderr))
-        threads = [threading.Thread(target=self.read, args=(stream, name), daemon=True) for name, stream in streams]
-        threads += [threading.Thread(target=target, daemon=True) for target in (self.look, self.listen)]
+        out, err = self.process.stdout, self.process.stderr
+        calls = ((self.relay, (out, "out")), (self.relay, (err, "err")), (self.look, ()), (self.listen, ()))
+        threads = [threading.Thread(target=call, args=words, daemon=True) for call, words in calls]
         for thread in threads:
             thread.start()
+        leave_by = None
         while self.process.poll() is None:
-            self.obey()
-            if self.left_at is None and self.is_alone():
-                self.left_at = time.monotonic()
-                send([self.process.pid], signal.SIGTERM)
-            if self.left_at is not None and time.monotonic() - self.left_at > GONE_SECONDS and not saves(self.run):
-                send([self.process.pid], signal.SIGKILL)
-                kill_all(self.token)
+            if leave_by is None and self.is_alone():
+                leave_by = time.monotonic() + GONE_SECONDS
+                self.process.terminate()
+            if leave_by is not None and time.monotonic() > leave_by and not self.saves():
+                self.kill()
             time.sleep(TICK_SECONDS)
-        left = kill_all(self.token)
-        for relay in threads[:2]:
-            relay.join(timeout=5)
+        left = self.kill()
         self.over.set()
-        threads[2].join(timeout=LOOK_SECONDS + 60)
-        with contextlib.suppress(OSError):
-            pid_file(self.run, self.request["node"]).unlink(missing_ok=True)
+        for thread, seconds in zip(threads, (5.0, 5.0, LOOK_SECONDS + 60), strict=False):
+            thread.join(timeout=seconds)
         tell(ended=self.process.returncode, left=left)
 
 
@@ -301,7 +207,7 @@ def launch(request: dict[str, Any]) -> None:
     """Run a launcher under this connection."""
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):  # the connection's end is seen on standard input
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the launcher would inherit
-    running = Launch(request)
+    running = Launch(**request)
     tell(started=running.process.pid)
     running.supervise()
 
@@ -309,7 +215,7 @@ def launch(request: dict[str, Any]) -> None:
 # ---- Requests
 
 OPERATIONS: dict[str, Any] = {
-    one.__name__: one for one in (clock, facts, software, reach, all_reduce, write, one_checkpoint, status, end)
+    one.__name__: one for one in (clock, facts, run_module, reach, all_reduce, write, one_checkpoint, status, end)
 }
 
 
@@ -340,6 +246,6 @@ def main() -> None:
         if do == "launch":  # in the main thread, with which its child ends
             launch(request)
             break
-        signal.alarm(int(seconds) + 60 if seconds else 0)  # nobody may end the input of a machine whose cable was pulled
+        signal.alarm(int(seconds) + 60)  # nobody may end the input of a machine whose cable was pulled
         threading.Thread(target=answer, args=(do, request), daemon=True).start()
     os._exit(0)  # a thread may hang in a collective, or wait inside `sys.stdin`: Python would abort at its own end

@@ -39,11 +39,7 @@ NO_FOLDER = 96
 """Exit code of `in_folder` where the folder is not there, is a file, or may not be entered."""
 NOT_A_PROGRAM, NO_PROGRAM = 126, 127
 """A shell's exit codes for a program that cannot be started, or is not there."""
-WITHOUT = (NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM)
-"""With these a host answers, and has no environment where the inventory says."""
 SSH_FAILED, TIMED_OUT = 255, 124
-NO_LOGIN = "account is currently not available"
-"""What `nologin` prints, on standard output, in the place of a shell."""
 NO_HOME = "Could not chdir to home directory"
 """How sshd begins a remark on stderr, whatever then becomes of the command."""
 HOME = 'h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }; '
@@ -84,7 +80,7 @@ def _client(host: Host) -> list[str]:
 
 
 def in_folder(host: Host, argv: Sequence[str]) -> list[str]:
-    """Return the words that run `argv` in the host's project folder; see `WITHOUT` for its exit codes.
+    """Return the words that run `argv` in the host's project folder; see `ENDED` for its exit codes.
 
     `argv[0]` may be `~/...`, and is relative to the folder when it is a relative path.
     """
@@ -121,21 +117,19 @@ def run(
     """
     until = time.monotonic() + timeout
     with start(argv, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        while True:
-            try:
-                out, said = process.communicate(text, timeout=min(0.5, timeout) if heard else timeout)
-                return process.returncode, out, said.decode(errors="replace")
-            except subprocess.TimeoutExpired as error:
-                if heard and time.monotonic() < until:
-                    text = None  # it is being written
-                    heard(error.stdout or b"")
-                    continue
-                process.kill()
-                said = (error.stderr or b"") + f"no answer within {timeout:g} s".encode()
-                return TIMED_OUT, error.stdout or b"", said.decode(errors="replace")
-            except BaseException:
-                process.kill()
-                raise
+        try:
+            while True:
+                try:
+                    out, said = process.communicate(text, timeout=0.5)
+                    return process.returncode, out, said.decode(errors="replace")
+                except subprocess.TimeoutExpired as error:
+                    text, out = None, error.stdout or b""  # the text is being written
+                    if time.monotonic() > until:
+                        return TIMED_OUT, out, f"no answer within {timeout:g} s"
+                    if heard:
+                        heard(out)
+        finally:
+            process.kill()
 
 
 def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, Result | UserError]:
@@ -204,50 +198,44 @@ SAYS = (
     ("no-sshd", ("connection refused",), "`{target}` is there, but no sshd listens: {last}",
      "on it: `sudo apt install openssh-server`, `sudo systemctl enable --now ssh`; then check `port` in the inventory"),
     ("unreachable", ("no route", "timed out", "no answer", "unreachable"), "`{target}` cannot be reached: {last}",
-     "is it on, plugged in, and not asleep? `ping {address}`; does its firewall let port {port} in?"),
+     "is it on, plugged in, and not asleep? `ping {address}`; does its firewall let port {port} in? Does a disk of it hang (`df`)?"),
     ("ssh", ("",), "ssh to `{target}` failed: {last}", "try `{login} true` manually"),
 )  # fmt: skip
 """What ssh says when it ends with 255, or is silent: id, words in it, text, remedy; the first that fits."""
+ENDED = (
+    ("no-environment", (NO_FOLDER,), "", "no environment: no folder `{folder}` that its user can enter",
+     "make it: make cluster-install CLUSTER={cluster}; where a file has that name, give another `folder` or `user` in the inventory"),
+    ("no-environment", (NO_PROGRAM, NOT_A_PROGRAM), "", "no environment: no Python `{python}` in `{folder}`",
+     "make it: make cluster-install CLUSTER={cluster}"),
+    ("refused-key", range(256), "account is currently not available", "user `{user}` may not log in there: {last}",
+     "give another `user` in the inventory: one with a shell and a home"),
+    ("broken-python", range(-99, 256), "", "`{python}` ended with code {code}: {last}",
+     "start it manually: `{login}`, then in `{folder}`; `make cluster-install CLUSTER={cluster}` reinstalls it"),
+)  # fmt: skip
+"""What the exit code of a program there means: id, codes, words that it printed, text, remedy; the first that fits."""
 
 
 def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
     """Return why `host` cannot be asked, by the exit code of ssh or of what it ran there, and by what these printed."""
-    if code in WITHOUT:
-        return _without_environment(host, code)
-    if code not in (SSH_FAILED, TIMED_OUT):
-        return _broken(host, code, last_word(err, out) or "no word")
-    if code == TIMED_OUT and is_here(host):
-        remedy = "a disk or the GPU driver may hang: `df` and `nvidia-smi` show which"
-        return Finding("unreachable", "fail", "this machine did not answer in time", remedy)
-    target, last = host.ssh or host.address, last_word(err) or "no answer"
-    low = err.lower() if err.strip() else last
-    name, _, text, remedy = next(row for row in SAYS if any(words in low for words in row[1]))
+    target = host.ssh or host.address
+    if code in (SSH_FAILED, TIMED_OUT):
+        last = last_word(err) or "no answer"
+        low = err.lower() or last
+        name, _, text, remedy = next(row for row in SAYS if any(words in low for words in row[1]))
+    else:
+        last = last_word(err, out) or "no word"
+        name, _, _, text, remedy = next(row for row in ENDED if code in row[1] and row[2] in last)
     fields = {
-        "target": target, "last": last, "address": host.address, "port": host.port or 22, "login": login(host),
-        "copy_id": login(host, "ssh-copy-id"), "known_as": f"'[{target}]:{host.port}'" if host.port not in (None, 22) else target,
+        **{key: getattr(host, key) for key in ("address", "folder", "python", "cluster")}, "target": target, "last": last, "code": code,
+        "port": host.port or 22, "user": host.user or "of ssh's configuration", "login": login(host), "copy_id": login(host, "ssh-copy-id"),
+        "known_as": f"'[{target}]:{host.port}'" if host.port not in (None, 22) else target,
     }  # fmt: skip
     return Finding(name, "fail", text.format(**fields), remedy.format(**fields))
 
 
-def _broken(host: Host, code: int, last: str) -> Finding:
-    if NO_LOGIN in last.lower():
-        text = f"{f'user `{host.user}`' if host.user else 'its user'} may not log in there: {last}"
-        return Finding("refused-key", "fail", text, "give another `user` in the inventory: one with a shell and a home")
-    remedy = f"start it manually: `{login(host)}`, then in `{host.folder}`; `make cluster-install CLUSTER={host.cluster}` reinstalls it"
-    return Finding("broken-python", "fail", f"`{host.python}` ended with code {code}: {last}", remedy)
-
-
-def _without_environment(host: Host, code: int) -> Finding:
-    text, remedy = f"no Python `{host.python}` in `{host.folder}`", f"make it: make cluster-install CLUSTER={host.cluster}"
-    if code == NO_FOLDER:
-        text = f"no folder `{host.folder}` that its user can enter"
-        remedy = f"{remedy}; where something of that name is there (`ls -ld {host.folder}`), give another `folder` or `user` in the inventory"
-    return Finding("no-environment", "fail", f"no environment: {text}", remedy)
-
-
 def say(text: str) -> None:
-    """Tell the user, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Tell the user, on stderr; lines of several threads stay complete."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def last_word(err: str, out: str = "") -> str:

@@ -7,18 +7,18 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.cluster.hosts import NoEnvironment, ask, require_master_here
 from sft_play.cluster.inventory import Inventory, inventory_for_call
 from sft_play.cluster.ssh import on_all, say
-from sft_play.cluster.task import command, controller, early_phases, plan_of
+from sft_play.cluster.task import command, controlled_runs, controller, plan_of
 from sft_play.config.call import Call
-from sft_play.errors import HardwareError, UserError, printable
+from sft_play.errors import HardwareError, UserError
 from sft_play.launch import runs
 from sft_play.launch.run_folder import NAME_PATTERN, find_run
+from sft_play.launch.watch import Follower
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.text import table
 
@@ -32,73 +32,51 @@ SECONDS = 20.0
 # ---- How far a run is
 
 
-def last_row(path: Path, since: float) -> Mapping[str, Any]:
-    """Return the last training row of a `metrics.jsonl` that was written after `since`; empty where there is none."""
-    with contextlib.suppress(OSError):
-        if path.stat().st_mtime < since:
-            return {}
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - 65536))
-            lines = stream.read().decode("utf-8", "replace").splitlines()
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError):
-                row: dict[str, Any] = json.loads(line)
-                if row.get("kind") == "train":
-                    return row
-    return {}
+def last_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last training row; empty where there is none."""
+    return next((row for row in reversed(rows) if row.get("kind") == "train"), {})
 
 
-def ranks_of(counts: Sequence[int]) -> list[range]:
-    """Return the ranks of each machine, of which there are so many."""
-    return [range(sum(counts[:place]), sum(counts[: place + 1])) for place in range(len(counts))]
+def ranks_of(run: RunFolder, position: int) -> range:
+    """Return the ranks of a machine, which has this position among those that take part; none where there is no plan yet."""
+    plan = plan_of(run)
+    counts = plan.ranks_by_node if plan else ()
+    return range(sum(counts[:position]), sum(counts[: position + 1]))
 
 
 def speed_of(row: Mapping[str, Any], ranks: range) -> float | None:
     """Return the tokens a second of a machine: its ranks' part of the row's."""
     tokens, speed = row.get("rank_tokens") or [], row.get("tokens_per_second")
-    return (
-        speed * sum(tokens[ranks.start : ranks.stop]) / (sum(tokens) or 1)
-        if speed and ranks and len(tokens) >= ranks.stop
-        else None
-    )
+    own = tokens[ranks.start : ranks.stop]
+    return speed * sum(own) / (sum(tokens) or 1) if speed and own else None
 
 
 class Board:
-    """Prints a machine's line when it has something new, and those of all now and then."""
+    """Prints the machines' lines when one of them has another state, and now and then."""
 
     def __init__(self, run: RunFolder) -> None:
-        self.run, self.begun = run, time.time()
-        self._shown: dict[str, str] = {}
-        self._at, self._row_at = 0.0, -1
-        self._before = last_row(run.metrics, 0.0)  # of an earlier start
+        self.run, self.metrics = run, Follower(run.metrics)
+        self.before = last_row(self.metrics.look())  # of an earlier start
+        self.shown: Mapping[str, str] = {}
+        self.due = 0.0
 
     def show(self, states: Mapping[str, str]) -> None:
-        """Show what is new: host -> `running` (which is `loading`, and `training` once a step has ended), or how its launcher ended."""
-        row = last_row(self.run.metrics, self.begun)
-        row = {} if row == self._before else row
+        """`states`: host -> `running` (which is `loading`, and `training` once a step has ended), or how its launcher ended."""
+        row = last_row(self.metrics.look())
+        row = {} if row == self.before else row
         now = {name: ("training" if row else "loading") if state == "running" else state for name, state in states.items()}
-        step = row.get("step", -1)
-        due = time.monotonic() - self._at > LINES_SECONDS and step != self._row_at
-        if now == self._shown and not due:
+        if now == self.shown and (not row or time.monotonic() < self.due):
             return
-        new = [name for name, state in now.items() if due or self._shown.get(name) != state]
-        self._shown, self._row_at = now, step
-        self._at = time.monotonic() if due or not self._at else self._at
+        self.shown, self.due = now, time.monotonic() + LINES_SECONDS
         plan = plan_of(self.run)
+        of_all = f"/{plan.steps}" if plan and plan.steps else ""
+        rows = []
         working = [name for name, state in now.items() if state == "training"]
-        ranks = zip(working, ranks_of(plan.ranks_by_node if plan else ()), strict=False)
-        say("\n".join(lines(now, new, row, plan.steps if plan else None, {name: speed_of(row, own) for name, own in ranks})))
-
-
-def lines(
-    states: Mapping[str, str], names: Sequence[str], row: Mapping[str, Any], steps: int | None, speeds: Mapping[str, float | None]
-) -> Iterator[str]:
-    """Yield a line for each of the named machines: state, step, tokens a second."""
-    width, at = max(map(len, states)), f"step {row['step']}{f'/{steps}' if steps else ''}" if "step" in row else ""
-    for name in names:
-        speed = speeds.get(name)
-        more = [at, f"{speed:,.0f} tokens/s" if speed is not None else ""] if states[name] == "training" else []
-        yield f"  {name:<{width}}  {'  '.join(part for part in [states[name], *more] if part)}".rstrip()
+        for name, state in now.items():
+            speed = speed_of(row, ranks_of(self.run, working.index(name))) if name in working else None
+            step = f"step {row['step']}{of_all}" if name in working else ""
+            rows.append([f"  {name}", state, step, f"{speed:,.0f} tokens/s" if speed is not None else ""])
+        say("\n".join(table(rows)))
 
 
 class Logs:
@@ -106,30 +84,22 @@ class Logs:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._waiting: dict[str, str] = {}
+        self.waiting: dict[str, str] = {}
 
     def add(self, name: str, text: str) -> None:
-        """Append to `logs/NAME`. A full disk leaves a log short, and ends nothing."""
-        self._waiting[name] = (self._waiting.get(name, "") + text)[-LARGEST_WAITING:]
-        self.flush()
+        """Append to `logs/NAME`."""
+        self.waiting[name] = (self.waiting.get(name, "") + text)[-LARGEST_WAITING:]
 
     def flush(self) -> None:
-        """Write what waits, where there is a folder by now."""
-        if not self._waiting or not self.run.config.is_file():
+        """Write what waits, where there is a folder by now. A full disk leaves a log short, and ends nothing."""
+        if not self.run.config.is_file():
             return
-        for name, text in self._waiting.items():
+        for name, text in self.waiting.items():
             with contextlib.suppress(OSError):
                 self.run.logs.mkdir(parents=True, exist_ok=True)
                 with (self.run.logs / Path(name).name).open("a", encoding="utf-8") as stream:
                     stream.write(text)
-        self._waiting.clear()
-
-
-def last_words(text: str, lines_shown: int = 12) -> str:
-    """Return the end of what a launcher printed on stderr, from its last `error:` on."""
-    found = printable(text).strip()
-    at = found.rfind("error: ")
-    return found[at:].strip() if at >= 0 else "\n".join(found.splitlines()[-lines_shown:])
+        self.waiting.clear()
 
 
 # ---- Status
@@ -140,46 +110,42 @@ def main(call: Call) -> int:
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     name = run_named(call.options["RUN"]).name if call.options.get("RUN") else None
-    early = [(run, phase) for run, phase in early_phases() if name in (None, run.name)]
-    own = str(runs_folder().absolute())  # which other machines may see, too
-    answers = on_all(inventory.hosts, lambda host: ask(host, "status", timeout=SECONDS, run=name, own=own))
-    known = [answer for answer in answers.values() if not isinstance(answer, UserError)]
-    nodes = sorted({(one["run"], one["node"]) for answer in known for one in answer["runs"]})
+    own = [run.name for run in controlled_runs() if name in (None, run.name)]
+    answers = on_all(inventory.hosts, lambda host: ask(host, "status", timeout=SECONDS, run=name))
+    nodes = sorted({(one["run"], one["node"]) for known in answers.values() if isinstance(known, dict) for one in known["runs"]})
     rows = [
         {"host": host.name, "address": host.address, **row} for host in inventory.hosts
-        for row in rows_of(answers[host.name], early if host == inventory.master else [], nodes)
+        for row in rows_of(answers[host.name], own if host == inventory.master else [], nodes)
     ]  # fmt: skip
     if call.json:
         print(json.dumps(rows))
     else:
         _print(rows)
-    return HardwareError.exit_code if len(known) < len(answers) else 0
+    return HardwareError.exit_code if any(isinstance(answer, UserError) for answer in answers.values()) else 0
 
 
 def rows_of(
-    answer: Mapping[str, Any] | UserError, early: Sequence[tuple[RunFolder, str]], nodes: Sequence[tuple[str, int]]
+    answer: Mapping[str, Any] | UserError, controlled: Sequence[str], nodes: Sequence[tuple[str, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a machine does. `early`: runs that are still prepared, or sent to the others; `nodes`: run and `NODE_RANK` of all launchers."""
+    """Yield what a machine does. `controlled`: runs of which it has the command; `nodes`: run and `NODE_RANK` of all launchers."""
     if isinstance(answer, UserError):
         state = "no environment" if isinstance(answer, NoEnvironment) else "unreachable"
         yield {"state": state, "error": answer.message, "hint": answer.hint}
         return
-    unknown = dict.fromkeys(("pid", "step", "steps", "loss", "tokens_per_second", "memory_gib", "seconds"))
-    for run, state in early:
-        yield {**unknown, "state": state, "run": run.name, "node": 0, "ranks": [], "processes": 0}
-    if not answer["runs"] and not early:
+    launched = [one["run"] for one in answer["runs"]]
+    preparing = [run for run in controlled if run not in launched]
+    yield from ({"state": "preparing", "run": run} for run in preparing)
+    if not launched and not preparing:
         yield {"state": "idle"}
     for one in answer["runs"]:
-        run = RunFolder(runs_folder() / one["run"])
-        row = last_row(run.metrics, time.time() - float(one["seconds"]))
-        plan, own = plan_of(run), [node for name, node in nodes if name == run.name]
-        counts = plan.ranks_by_node if plan and len(plan.ranks_by_node) == len(own) else [0] * len(own)
-        ranks = ranks_of(counts)[own.index(one["node"])]
+        run, since = RunFolder(runs_folder() / one["run"]), time.time() - float(one["seconds"])
+        is_new = run.metrics.is_file() and run.metrics.stat().st_mtime > since
+        row, plan = last_row(Follower(run.metrics).look()) if is_new else {}, plan_of(run)
+        ranks = ranks_of(run, [node for name, node in nodes if name == run.name].index(one["node"]))
         yield {
-            "state": "training" if row else "starting", "run": one["run"], "node": one["node"],
-            "ranks": list(ranks), "memory_gib": row.get("rank_memory_gib", [])[ranks.start : ranks.stop], "loss": row.get("loss"),
-            "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"),
-            "steps": plan.steps if plan else None, "tokens_per_second": speed_of(row, ranks), "seconds": one["seconds"],
+            "state": "training" if row else "starting", "run": one["run"], "node": one["node"], "ranks": list(ranks),
+            "step": row.get("step"), "steps": plan.steps if plan else None, "loss": row.get("loss"), "tokens_per_second": speed_of(row, ranks),
+            "memory_gib": row.get("rank_memory_gib", [])[ranks.start : ranks.stop], "processes": one["processes"], "seconds": one["seconds"],
         }  # fmt: skip
 
 
@@ -187,17 +153,17 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     cells = [["host", "state", "run", "ranks", "step", "loss", "tokens/s", "memory (GiB)", "processes"]]
     for row in rows:
         speed, step, loss = row.get("tokens_per_second"), row.get("step"), row.get("loss")
-        memory = ", ".join(f"{one:.1f}" for one in row.get("memory_gib") or () if one is not None)
         found = [
             row["host"], row["state"], row.get("run"), ", ".join(map(str, row.get("ranks", ()))),
-            f"{step}/{row['steps']}" if step is not None and row["steps"] else "", f"{loss:.4f}" if loss is not None else "",
-            f"{speed:,.0f}" if speed is not None else "", memory, str(row.get("processes", "")),
+            f"{step}/{row['steps'] or '?'}" if step is not None else "", f"{loss:.4f}" if loss is not None else "",
+            f"{speed:,.0f}" if speed is not None else "", ", ".join(f"{one:.1f}" for one in row.get("memory_gib", ()) if one is not None),
+            str(row.get("processes", "")),
         ]  # fmt: skip
         cells.append([cell or "-" for cell in found])
     print("\n".join(table(cells)))
     for row in rows:
-        if row.get("error"):
-            print(f"\n{row['error']}" + (f"\n\nhint: {row['hint']}" if row["hint"] else ""), file=sys.stderr)
+        if "error" in row:
+            print(f"\n{UserError(row['error'], hint=row['hint']).render()}", file=sys.stderr)
 
 
 # ---- Logs, stop
@@ -206,11 +172,11 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
 def logs(call: Call) -> int:
     """`make cluster-logs RUN= RANK= FOLLOW=1`: the log of a rank, as `train-cluster` gathers them on the master."""
     require_master_here(inventory := inventory_for_call(call))
-    _required_run(call, inventory, " RANK=1")
-    return runs.logs(replace(call, options={name: text for name, text in call.options.items() if not name.startswith("CLUSTER")}))
+    _require_run(call, inventory, " RANK=1")
+    return runs.logs(call)
 
 
-def _required_run(call: Call, inventory: Inventory, more: str = "") -> str:
+def _require_run(call: Call, inventory: Inventory, more: str = "") -> str:
     if not (name := call.options.get("RUN")):
         hint = f"make {call.command} CLUSTER={inventory.path} RUN=NAME{more}"
         raise UserError(f"`make {call.command}` needs `RUN=name`", hint=hint)
@@ -221,7 +187,7 @@ def stop(call: Call) -> int:
     """`make cluster-stop RUN=`: ask the command that controls the run to stop all hosts; without it launchers end by themselves."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
-    run = run_named(_required_run(call, inventory))
+    run = run_named(_require_run(call, inventory))
     if process := controller(run):
         return runs.ask_to_leave(call, run, [process], 0, f"{command(inventory, run)} resumes it")
     raise UserError(

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import psutil
 
 from sft_play.cluster import bring
 from sft_play.cluster.findings import Wanted, faults
-from sft_play.cluster.hosts import ask, forwarded, gather, require_master_here, shared_variables
+from sft_play.cluster.hosts import ask, gather, require_master_here, settings_to_forward, shared_variables
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.ssh import is_here, on_all, say
@@ -28,7 +28,7 @@ from sft_play.errors import HardwareError, Problems, UserError, raise_all
 from sft_play.files import lock, text_sha256, typed_path
 from sft_play.launch.attempt import DELIVERED, FETCH, run_preparation
 from sft_play.launch.deepspeed import read_user_json
-from sft_play.launch.environment import holder_of, next_free_port, port_is_free
+from sft_play.launch.environment import next_free_port, require_free_port
 from sft_play.launch.machines import ABSENT
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
@@ -37,8 +37,14 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.prepared import Prepared
+from sft_play.text import plural
 
 PORT = 29500
+NOT_WITH_RUN = {
+    "RUN_NAME": "it starts a new run", "DEEPSPEED_CONFIG": "a run keeps its DeepSpeed settings; RUN_NAME starts a new one with others",
+    "CLUSTER_NETWORK": "a run keeps the network's speed; LAUNCH_NETWORK changes it",
+}  # fmt: skip
+"""Options that cannot stand next to `RUN`, and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +61,9 @@ class Task:
     """Text of the user's `DEEPSPEED_CONFIG`, read and checked before anything is sent."""
 
     @property
-    def shared(self) -> bool:
-        """Whether run folders and cache are on a disk that all machines see."""
-        return self.loaded.config.data.sync == "shared"
+    def variables(self) -> dict[str, str]:
+        """Where all machines keep runs and cache, when these are on a disk that all of them see."""
+        return shared_variables(self.loaded.config.data.sync == "shared")
 
     @property
     def elastic(self) -> bool:
@@ -77,7 +83,19 @@ def read_task(call: Call) -> Task:
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     options, name = call.options, call.options.get("RUN")
-    if not name:
+    if name:
+        run = find_run(name)
+        raise_all([
+            UserError(f"`RUN` resumes a run, and `{option}` cannot be given with it: {why}", place=f"{option}={options[option]}")
+            for option, why in NOT_WITH_RUN.items() if options.get(option)
+        ])  # fmt: skip
+        if run.path.resolve() != (runs_folder() / run.name).resolve():
+            raise UserError(
+                f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs", hint="RUNS_DIR says where"
+            )
+        check_overrides(call)
+        loaded = call.load_config()
+    else:
         loaded = call.load_config()
         run = RunFolder(runs_folder() / choose_name(options.get("RUN_NAME"), loaded.path))
         if run.path.exists() and not (loaded.config.launch.auto_resume and (not run.config.is_file() or has_started(run))):
@@ -88,32 +106,16 @@ def read_task(call: Call) -> Task:
         if inventory.network and loaded.config.launch.network is None:
             speed = Override(key="launch.network", text=inventory.network, origin=str(inventory.path))
             loaded = override_config(loaded, [speed])
-    else:
-        run = find_run(name)
-        if options.get("RUN_NAME"):
-            raise UserError("`RUN` resumes a run, and `RUN_NAME` starts a new one", hint="give one of them")
-        if run.path.resolve() != (runs_folder() / run.name).resolve():
-            text = f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs"
-            raise UserError(text, hint="RUNS_DIR says where")
-        if file := options.get("DEEPSPEED_CONFIG"):
-            text = "`RUN` resumes a run under its own DeepSpeed settings, and `DEEPSPEED_CONFIG` gives others"
-            raise UserError(text, place=f"DEEPSPEED_CONFIG={file}", hint="omit it, or start a new run with it (RUN_NAME)")
-        if network := options.get("CLUSTER_NETWORK"):
-            text = "`RUN` resumes a run with the network's speed that it has in its configuration"
-            raise UserError(text, place=f"CLUSTER_NETWORK={network}", hint=f"LAUNCH_NETWORK={network} changes it")
-        check_overrides(call)
-        loaded = call.load_config()
     own = read_user_json(typed_path(options["DEEPSPEED_CONFIG"])) if options.get("DEEPSPEED_CONFIG") else None
     deepspeed = json.dumps(dict(own.settings), indent=2) if own else None
-    task = Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name), deepspeed=deepspeed)
     bounds, count = elastic_bounds(loaded.config.launch.elastic), len(inventory.hosts)
     if bounds and bounds[0] > count:
         raise UserError(
-            f"`launch.elastic` is `{loaded.config.launch.elastic}`, and the inventory has {count} host{'s' if count > 1 else ''}",
+            f"`launch.elastic` is `{loaded.config.launch.elastic}`, and the inventory has {plural(count, 'host')}",
             place=loaded.origins.get("launch.elastic"),
             hint="lower its first number, or add hosts",
         )
-    return task
+    return Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name), deepspeed=deepspeed)
 
 
 def command(inventory: Inventory, run: RunFolder) -> str:
@@ -133,7 +135,7 @@ def is_begun(run: RunFolder) -> bool:
     return has_started(run) and plan_of(run) is not None
 
 
-def taken_over(task: Task) -> Task:
+def take_over(task: Task) -> Task:
     """Return the task; of a run that was killed before its workers started, one that begins in the folder that was left."""
     if not (task.resuming and task.run.path.is_dir()) or is_begun(task.run) or task.loaded.config.launch.auto_resume:
         return task
@@ -145,41 +147,40 @@ def taken_over(task: Task) -> Task:
 # ---- Which machines
 
 
-def chosen(task: Task) -> dict[str, Facts]:
+def choose_machines(task: Task) -> dict[str, Facts]:
     """Ask all machines; return the facts of those that take part, in the inventory's order.
 
     Raises every reason when too few are there; with `launch.elastic` it says who is left out.
     """
-    answers = judged(task, task.inventory.hosts)
-    found = {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
-    _require_enough(
-        task, {name: answer for name, answer in answers.items() if isinstance(answer, UserError)}, len(found), "left out"
-    )
-    return dict(list(found.items())[: task.bounds[1]])
+    fit = _enough(task, judge_machines(task, task.inventory.hosts), "left out")
+    return dict(list(fit.items())[: task.bounds[1]])
 
 
-def _require_enough(task: Task, missing: Mapping[str, UserError], count: int, what: str) -> None:
-    """Raise why machines are missing, unless the other `count` are enough: then it is said only."""
-    if missing and (not task.elastic or count < task.bounds[0] or task.inventory.master.name in missing):
+def _enough(task: Task, answers: Mapping[str, Facts | UserError], what: str) -> dict[str, Facts]:
+    """Return the machines that are ready. Raises why others are not, unless these are enough: then it is said only."""
+    ready = {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
+    missing = {name: answer for name, answer in answers.items() if isinstance(answer, UserError)}
+    if missing and (not task.elastic or len(ready) < task.bounds[0] or task.inventory.master.name in missing):
         raise_all([one for error in missing.values() for one in (error.problems if isinstance(error, Problems) else [error])])
     for error in missing.values():
         say(f"{what}: {error.message}")
+    return ready
 
 
-def judged(task: Task, hosts: Sequence[Host]) -> dict[str, Facts | UserError]:
+def judge_machines(task: Task, hosts: Sequence[Host]) -> dict[str, Facts | UserError]:
     """Return host name -> its facts, or why it cannot take part. Asks the master too, with which the others are compared."""
     master = task.inventory.master
     asked = hosts if master in hosts else [master, *hosts]
-    answers = gather(asked, shared_variables(task.shared), task.run.name)
+    answers = gather(asked, task.variables, task.run.name)
     facts = {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
-    problems = faults(facts, replace(task.inventory, hosts=tuple(asked)), Wanted(shared=task.shared))
+    problems = faults(facts, replace(task.inventory, hosts=tuple(asked)), Wanted(shared=bool(task.variables)))
     for host in asked:
-        if host.name in facts and (found := [*problems[host.name], *_unfit(task, host, facts[host.name])]):
+        if host.name in facts and (found := [*problems[host.name], *unfit(task, host, facts[host.name])]):
             answers[host.name] = found[0] if len(found) == 1 else Problems(found)
     return {host.name: answers[host.name] for host in hosts}
 
 
-def _unfit(task: Task, host: Host, facts: Facts) -> Iterator[UserError]:
+def unfit(task: Task, host: Host, facts: Facts) -> Iterator[UserError]:
     """Yield why a machine with a separate run folder cannot take part in this run."""
     if is_here(host) or facts.shares_runs:
         return
@@ -202,15 +203,11 @@ def _unfit(task: Task, host: Host, facts: Facts) -> Iterator[UserError]:
 
 def choose_port(task: Task) -> int:
     """Return the port of the launchers' store: the typed one, else a free one from 29500 on. Raises `HardwareError`."""
-    typed = task.call.port("MASTER_PORT")
-    if typed and not port_is_free(typed):
-        raise HardwareError(
-            f"port {typed} is taken by another process on this machine{holder_of(typed)}",
-            place=f"MASTER_PORT={typed}",
-            hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens",
-        )
-    port = typed or next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
-    if port not in (typed, PORT):
+    if typed := task.call.port("MASTER_PORT"):
+        require_free_port(typed, hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens")
+        return typed
+    port = next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
+    if port != PORT:
         say(f"port {PORT} is taken; taking {port}")
     return port
 
@@ -229,7 +226,7 @@ def prepare(task: Task) -> Prepared:
         return Prepared.load(run.prepared)
 
 
-def supplied(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> list[tuple[Host, Facts]]:
+def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> list[tuple[Host, Facts]]:
     """Bring every machine what it lacks: code, model, prepared rows, and of a run that is resumed its newest checkpoint.
 
     Returns the machines that have it all. Raises why others have not, unless enough remain under `launch.elastic`.
@@ -237,35 +234,30 @@ def supplied(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> list
     hosts = [host for host in task.inventory.hosts if host.name in facts]
     say(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
     away = [host for host in hosts if not is_here(host)]
-    files = bring.code_files(told=True) if away else []
+    files = bring.code_files(report=True) if away else []
     if away:
-        what = f"{len(files)} files of the project{'' if task.shared else ', model and data'}"
-        say(f"bringing to {len(away)} host{'s' if len(away) > 1 else ''} what they lack: {what}")
-
+        what = f"{plural(len(files), 'file')} of the project{'' if task.variables else ', model and data'}"
+        say(f"bringing to {plural(len(away), 'host')} what they lack: {what}")
     done = on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared, files))
-    failed = {name: error for name, error in done.items() if error}
-    _require_enough(task, failed, len(hosts) - len(failed), "not ready")
-    return [(host, facts[host.name]) for host in hosts if host.name not in failed]
+    ready = _enough(task, done, "not ready")
+    return [(host, ready[host.name]) for host in hosts if host.name in ready]
 
 
-def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequence[str]) -> None:
-    """Bring one machine what it lacks, and what its launcher is told. Raises `UserError`."""
+def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequence[str]) -> Facts:
+    """Bring one machine what it lacks, and what its launcher is told; return its facts. Raises `UserError`."""
     there = prepared
     if not is_here(host):
         bring.send_code(host, files)
         # What an earlier start left there, of a host whose link was cut and is back, would hold the run.
-        ask(host, "end", timeout=60, run=task.run.name, variables=shared_variables(task.shared))
-        if not task.shared:
+        ask(host, "end", run=task.run.name, variables=task.variables)
+        if not task.variables:
             there = bring.send_prepared(host, facts, task.loaded.config, prepared)
         if is_begun(task.run):
             bring.send_run(host, facts, task.run, newest_valid(task.run)[0])
+    given = {"config": json.dumps(saved_form(task.loaded)), "prepared": json.dumps(asdict(there)), "deepspeed": task.deepspeed}
     folder = files_folder(facts, task.run, host)
-    given = {
-        "config": json.dumps(saved_form(task.loaded)),
-        "prepared": json.dumps(asdict(there)),
-    }
-    given |= {"deepspeed": task.deepspeed} if task.deepspeed else {}
-    ask(host, "write", timeout=60, files={f"{folder}/{name}.json": text for name, text in given.items()})
+    ask(host, "write", files={f"{folder}/{name}.json": text for name, text in given.items() if text})
+    return facts
 
 
 # ---- What is typed there
@@ -293,11 +285,11 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, count: int, port
 
 def node_variables(task: Task, host: Host, facts: Facts, *, absent: Sequence[int] = ()) -> dict[str, str]:
     """Return what a machine's launcher gets on top of its own environment. `absent`: ranks of machines that are known not to come."""
-    given = shared_variables(task.shared) | {DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json"}
+    given = task.variables | {DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json"}
     if not is_here(host):
-        given |= forwarded(os.environ) | {
+        given |= settings_to_forward(os.environ) | {
             "HF_HUB_OFFLINE": "1"
-        }  # everything was brought; asking the hub would make machines differ
+        }  # all was brought; asking the hub would make machines differ
         given |= {} if facts.shares_runs else {FETCH: "1"}
     if host.interface:
         # To NCCL a name without `=` is a prefix: `eth1` would be `eth10` too.
@@ -310,18 +302,15 @@ def node_variables(task: Task, host: Host, facts: Facts, *, absent: Sequence[int
 # ---- Of two commands for one run, the second is refused; `cluster-stop` finds the first
 
 
-def lock_file(run: RunFolder) -> Path:
+def _lock_file(run: RunFolder) -> Path:
     """Return the file that the command which controls a run holds; not in its folder, which its own launcher makes."""
     return cache_folder() / "cluster" / f"{text_sha256(str(run.path.absolute()))[:16]}.lock"
 
 
 @contextlib.contextmanager
-def controlling(run: RunFolder, inventory: Path) -> Iterator[Callable[[str], None]]:
-    """Keep a run for this command; yield a function that notes in which phase it is, for `cluster-status`.
-
-    Raises `UserError` when another command controls the run.
-    """
-    path = lock_file(run)
+def control_run(run: RunFolder, inventory: Path) -> Iterator[None]:
+    """Keep a run for this command. Raises `UserError` when another command controls it."""
+    path = _lock_file(run)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = lock(path)
@@ -333,28 +322,23 @@ def controlling(run: RunFolder, inventory: Path) -> Iterator[Callable[[str], Non
             f"the run `{run.name}` is in use: process {_owner(path).get('pid', '?')} trains it on a cluster",
             hint=f"wait for it, or: make cluster-stop CLUSTER={inventory} RUN={run.name}",
         )
-
-    def note(phase: str) -> None:
-        line = json.dumps({"pid": os.getpid(), "run": str(run.path.absolute()), "phase": phase}) + "\n"
-        with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(descriptor, line.encode(), 0)
-
     try:
-        note("")
-        yield note
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps({"pid": os.getpid(), "run": str(run.path.absolute())}).encode())
+        yield
     finally:
         os.close(descriptor)
 
 
 def _owner(path: Path) -> dict[str, str]:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return dict(json.loads(path.read_text(encoding="utf-8").splitlines()[0]))
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     return {}
 
 
 def controller(run: RunFolder) -> psutil.Process | None:
     """Return the process of this machine that controls a run over its cluster now; `None` where there is none."""
-    path = lock_file(run)
+    path = _lock_file(run)
     with contextlib.suppress(OSError, ValueError, LookupError, psutil.Error):
         if (descriptor := lock(path, shared=True)) is None:
             return psutil.Process(int(_owner(path)["pid"]))
@@ -362,8 +346,8 @@ def controller(run: RunFolder) -> psutil.Process | None:
     return None
 
 
-def early_phases() -> list[tuple[RunFolder, str]]:
-    """Return the runs of this machine whose command still prepares or sends."""
+def controlled_runs() -> list[RunFolder]:
+    """Return the runs that commands of this machine control; a command that was killed leaves its lock's file."""
     owners = [_owner(path) for path in sorted((cache_folder() / "cluster").glob("*.lock"))]
-    found = [(RunFolder(Path(one["run"])), one["phase"]) for one in owners if one.get("phase")]
-    return [(run, phase) for run, phase in found if controller(run)]  # one that was killed leaves its note
+    runs = [RunFolder(Path(one["run"])) for one in owners if "run" in one]
+    return [run for run in runs if controller(run)]

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, send_code, send_model
-from sft_play.cluster.hosts import facts_of, forwarded
-from sft_play.cluster.install import install, not_installed, versions
+from sft_play.cluster.hosts import facts_of, settings_to_forward
+from sft_play.cluster.install import install, not_installed
 from sft_play.cluster.inventory import Host
 from sft_play.cluster.ssh import last_word
 from sft_play.errors import DataError, HardwareError, UserError
@@ -66,7 +65,7 @@ def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
     write(there, a="hours of work", b="same")
     os.utime(there / "b.py", (1e9, 1e9))
     with pytest.raises(
-        UserError, match=r"host `old`: in `~/sft-play` a file is another one .* not brought by this command: `a.py`"
+        UserError, match=r"host `old`: `~/sft-play` has 1 file that this command did not bring, and others than here: `a.py`"
     ) as error:
         send(names)
     assert "another `folder`" in (error.value.hint or "") and error.value.place == "home.yaml:4"
@@ -214,27 +213,27 @@ def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "kept.py").write_text("modified")
     monkeypatch.setattr(bring, "project", lambda: tmp_path)
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
-    assert bring.code_files(told=True) == sorted([".env.example", "kept.py", odd])
+    assert bring.code_files(report=True) == sorted([".env.example", "kept.py", odd])
     said = capsys.readouterr().err
-    assert said == "note: 2 files that git does not track yet (`configs/new.yaml`) stay here; git add sends them\n"
+    assert (
+        said == "note: git does not track yet, and so does not send: `configs/new.yaml`, `sft_play/new.py`; git add sends them\n"
+    )
     for name in ("configs/new.yaml", "sft_play/new.py"):
         (tmp_path / name).unlink()
-    assert bring.code_files(told=True)
+    assert bring.code_files(report=True)
     assert not capsys.readouterr().err, "an inventory of one's own is read on the master only"
 
 
 def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty list would send nothing, and compare nothing without a word."""
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=30)
-    (tmp_path / "new.py").write_text("x")
-    monkeypatch.setattr(bring, "project", lambda: tmp_path)
-    with pytest.raises(UserError, match="git tracks no file of") as found:
-        bring.code_files()
-    assert found.value.hint == "git add, git commit there"
-    monkeypatch.setattr(bring, "project", lambda: tmp_path.parent)
-    with pytest.raises(UserError, match=r"sft_play is installed as a package .* get a clone of the project") as found:
-        bring.code_files()
-    assert found.value.hint == "git clone the project, `make install` in the clone, and type the command there"
+    """An empty list would send nothing, and compare nothing without a word; an installed package is in no checkout."""
+    subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True, timeout=30)
+    (tmp_path / "empty" / "new.py").write_text("x")
+    for place, why in ((tmp_path / "empty", "nothing was added"), (tmp_path, "not a git repository")):
+        monkeypatch.setattr(bring, "project", lambda place=place: place)
+        with pytest.raises(UserError, match="it tracks none") as found:
+            bring.code_files()
+        assert why in found.value.message
+        assert "git clone the project, `make install` in the clone" in (found.value.hint or "")
 
 
 def test_settings_that_reach_every_machine() -> None:
@@ -247,22 +246,7 @@ def test_settings_that_reach_every_machine() -> None:
         "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/x",
     }  # fmt: skip
     secret = {"HF_ENDPOINT": "https://me:word@hub.lan"}
-    assert forwarded({**own, **passed}) == passed and forwarded(secret) == {}
-
-
-@pytest.mark.parametrize(
-    ("changes", "text", "hint"),
-    [
-        ({"python": "3.12.1"}, "its environment has Python 3.12.1, and this machine 3.11.2", "python3.11-venv"),
-        ({"packages": {"peft": "0.18.0"}}, "torch missing (there 2.9.0)", "make install on this machine, too"),
-        ({"packages": {"torch": "2.9.0", "peft": "0.17.0"}}, "peft 0.17.0 (there 0.18.0)", "make install on this machine, too"),
-    ],
-)
-def test_a_machine_is_ready_only_with_the_same_versions(changes: dict[str, Any], text: str, hint: str) -> None:
-    assert versions(HOST, OWN, replace(OWN, python="3.11.9")) == "Python 3.11.9, torch 2.9.0"
-    with pytest.raises(HardwareError) as error:
-        versions(HOST, OWN, replace(OWN, **changes))
-    assert text in error.value.message and hint in (error.value.hint or "")
+    assert settings_to_forward({**own, **passed}) == passed and settings_to_forward(secret) == {}
 
 
 def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
