@@ -34,7 +34,7 @@ FOR_A_RUN = ("no-linux", "versions", "not-shared", "rsync", "gpus", "interface")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What the machines shall agree with, as it is on this machine."""
+    """What must be the same on all machines, as it is on this one."""
 
     port: int = 0
     """At which the machines meet, on the master."""

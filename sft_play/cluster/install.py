@@ -1,6 +1,6 @@
 """`make cluster-install`: the project and its environment on every machine of an inventory, by the project's own `scripts/install.sh` there.
 
-The same command goes on where it stopped: files that are there are not sent again, and an environment that is newer than the pinned versions is
+The same command continues where it stopped: files that are there are not sent again, and an environment that is newer than the pinned versions is
 left as it is.
 """
 
@@ -27,7 +27,7 @@ NO_PYTHON = 97
 """Exit code of `INSTALL` where the host has not this machine's Python."""
 INSTALL = f"""{HOME}
 v=$(h "$2")
-if [ "$3" = kept ] && [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
+if [ "$3" = keep ] && [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
   echo "the environment in $v is up to date"; exit 0
 fi
 for p in "python$1" "$v/bin/python" python3; do
@@ -38,7 +38,7 @@ done
 echo "error: there is no Python $1, which the first host has; python3 is $(python3 --version 2>&1)"
 exit 97
 """
-"""Takes this machine's Python version (`3.11`), the environment's folder, and `kept` where one that is newer than the pins stays.
+"""Takes this machine's Python version (`3.11`), the environment's folder, and `keep` where one that is newer than the pins stays.
 
 Runs in the project's folder."""
 AGAIN = "then type the same command again"
@@ -92,8 +92,8 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         return "this machine; `make install` keeps its environment"
     send_code(host, files)
     say(f"{host.name} | {len(files)} files of the project are there")
-    for kept in ("kept", "anew"):
-        words = in_folder(host, ["sh", "-c", INSTALL, "sh", minor(own), venv_of(host), kept])
+    for mode in ("keep", "renew"):
+        words = in_folder(host, ["sh", "-c", INSTALL, "sh", minor(own), venv_of(host), mode])
         last, code = _run(host, arguments(host, words, tty=True))  # with a terminal it ends when this command does
         if code:
             raise not_installed(host, own, last, code)
@@ -101,7 +101,7 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         apart = other_versions(own, found)
         if not set(apart) - set(OPTIONAL) or "Python" in apart:
             break
-        if kept == "kept":
+        if mode == "keep":
             say(f"{host.name} | its versions are others: {', '.join(apart.values())}; installing the pinned ones")
     if not apart:
         return f"Python {found.python}, torch {found.packages['torch']}"

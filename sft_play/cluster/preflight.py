@@ -30,7 +30,7 @@ from sft_play.runs.prepared import lookup, sources_of
 from sft_play.text import Finding, finding_lines, plural, table
 
 SECONDS = 26.0
-"""For everything; what then goes on is ended, within 3 s."""
+"""For everything; what still runs then is ended, within 3 s."""
 START_SECONDS = CONNECT_SECONDS + 8.0
 CONNECT_LIMIT, ROUND_SECONDS = 3.0, 1.5
 """For a connection between two machines; for both ways between them."""
@@ -69,7 +69,7 @@ def main(call: Call) -> int:
 
 
 def wanted_of(config: Config | None, port: int) -> Wanted:
-    """Return what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
+    """Return what must be the same on all machines: this machine's code and, with a configuration, data and backend."""
     root, here = project(), Path.cwd()
     files = [path for path in sorted((root / "sft_play").rglob("*")) if path.suffix in SOURCES and path.is_file()]
     code = {str(path.relative_to(root)): file_sha256(path) for path in files}

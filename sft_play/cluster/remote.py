@@ -30,7 +30,7 @@ SAVING_SECONDS = 5.0
 SILENT_SECONDS = 15.0
 """How long the machine that started us may be silent; it sends a line every two seconds."""
 GONE_SECONDS = 29.0
-"""How long a launcher may take to save and leave once it is without its master; a save that takes longer goes on while it grows."""
+"""How long a launcher may take to save and leave once it is without its master; a save that takes longer continues while it grows."""
 TICK_SECONDS, LOOK_SECONDS = 0.2, 1.0
 _answers: IO[str] = sys.stdout
 _lock = threading.Lock()
@@ -89,7 +89,7 @@ def kill_all(folder: str, start: str) -> int:
 class Launch:
     """One launcher, from its start to the last of its processes.
 
-    It gets SIGTERM (save and leave) when it is told to stop, and when it is without its master: standard input has ended, or nobody was heard for
+    It gets SIGTERM (save and leave) when a stop is requested, and when it is without its master: standard input has ended, or nobody was heard for
     `SILENT_SECONDS`, and the run's store at `store` (address and port; `None` on the master itself) does not answer either. What it leaves behind
     is found by a variable that all its descendants inherit, and killed.
     """

@@ -150,9 +150,9 @@ def take_over(task: Task) -> Task:
 def choose_machines(task: Task) -> dict[str, Facts]:
     """Ask all machines; return the facts of those that take part, in the inventory's order.
 
-    Raises every reason when too few are there; with `launch.elastic` it says who is left out.
+    Raises every reason when too few are there; with `launch.elastic` it says who is skipped.
     """
-    fit = _enough(task, judge_machines(task, task.inventory.hosts), "left out")
+    fit = _enough(task, judge_machines(task, task.inventory.hosts), "skipped")
     return dict(list(fit.items())[: task.bounds[1]])
 
 
@@ -244,7 +244,7 @@ def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> li
 
 
 def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequence[str]) -> Facts:
-    """Bring one machine what it lacks, and what its launcher is told; return its facts. Raises `UserError`."""
+    """Bring one machine what it lacks, and its launcher's configuration; return its facts. Raises `UserError`."""
     there = prepared
     if not is_here(host):
         bring.send_code(host, files)
@@ -264,7 +264,7 @@ def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequ
 
 
 def files_folder(facts: Facts, run: RunFolder, host: Host) -> str:
-    """Return where a machine keeps what it is told of a run; by host, since machines may share a cache."""
+    """Return where a machine keeps what its launcher of a run reads; by host, since machines may share a cache."""
     return f"{facts.cache}/cluster/{run.name}/{host.name}"
 
 

@@ -104,7 +104,7 @@ def _starts(task: Task) -> int:
     return sum(event["event"] in ("started", "resumed") for event in _events(task))
 
 
-# ---- While it goes on
+# ---- While it trains
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class Control:
         self.on_terminal = is_terminal(sys.stdout) and not task.call.json
 
     def train(self, crew: Sequence[tuple[Host, Facts]]) -> tuple[int, str]:
-        """Start the launchers and wait until node 0's has ended; return its exit code, and what is to be said besides."""
+        """Start the launchers and wait until node 0's has ended; return its exit code, and an error to print."""
         task = self.task
         self.count = task.bounds[1] if task.elastic else len(crew)
         for rank, (host, facts) in enumerate(crew):

@@ -87,7 +87,7 @@ def test_an_elastic_run_leaves_out_what_is_not_fit(
     (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host x port 22: Connection refused' >&2; exit 255\n")
     (tmp_path / "bin" / "ssh").chmod(0o755)
     assert list(task.choose_machines(task_of(tmp_path, ("launch.elastic", "1:2")))) == ["desktop"]
-    assert "left out: host `laptop`: `192.0.2.11` is there, but no sshd listens" in capsys.readouterr().err
+    assert "skipped: host `laptop`: `192.0.2.11` is there, but no sshd listens" in capsys.readouterr().err
     with pytest.raises(HardwareError, match="no sshd listens"):
         task.choose_machines(task_of(tmp_path, ("launch.elastic", "2:2")))
 
