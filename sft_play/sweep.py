@@ -34,7 +34,7 @@ from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.schedulers.slurm import queued, write_job
+from sft_play.schedulers.slurm import is_queued, write_job
 from sft_play.text import duration, figure, table
 
 STOPPED = (130, 143)
@@ -178,7 +178,7 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
     }
     if not tasks:
         return 0
-    if call.flag("SUBMIT") and queued(name):
+    if call.flag("SUBMIT") and is_queued(name):
         raise UserError(
             f"the sweep `{name}` is in the queue already", hint=f"squeue --me --name={name}; once it ended, type the same again"
         )

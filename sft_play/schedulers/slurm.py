@@ -30,7 +30,7 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import DEFAULT, save_config
 from sft_play.config.schedulers import SlurmConfig
-from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
+from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Ahead, plan_ahead
 from sft_play.launch.run_folder import choose_name, has_started, launches
@@ -53,8 +53,6 @@ TOKEN_FILE = "HF_TOKEN_PATH"
 """The one name with `TOKEN` in it whose value is no secret."""
 LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, its hyphen included."""
-PATIENCE_SECONDS = 120.0
-"""sbatch itself waits for a busy controller, by default up to 10 s a message."""
 HINTS: tuple[tuple[str, str | None, str], ...] = (
     (r"qos(max|min|grp)\w|assoc(max|min|grp)\w|accounting/qos policy", None,
      "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts against them now"),
@@ -62,6 +60,7 @@ HINTS: tuple[tuple[str, str | None, str], ...] = (
     (r"time limit|timelimit", "slurm.time", "`sinfo -s` shows the longest time of each partition; then SLURM_TIME="),
     (r"account", "slurm.account", "`sacctmgr show associations user=$USER` lists your accounts; then SLURM_ACCOUNT=NAME"),
     (r"qos", "slurm.qos", "`sacctmgr show qos` lists what there is; then SLURM_QOS=NAME"),
+    (r"unable to contact|refused|timed out|socket", None, "`scontrol ping` asks the controller"),
     (r"node|processors|cpu|gres|gpu|memory|feature|constraint", None,
      "`sinfo -N -o '%N %c %m %G %f'` shows cores, memory, GPUs and features of the nodes; NUM_NODES, NUM_GPUS, SLURM_CPUS_PER_GPU, SLURM_MEMORY "
      "and SLURM_CONSTRAINT ask for less"),
@@ -70,10 +69,6 @@ HINTS: tuple[tuple[str, str | None, str], ...] = (
 """What sbatch says, the one key that it is about, and what to do about it; the first that matches.
 
 Errors of one thing name others: "account/partition combination"."""
-UNREACHABLE = re.compile(
-    r"unable to contact slurm controller|connection refused|zero bytes were transmitted|timed out|socket", re.IGNORECASE
-)
-
 
 Tasks = Mapping[int, tuple[str, Sequence[str]]]
 """Of a sweep: index in the array -> the run's name and the words that only this task's command has. Else empty: the index ends the name."""
@@ -108,7 +103,7 @@ class BatchJob:
 
 
 def main(call: Call) -> int:
-    """Writes the script and returns 0; what does not fit is shown part by part before the error."""
+    """Write the script and returns 0; what does not fit is shown part by part before the error."""
     return write_job(call, {})
 
 
@@ -124,7 +119,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
     environment, withheld = _environment(os.environ)
     job = replace(_job(ahead, name, script, environment), tasks=tasks)
     _write(ahead, script, render(job))
-    for notice in [*ahead.options.notices, *_notes(call, ahead, name, withheld)]:
+    for notice in [*ahead.options.notices, *_notes(call, ahead, withheld)]:
         print(f"note: {notice}", file=sys.stderr)
     if not call.json:
         print(f"{show_plan(ahead.plan)}\n\n{_show(job, script)}", flush=True)
@@ -141,7 +136,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
 
 
 def render(job: BatchJob) -> str:
-    """Returns the script, its last line ended."""
+    """Return the script, its last line ended."""
     quoted, array = shlex.quote, bool(job.slurm.array)
     # One task's SLURM_JOB_ID is the array's own number, and that alone means all of its tasks.
     number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
@@ -165,13 +160,13 @@ def render(job: BatchJob) -> str:
 
 
 def _cases(tasks: Tasks) -> list[str]:
-    """Returns the shell lines that give each task of a sweep its own run."""
+    """Return the shell lines that give each task of a sweep its own run."""
     lines = [f"  {index}) run_name={shlex.quote(name)} words=({shlex.join(words)}) ;;" for index, (name, words) in tasks.items()]
     return ["case $SLURM_ARRAY_TASK_ID in", *lines, "esac"] if tasks else []
 
 
 def options(job: BatchJob) -> list[str]:
-    """Returns the options for sbatch, one each, as they stand in `#SBATCH` lines."""
+    """Return the options for sbatch, one each, as they stand in `#SBATCH` lines."""
     slurm = job.slurm
     output = str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if slurm.array else '%j'}.out"
     given: dict[str, str | int | None] = {
@@ -188,73 +183,58 @@ def options(job: BatchJob) -> list[str]:
 
 
 def _for_sbatch(value: str) -> str:
-    """Returns a value as sbatch reads it in a script: between quotes where it holds a blank or a quote."""
+    """Return a value as sbatch reads it in a script: between quotes where it holds a blank or a quote."""
     if not any(letter.isspace() or letter in "\"'\\#" for letter in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def submit(script: Path, origins: Mapping[str, str]) -> str:
-    """Submits a script and returns the job's id. `origins`: where each key of its configuration was written.
+    """Submit a script and return the job's id. `origins`: where each key of its configuration was written.
 
-    Raises `HardwareError` where there is no sbatch, `RetryableError` where its controller does not answer, `UserError` with sbatch's own
-    words where the cluster refuses the job. Nothing is in the queue then.
+    Raise `HardwareError` where there is no sbatch, `UserError` with sbatch's own words where the job is refused. Nothing is in the queue then.
     """
     program = shutil.which("sbatch")
     if program is None:
-        raise HardwareError(
-            "there is no `sbatch` here, so nothing was submitted", hint=f"on the cluster's login node: sbatch {script.absolute()}"
-        )
+        text = "there is no `sbatch` here, so nothing was submitted"
+        raise HardwareError(text, hint=f"on the cluster's login node: sbatch {script.absolute()}")
     _sbatch(program, "--test-only", script, origins)  # a job which could never run would wait for ever
     answer = _sbatch(program, "--parsable", script, origins).strip()
-    job = answer.rpartition("\n")[2].partition(";")[0]
-    if not job.isdigit():
-        raise HardwareError(f"sbatch gave no job id but `{answer}`", hint="`squeue --me` shows what is in the queue")
-    return job
+    return answer.rpartition("\n")[2].partition(";")[0]
 
 
 def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str]) -> str:
-    """Returns what sbatch prints. `EXPORT` again: a variable `SBATCH_EXPORT` would win over the script's line."""
-    try:
-        done = subprocess.run(
-            [program, option, EXPORT, str(script.absolute())],
-            capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise RetryableError(
-            f"sbatch did not answer within {PATIENCE_SECONDS:.0f} s", hint="`scontrol ping` asks the controller"
-        ) from None
+    """Return what sbatch prints. `EXPORT` again: a variable `SBATCH_EXPORT` would win over the script's line."""
+    done = subprocess.run(
+        [program, option, EXPORT, str(script.absolute())],
+        capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
     if done.returncode == 0:
         return done.stdout
     words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
-    if UNREACHABLE.search(words):
-        raise RetryableError(
-            f"sbatch cannot reach the cluster:\n{words}", place=str(script), hint="`scontrol ping` asks the controller"
-        )
     key, hint = next((key, hint) for pattern, key, hint in HINTS if re.search(pattern, words, re.IGNORECASE))
     origin = origins.get(key or "", DEFAULT)
+    place = str(script) if origin == DEFAULT else origin
     raise UserError(
-        f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}",
-        place=str(script) if origin == DEFAULT else origin, hint=hint,
-    )  # fmt: skip
+        f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}", place=place, hint=hint
+    )
 
 
-def queued(name: str) -> bool:
+def is_queued(name: str) -> bool:
     """Whether a job of this user and name waits or runs. Where `squeue` cannot say it, `submit` says what is wrong."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+    with contextlib.suppress(OSError):
         words = ["squeue", "--me", "--noheader", f"--name={name}"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
-        return bool(done.stdout.strip())
+        return bool(subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip())
     return False
 
 
 def first_index(array: str) -> int:
-    """Returns the first task of `slurm.array`, such as 3 of `3-7%2`."""
+    """Return the first task of `slurm.array`, such as 3 of `3-7%2`."""
     return int(re.split("[-,:%]", array)[0])
 
 
 def _refuse_unlike(ahead: Ahead) -> None:
-    """Raises `UserError` for GPUs that differ: a batch job asks for so many of one kind on each of its nodes."""
+    """Raise `UserError` for GPUs that differ: a batch job asks for so many of one kind on each of its nodes."""
     plan, gpu_type = ahead.plan, ahead.loaded.config.slurm.gpu_type
     kinds = list(dict.fromkeys(rank.device_name for rank in plan.ranks))
     if plan.device == "cuda" and len(kinds) > 1 and (plan.num_nodes > 1 or gpu_type):
@@ -276,7 +256,7 @@ def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) 
 
 
 def _target(ahead: Ahead, name: str) -> str:
-    """Returns the command that the nodes run: where the run has started already, one that continues it."""
+    """Return the command that the nodes run: where the run has started already, one that continues it."""
     array = ahead.loaded.config.slurm.array
     run = RunFolder(runs_folder() / (f"{name}-{first_index(array)}" if array else name))
     begun = launches(run)[0]["launch"]["command"] if has_started(run) else None
@@ -286,7 +266,7 @@ def _target(ahead: Ahead, name: str) -> str:
 
 
 def _script(call: Call, name: str) -> Path:
-    """Returns where the script goes: in the run's folder, or as `OUT` says. Raises `UserError` where another file is there."""
+    """Return where the script goes: in the run's folder, or as `OUT` says. Raise `UserError` where another file is there."""
     out = call.options.get("OUT")
     script = RunFolder(runs_folder() / name).path / "slurm" / "job.sbatch"
     if out:
@@ -303,7 +283,7 @@ def _beside(script: Path, what: str) -> Path:
 
 
 def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that the script sets, and the names of those that are left out because they look like secrets."""
+    """Return the variables that the script sets, and the names of those that are left out because they look like secrets."""
     passed = {name: value for name, value in ambient.items() if PASSED.fullmatch(name) and value}
     withheld = sorted(name for name, value in passed.items() if name != TOKEN_FILE and mask(name, value) != value)
     kept = {name: value for name, value in passed.items() if name not in withheld}
@@ -316,7 +296,7 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
 
 
 def _write(ahead: Ahead, script: Path, text: str) -> None:
-    """Writes configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raises `UserError`."""
+    """Write configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raise `UserError`."""
     setup = (
         "\n".join(ahead.loaded.config.slurm.setup) + "\n"
     )  # the only shell text that is not ours: it may leave a quote or a block open
@@ -336,7 +316,7 @@ def _write(ahead: Ahead, script: Path, text: str) -> None:
         ) from error
 
 
-def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
+def _notes(call: Call, ahead: Ahead, withheld: list[str]) -> list[str]:
     notes = []
     if not call.options.get("HARDWARE"):
         what = "HARDWARE=4xH100 describes the cluster's nodes" if ahead.plan.device == "cpu" else "HARDWARE= describes others"
@@ -347,8 +327,6 @@ def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str
         )
     if os.environ.get("HF_TOKEN"):
         notes.append(f"HF_TOKEN is not written into the script: {HUB_LOGIN} keeps it in your home, where the job finds it")
-    if has_started(RunFolder(runs_folder() / name)):
-        notes.append(f"the run `{name}` has started already: the job continues it, if the configuration is the same")
     return notes
 
 

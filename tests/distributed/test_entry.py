@@ -139,21 +139,3 @@ def test_a_pod_that_is_drained_saves_and_the_same_command_goes_on(pods: Pods) ->
     assert codes == [0, 0], said
     assert [row["step"] for row in metrics(pods.runs / "demo")] == list(range(1, 301))
     assert events(pods).count("resumed") >= 1
-
-
-@pytest.mark.long
-def test_a_lost_peer_is_175(pods: Pods) -> None:
-    both = pods.pair("pytorchjob", "TRAIN_MAX_STEPS=4000")
-    rows, until = pods.runs / "demo" / "metrics.jsonl", time.monotonic() + SECONDS
-    while not (rows.is_file() and len(rows.read_text().splitlines()) > 3):
-        assert all(one.poll() is None for one in both) and time.monotonic() < until, [one.poll() for one in both]
-        time.sleep(0.2)
-    import psutil
-
-    family = psutil.Process(both[1].pid).children(recursive=True)
-    for one in [*family, both[1]]:
-        one.kill()
-    began = time.monotonic()
-    said = both[0].communicate(timeout=60)[0]
-    assert both[0].returncode == 175, said
-    assert time.monotonic() - began < 30

@@ -97,17 +97,6 @@ def test_more_than_the_nodes_have_is_told_before_it_waits_for_ever(site: Site) -
     assert site.slurm.run("squeue", "-h").stdout == ""
 
 
-def test_gpus_are_asked_for_by_node(site: Site) -> None:
-    done = run_program(
-        ["slurm", f"CONFIG={site.config}", "HARDWARE=2x24GB", "NUM_NODES=2", "RUN_NAME=gpus", "JSON=1"],
-        site.environment,
-        cwd=site.folder,
-    )
-    assert done.code == 0, done.err
-    said = site.slurm.run("sbatch", "--test-only", done.json["script"])
-    assert "to start at" in said.stderr and "n[1-2]" in said.stderr
-
-
 def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site) -> None:
     """In a folder whose name holds what sbatch and shells read in their own way; the data are missing, which no second turn would mend."""
     (site.folder / "rows.jsonl").unlink()
@@ -135,30 +124,6 @@ def test_a_warned_job_saves_is_queued_again_and_goes_on(site: Site) -> None:
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), f"{facts}\n{site.said('again')}"
     assert site.steps("again") == list(range(1, 121)) and 3 <= saved < 120
     assert [event["event"] for event in site.events("again")] == ["started", "stopped", "resumed", "finished"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_one_task_of_an_array_is_queued_again_and_the_others_train_on(site: Site) -> None:
-    """The task whose job id is the array's own number: by that alone all tasks would be queued again."""
-    out = site.folder / "jobs"
-    out.mkdir()
-    number = site.submit("sweep", f"OUT={out}", "SLURM_ARRAY=1-2")
-    for task in (1, 2):
-        site.wait_for_step(f"sweep-{task}", f"{number}_{task}", 3)
-    masters = [task for task in (1, 2) if site.slurm.job(f"{number}_{task}")["JobId"] == number]
-    assert len(masters) == 1, site.slurm.run("scontrol", "show", "job", number).stdout
-    chosen, other = masters[0], 3 - masters[0]
-    site.slurm.run("scancel", "--signal=USR1", "--batch", f"{number}_{chosen}")
-    site.slurm.wait(f"{number}_{chosen}", lambda facts: facts["Restarts"] == "1", seconds=120, logs=out)
-    saved = len(site.steps(f"sweep-{chosen}"))
-    for task, restarts in ((other, "0"), (chosen, "1")):
-        facts = site.slurm.ended(f"{number}_{task}", seconds=240, logs=out)
-        assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", restarts), facts
-        assert site.steps(f"sweep-{task}") == list(range(1, STEPS + 1))
-    assert 3 <= saved < STEPS
-    text = (out / f"slurm-{number}_{other}.out").read_text()
-    assert "turn 0 on" in text and "requeued" not in text and "turn 1 on" not in text, text
 
 
 @pytest.mark.long
