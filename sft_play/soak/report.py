@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -65,15 +64,15 @@ def as_text(state: State) -> str:
     )
     equal, rows_compared = result["equal"], state.comparisons[0].rows if state.comparisons else 0
     lines.append(
-        f"{equal} of {result['runs']} disturbed runs equal the undisturbed one to the bit ({rows_compared} rows each, every step once in "
-        f"`metrics.jsonl` and TensorBoard); {len(state.problems)} other problems."
+        f"{equal} of {result['runs']} disturbed runs equal the undisturbed one to the bit ({rows_compared} rows each, every step once); "
+        f"{len(state.problems)} other problems."
     )
     lines += [f"- run {one['run']}: {text}" for one in result["unequal"] for text in one["problems"]]
     lines += [f"- {text}" for text in state.problems]
     return "\n".join(lines)
 
 
-# A completed run compared with the undisturbed one: metrics to the bit, each step once in `metrics.jsonl` and in TensorBoard.
+# A completed run compared with the undisturbed one: metrics to the bit, each step once.
 
 
 TIMES = re.compile(r"seconds|per_second|memory|_gib|mfu|percent|mb_s|utilisation|temperature|watts|throttled")
@@ -84,7 +83,7 @@ MOST_SHOWN = 9
 def compare_runs(reference: RunFolder, run: RunFolder) -> tuple[int, list[str]]:
     """Return how many rows of metrics were compared, and what differs, at most `MOST_SHOWN` of it."""
     expected, found = read_json_lines(reference.metrics), read_json_lines(run.metrics)
-    problems = [*differing_rows(expected, found), *differing_curves(reference, run), *leftovers(run)]
+    problems = [*differing_rows(expected, found), *leftovers(run)]
     more = [f"{len(problems) - MOST_SHOWN} more"] if len(problems) > MOST_SHOWN else []
     return len(expected), problems[:MOST_SHOWN] + more
 
@@ -106,31 +105,6 @@ def differing_rows(expected: list[dict[str, Any]], found: list[dict[str, Any]]) 
             if by_step[row["step"]].get(name) != value and not TIMES.search(name)
         ]
     return problems
-
-
-def differing_curves(reference: RunFolder, run: RunFolder) -> list[str]:
-    """Return the differences between the curves in `tb/`, as TensorBoard itself reads them."""
-    if not reference.tensorboard.is_dir():
-        return []
-    expected, found = read_curves(reference.tensorboard), read_curves(run.tensorboard)
-    problems = []
-    for name in sorted({*expected, *found}):
-        before, after = expected.get(name, []), found.get(name, [])
-        if [step for step, _ in before] != [step for step, _ in after]:
-            problems.append(f"curve {name}: steps {[step for step, _ in after]} instead of {[step for step, _ in before]}")
-        elif before != after and not TIMES.search(name):
-            problems.append(f"curve {name}: values differ")
-    return problems
-
-
-def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return tag -> (step, value) of every event in the order in which TensorBoard shows them."""
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of the steps that a resumed run has made void
-    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()[SCALARS]}
 
 
 def leftovers(run: RunFolder) -> list[str]:
