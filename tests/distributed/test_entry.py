@@ -1,4 +1,4 @@
-"""The entry point under each scheduler's variables, with real trainings: two containers' worth of processes find each other and train."""
+"""The entry point under an operator's variables, with real trainings: two containers' worth of processes find each other and train."""
 
 from __future__ import annotations
 
@@ -33,24 +33,13 @@ def own_address() -> str:
             pytest.skip("this machine has no address but loopback")
 
 
-def environment_of(scheduler: str, rank: int, address: str, port: int) -> dict[str, str]:
-    """Returns the variables that a scheduler gives pod `rank` of two with one process each."""
+def operators_variables(rank: int, address: str, port: int) -> dict[str, str]:
+    """Returns what the Training Operator gives pod `rank` of two with one process each; `tests/unit/test_entry.py` has the other schedulers."""
     mine = "localhost" if rank == 0 else address  # as older operators tell their masters
     return {
-        "pytorchjob": {
-            "MASTER_ADDR": mine, "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "PET_NNODES": "2",
-            "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": mine, "PET_MASTER_PORT": str(port), "POD_IP": address,
-        },
-        "trainjob": {
-            "PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": address,
-            "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": str(rank),
-        },
-        "job": {"JOB_COMPLETION_INDEX": str(rank), "MASTER_ADDR": address},
-        "skypilot": {
-            "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": f"{address}\n{address}",
-            "SKYPILOT_NUM_GPUS_PER_NODE": "1",
-        },
-    }[scheduler]  # fmt: skip
+        "MASTER_ADDR": mine, "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "PET_NNODES": "2",
+        "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": mine, "PET_MASTER_PORT": str(port), "POD_IP": address,
+    }  # fmt: skip
 
 
 class Pods:
@@ -87,11 +76,11 @@ class Pods:
         self.started.append(one)
         return one
 
-    def pair(self, scheduler: str, *words: str) -> list[subprocess.Popen[str]]:
+    def pair(self, *words: str) -> list[subprocess.Popen[str]]:
         """Starts both pods with the words that `make kubernetes` renders."""
         address, port = own_address(), free_port()
         typed = ("NUM_GPUS=1", "NUM_NODES=2", f"MASTER_PORT={port}", "LAUNCH_JOIN_SECONDS=120", *words)
-        return [self.start(environment_of(scheduler, rank, address, port), *typed) for rank in range(2)]
+        return [self.start(operators_variables(rank, address, port), *typed) for rank in range(2)]
 
 
 @pytest.fixture
@@ -112,12 +101,8 @@ def events(pods: Pods) -> list[Any]:
     return [json.loads(line)["event"] for line in (pods.runs / "demo" / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "scheduler",
-    ["pytorchjob", *(pytest.param(name, marks=pytest.mark.long) for name in ("trainjob", "job", "skypilot"))],
-)
-def test_two_pods_find_each_other_and_train(pods: Pods, scheduler: str) -> None:
-    codes, said = ended(pods.pair(scheduler, "TRAIN_MAX_STEPS=3"))
+def test_two_pods_find_each_other_and_train(pods: Pods) -> None:
+    codes, said = ended(pods.pair("TRAIN_MAX_STEPS=3"))
     assert codes == [0, 0], said
     assert "NODE_RANK=1" in said[1] and "LAUNCH_AUTO_RESUME=true" in said[1]
     assert len(metrics(pods.runs / "demo")) == 3
@@ -126,7 +111,7 @@ def test_two_pods_find_each_other_and_train(pods: Pods, scheduler: str) -> None:
 
 @pytest.mark.long
 def test_a_pod_that_is_drained_saves_and_the_same_command_goes_on(pods: Pods) -> None:
-    both = pods.pair("job", "TRAIN_MAX_STEPS=300")
+    both = pods.pair("TRAIN_MAX_STEPS=300")
     rows, until = pods.runs / "demo" / "metrics.jsonl", time.monotonic() + SECONDS
     while not (rows.is_file() and len(rows.read_text().splitlines()) > 6):
         assert all(one.poll() is None for one in both) and time.monotonic() < until, [one.poll() for one in both]
@@ -135,7 +120,7 @@ def test_a_pod_that_is_drained_saves_and_the_same_command_goes_on(pods: Pods) ->
     codes, said = ended(both)
     assert codes == [143, 143], said
     assert len(metrics(pods.runs / "demo")) < 300
-    codes, said = ended(pods.pair("job", "TRAIN_MAX_STEPS=300"))
+    codes, said = ended(pods.pair("TRAIN_MAX_STEPS=300"))
     assert codes == [0, 0], said
     assert [row["step"] for row in metrics(pods.runs / "demo")] == list(range(1, 301))
     assert events(pods).count("resumed") >= 1
