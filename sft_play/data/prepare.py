@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING, Any
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.chat import template_sha256
+from sft_play.data.encode import CHUNK_CHARACTERS, CHUNK_ROWS, KEY_BYTES, Chunk, Work, encode_all
 from sft_play.data.example import BAD, EMPTY, SCANNED, Faults, LeftOut
 from sft_play.data.formats import recognise
 from sft_play.data.manifest import SourceTally, files_sha256, read_manifest, split_manifest
-from sft_play.data.processes import CHUNK_CHARACTERS, CHUNK_ROWS, KEY_BYTES, Chunk, Work, encode_all
 from sft_play.data.readers import Placed
 from sft_play.data.sources import BUILTIN, files_of, read_source
 from sft_play.errors import DataError, raise_all

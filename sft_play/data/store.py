@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from sft_play.data.encode import Made
 from sft_play.data.manifest import MANIFEST
-from sft_play.data.processes import Made
 from sft_play.files import new_folder, sync_folder, write_bytes, write_json
 from sft_play.runs.manifest import checksum
 
@@ -48,7 +48,7 @@ class SplitWriter:
         self.lengths, self.sources, self.trained = array("i"), array("i"), array("i")
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.keys = bytearray()
-        """`processes.KEY_BYTES` for each example that gave a row."""
+        """`encode.KEY_BYTES` for each example that gave a row."""
 
     def __enter__(self) -> SplitWriter:
         return self

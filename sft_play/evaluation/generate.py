@@ -20,7 +20,6 @@ from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import Answer, AnswerSettings, answer_batch, refills, use_our_settings
-from sft_play.evaluation.results import GenerationResult, Prediction
 from sft_play.evaluation.scores import DEFAULT_METRICS, ROUGE, Interval, Scored, score_answers, without_words
 from sft_play.plan.shape import VARLEN
 from sft_play.text import Show
@@ -28,6 +27,62 @@ from sft_play.training.ranks import Ranks
 from sft_play.training.stopping import StopOnRequest
 
 ALONE = Ranks()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One line of `predictions.jsonl`."""
+
+    row: int
+    prompt: str
+    """The prompt as the model saw it, template and special tokens included."""
+    reference: str
+    answer: str
+    """The completion only, cut at the end of the turn."""
+    tokens: int
+    """Tokens of the answer, without the one that ends the turn."""
+    stopped: bool
+    """Whether the model ended its turn itself, before `generation_max_new_tokens`."""
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationResult:
+    """The answers of all ranks, in the order of the rows that were asked; the same on every rank."""
+
+    predictions: tuple[Prediction, ...]
+    scores: Mapping[str, Interval]
+    """Metric -> score of all answers with its bootstrap interval."""
+    asked: int
+    """Rows that were to be answered; more than there are `predictions` where the time was over first."""
+    seconds: float
+    """Of generating alone, until the last rank was ready."""
+    warnings: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row was answered."""
+        return len(self.predictions) == self.asked
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `eval_NAME` of every metric and what describes the answers, for `metrics.jsonl`."""
+        count = len(self.predictions)
+        return {
+            **{f"eval_{name}": interval.mean for name, interval in self.scores.items()},
+            "eval_answers": count,
+            "eval_answers_asked": self.asked,
+            "eval_answer_tokens": sum(p.tokens for p in self.predictions) / count,
+            "eval_stopped": sum(p.stopped for p in self.predictions) / count,
+            **{f"eval_{name}": value for name, value in self.speed().items()},
+        }
+
+    def speed(self) -> dict[str, float]:
+        """Returns how long generating took, over all ranks, and how much came of it."""
+        return {
+            "generation_seconds": self.seconds,
+            "answers_per_second": len(self.predictions) / self.seconds,
+            "answer_tokens_per_second": sum(p.tokens for p in self.predictions) / self.seconds,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,17 @@ from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import AnswerSettings
-from sft_play.evaluation.generate import Budget, answerable, choose_rows, decide, score_by_generation, share_batches
-from sft_play.evaluation.results import GenerationResult, HeldOut, write_evaluation
-from sft_play.evaluation.scores import check_library_metrics
-from sft_play.files import side_file
+from sft_play.evaluation.generate import (
+    Budget,
+    GenerationResult,
+    answerable,
+    choose_rows,
+    decide,
+    score_by_generation,
+    share_batches,
+)
+from sft_play.evaluation.scores import check_library_metrics, how_scored, perplexity
+from sft_play.files import remove_half_written, side_file, write_json, write_text
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
@@ -35,6 +43,30 @@ from sft_play.training.stopping import StopOnRequest
 
 SHARDED = ("zero3", "fsdp2")
 """Strategies under which every forward pass is a collective operation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """The loss of all validation rows; the same on every rank."""
+
+    loss: float
+    """Nats, mean over all label tokens."""
+    label_tokens: int
+    sources: Mapping[str, tuple[float, int]]
+    """Where the rows are of several sources: name -> mean loss, label tokens."""
+    rows: int
+    seconds: float
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.seconds
+
+    def metrics(self) -> dict[str, float]:
+        """Returns loss and perplexity, in all and per source (`eval_loss/NAME`), for `metrics.jsonl`."""
+        found: dict[str, float] = {"eval_loss": self.loss, "eval_perplexity": perplexity(self.loss)}
+        for name, (loss, _) in self.sources.items():
+            found |= {f"eval_loss/{name}": loss, f"eval_perplexity/{name}": perplexity(loss)}
+        return found | {"eval_label_tokens": self.label_tokens, "eval_loss_rows_per_second": self.rows_per_second}
 
 
 def held_out_loss(
@@ -270,3 +302,38 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
     model = read_base(config, Plan.load(run.plan), base, device)
     tokenizer = load_tokenizer(base.path, base.chat, trust=config.model.trust_remote_code)
     return (model if quantised(model) else model.to(device)).eval(), tokenizer
+
+
+def write_evaluation(
+    folder: Path, held_out: HeldOut, result: GenerationResult | None, *, step: int, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Publishes `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; returns the content of `scores.json`.
+
+    `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data. A folder without `scores.json` is an
+    evaluation that was never finished.
+    """
+    sources = {
+        name: {"loss": loss, "perplexity": perplexity(loss), "label_tokens": count}
+        for name, (loss, count) in held_out.sources.items()
+    }
+    speed = {"loss_seconds": held_out.seconds, "loss_rows_per_second": held_out.rows_per_second}
+    scores: dict[str, Any] = {
+        "step": step,
+        "loss": held_out.loss,
+        "perplexity": perplexity(held_out.loss),
+        "label_tokens": held_out.label_tokens,
+        **({"sources": sources} if sources else {}),
+        "speed": speed | (result.speed() if result else {}),
+        **({name: interval.to_json() for name, interval in result.scores.items()} if result else {}),
+        "answers": len(result.predictions) if result else 0,
+        "answers_asked": result.asked if result else 0,
+        "complete": result.complete if result else True,
+        "settings": {**settings, **(how_scored(list(result.scores)) if result else {})},
+    }
+    for name in ("predictions.jsonl", "scores.json"):
+        remove_half_written(folder / name)
+    if result:
+        lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in result.predictions]
+        write_text(folder / "predictions.jsonl", "".join(lines))
+    write_json(folder / "scores.json", scores)
+    return scores
