@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,25 +84,17 @@ def _scores(config: Config, run: RunFolder, weights: Weights, rows: Rows) -> dic
 
 
 def _benchmarks(call: Call, loaded: LoadedConfig, run: RunFolder | None, weights: Weights | None) -> int:
-    request = parse_request(call.options["BENCHMARKS"], call.integer("BENCHMARK_LIMIT", minimum=1))
+    tasks, limit = parse_tasks(call.options["BENCHMARKS"]), call.integer("BENCHMARK_LIMIT", minimum=1)
     if run is None:
         run = plain_run(loaded, find_model(loaded.config))
     weights = weights or find_weights(run, BASE)
     folder = run.evaluation(weights.step)
-    found = kept_benchmarks(folder, request, weights.content)
-    if found is None:
-        found = run_benchmarks(run, weights, folder, request, loaded.config)
-    else:
-        print("measured before: weights, tasks and versions are the same", file=sys.stderr)
+    found = run_benchmarks(run, weights, folder, tasks, limit, loaded.config)
     if call.json:
         print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **found}, indent=2))
     else:
-        print(
-            _heading(run.name, weights, weights.step)
-            + "\n"
-            + "\n".join(benchmark_lines(found))
-            + f"\nfiles        {folder / BENCHMARKS}"
-        )
+        lines = [_heading(run.name, weights, weights.step), *benchmark_lines(found), f"files        {folder / BENCHMARKS}"]
+        print("\n".join(lines))
     return 0
 
 
@@ -167,25 +158,9 @@ def _speed(speed: Mapping[str, Any]) -> str:
 # Standard benchmarks: tasks of lm-evaluation-harness, an optional package that is imported only when one is really run; torch too.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What `BENCHMARKS` and `BENCHMARK_LIMIT` ask for."""
-
-    tasks: tuple[str, ...]
-    """Names of tasks and groups, or YAML files that define one."""
-    limit: int | None
-    """Samples of each task; all where `None`."""
-
-    def key(self, task: str, weights: str) -> str:
-        """Returns a hash over all that one task's figures depend on."""
-        path = Path(task)
-        parts = [task, file_sha256(path) if path.is_file() else None, self.limit, weights, importlib.metadata.version("lm-eval")]
-        return text_sha256(json.dumps(parts))
-
-
-def parse_request(text: str, limit: int | None) -> Request:
-    """Returns the request. Raises `UserError` for files that are missing, `HardwareError` where lm-evaluation-harness is not installed."""
-    tasks = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+def parse_tasks(text: str) -> list[str]:
+    """Return the tasks. Raise `UserError` for files that are missing, `HardwareError` where lm-evaluation-harness is not installed."""
+    tasks = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not tasks:
         raise UserError("`BENCHMARKS` names no task", hint="BENCHMARKS=arc_easy,hellaswag, or the YAML file of a task")
     for task in tasks:
@@ -193,15 +168,13 @@ def parse_request(text: str, limit: int | None) -> Request:
             raise UserError("there is no such task file", place=task, hint="paths count from the folder in which you typed make")
     if importlib.util.find_spec("lm_eval") is None:
         raise HardwareError("`BENCHMARKS` needs lm-evaluation-harness, which is not installed", hint=INSTALL)
-    return Request(tasks=tasks, limit=limit)
+    return tasks
 
 
-def kept_benchmarks(folder: Path, request: Request, weights: str) -> dict[str, Any] | None:
-    """Returns what was found before, where all of it was measured with the same weights, tasks, limit and version."""
-    found = read_benchmarks(folder) or {}
-    kept = found.get("requests", {})
-    whole = all(kept.get(task, {}).get("key") == request.key(task, weights) for task in request.tasks)
-    return _only(found, request.tasks) if whole else None
+def _key(task: str, limit: int | None, weights: str) -> str:
+    """Return a hash over all that one task's figures depend on."""
+    content = file_sha256(Path(task)) if Path(task).is_file() else None
+    return text_sha256(json.dumps([task, content, limit, weights, importlib.metadata.version("lm-eval")]))
 
 
 def find_model(config: Config) -> ResolvedModel:
@@ -214,34 +187,35 @@ def find_model(config: Config) -> ResolvedModel:
     return with_chat(resolve(config), chat_format(config.data))
 
 
-def run_benchmarks(run: RunFolder, weights: Weights, folder: Path, request: Request, config: Config) -> dict[str, Any]:
-    """Runs the tasks that are not kept yet, publishes `benchmarks.json` in `folder` and returns what was asked for.
+def run_benchmarks(
+    run: RunFolder, weights: Weights, folder: Path, tasks: Sequence[str], limit: int | None, config: Config
+) -> dict[str, Any]:
+    """Run the tasks that were not measured with these weights yet, keep them in `benchmarks.json`, and return what was asked for.
 
-    Raises `UserError` for unknown tasks, `DataError` for a task whose data cannot be had.
+    Raise `UserError` for unknown tasks, `DataError` for a task whose data cannot be had.
     """
-    offline_unless_reachable()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found = read_benchmarks(folder) or {"requests": {}}
-    missing = [t for t in request.tasks if found["requests"].get(t, {}).get("key") != request.key(t, weights.content)]
-    manager, names = _tasks(missing)
+    keys = {task: _key(task, limit, weights.content) for task in tasks}
+    missing = [task for task in tasks if found["requests"].get(task, {}).get("key") != keys[task]]
+    if missing:
+        offline_unless_reachable()
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        manager, names = _tasks(missing)
 
-    from sft_play.evaluation.held_out import load_weights
-    from sft_play.model.use import best_device
+        from sft_play.evaluation.held_out import load_weights
+        from sft_play.model.use import best_device
 
-    device = best_device()
-    model, tokenizer = load_weights(run, weights.folder, config, device)
-    plan = Plan.load(run.plan)
-    size = plan.eval_batch_size if config.eval.batch_size == "auto" else config.eval.batch_size
-    for task, name in zip(missing, names, strict=True):
-        part = _evaluate(model, tokenizer, name, manager, request.limit, size, device)
-        found["requests"][task] = {"key": request.key(task, weights.content), "limit": request.limit, "tasks": part}
-        found["lm_eval"] = importlib.metadata.version("lm-eval")
-        found["tasks"] = {name: value for one in found["requests"].values() for name, value in one["tasks"].items()}
-        write_json(folder / BENCHMARKS, found)  # after each task: a later one that fails costs only itself
-    return _only(found, request.tasks)
-
-
-def _only(found: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
+        device = best_device()
+        model, tokenizer = load_weights(run, weights.folder, config, device)
+        size = Plan.load(run.plan).eval_batch_size if config.eval.batch_size == "auto" else config.eval.batch_size
+        for task, name in zip(missing, names, strict=True):
+            part = _evaluate(model, tokenizer, name, manager, limit, size, device)
+            found["requests"][task] = {"key": keys[task], "limit": limit, "tasks": part}
+            found["lm_eval"] = importlib.metadata.version("lm-eval")
+            found["tasks"] = {name: value for one in found["requests"].values() for name, value in one["tasks"].items()}
+            write_json(folder / BENCHMARKS, found)  # after each task: a later one that fails costs only itself
+    else:
+        print("measured before: weights, tasks and versions are the same", file=sys.stderr)
     wanted = {name: value for task in tasks for name, value in found["requests"][task]["tasks"].items()}
     return {"lm_eval": found["lm_eval"], "tasks": wanted}
 
