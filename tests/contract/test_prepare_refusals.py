@@ -74,17 +74,6 @@ def test_faults_of_rows_and_of_their_text_are_told_together_and_one_that_moves_o
     assert f"error: {data}:4: the answer of turn 2 holds `<|im_end|>`" in done.err
 
 
-def test_rows_with_one_problem_are_told_once_with_their_number(start: Start, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "a.jsonl", [{"prompt": f"q{n}"} for n in range(1200)] + [{"prompt": "q", "completion": " "}])
-    done = start(data)
-    assert done.code == 4
-    assert done.err.count("error: ") == 2
-    missing = "format `prompt_completion` needs `completion`; the columns are `prompt`"
-    assert f"error: {data}:1: {missing} (1,200 such rows; the first is here)" in done.err
-    assert f"error: {data}:1201: `completion` is empty" in done.err
-    assert "bad rows: 1,201" in done.err and "DATA_BAD_ROWS" not in done.err, "nothing would be left"
-
-
 @pytest.mark.parametrize("what", ["model", "data"])
 @pytest.mark.parametrize(
     "env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}], ids=["offline", "closed"]

@@ -99,29 +99,3 @@ def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(
     done = place.run("eval", "RUN=other")
     assert done.returncode == 5, done.stderr
     assert "`backend` was `unsloth` and is `bnb`" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        # DDP's scores are compared in test_scores_while_training.py, FSDP2's answers in test_training_strategies.py.
-        pytest.param("train-distributed", ("NUM_GPUS=2",), marks=pytest.mark.long),
-        pytest.param("train-fsdp", ("NUM_GPUS=2",), marks=pytest.mark.long),
-        ("train-deepspeed", ("NUM_GPUS=2", "LAUNCH_STRATEGY=zero3")),
-    ],
-)
-def test_training_on_several_ranks_scores_the_same_answers(place: Place, command: str, words: tuple[str, ...]) -> None:
-    """At learning rate 0 the adapters stay the zero function, so the scores must be the base's, and nothing may be gained."""
-    base = place.scores("RUN=one", "CHECKPOINT=base")
-    name = command.removeprefix("train-")
-    done = place.run(command, f"CONFIG={place.config}", f"RUN_NAME={name}", "TRAIN_LEARNING_RATE=0", *words, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    scores = json.loads((place.folder_of(name, 2) / "scores.json").read_text())
-    assert scores["loss"] == pytest.approx(base["loss"], rel=1e-5)
-    for metric in ("rouge1", "rouge2", "rougeL"):
-        assert scores[metric] == pytest.approx(base[metric])
-    answers = [
-        [(line["row"], line["answer"]) for line in map(json.loads, (folder / "predictions.jsonl").read_text().splitlines())]
-        for folder in (place.folder_of(name, 2), place.folder_of("one", 0))
-    ]
-    assert answers[0] == answers[1]

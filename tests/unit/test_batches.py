@@ -123,24 +123,11 @@ def test_both_layouts_train_the_same_tokens(rows: Rows) -> None:
     assert flattened["rows"] == padded["rows"] == [row["row"] for row in rows]
 
 
-TEXTS = st.text(max_size=30)
-FRACTIONS = st.floats(0.0, 0.99)
 GOLDEN_ROWS, GOLDEN_GROUPS = [1, 2, 4, 5, 7, 8, 11], [1, 4, 7]
 
 
 def example(text: str, **more: str) -> Example:
     return Example(place=more.pop("place", "a:1"), form=more.pop("form", "text"), source=0, text=text)
-
-
-@given(TEXTS, FRACTIONS)
-def test_a_rows_side_depends_on_its_content_alone(text: str, fraction: float) -> None:
-    first, moved = example(text), example(text, place="b, row 9", form="tokens")
-    assert is_held_out(first.key, None, fraction) == is_held_out(moved.key, None, fraction)
-
-
-@given(st.lists(TEXTS, min_size=1, max_size=20), TEXTS, FRACTIONS)
-def test_a_group_never_straddles(texts: list[str], group: str, fraction: float) -> None:
-    assert len({is_held_out(example(text).key, group, fraction) for text in texts}) == 1
 
 
 def test_sides_that_were_published_never_change() -> None:

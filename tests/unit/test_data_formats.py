@@ -41,13 +41,8 @@ def refused(row: Mapping[str, Any], form: str | None = None) -> DataError:
 
 
 @pytest.mark.parametrize("form", ROWS)
-def test_each_format_is_recognised_and_gives_the_same_conversation(form: str) -> None:
+def test_each_format_is_recognised_and_a_system_column_becomes_the_first_message(form: str) -> None:
     assert recognise(ROWS[form]) == form
-    assert to_messages(ROWS[form], form) == MESSAGES
-
-
-@pytest.mark.parametrize("form", ["prompt_completion", "instruction", "question_answer"])
-def test_a_system_column_becomes_the_first_message(form: str) -> None:
     assert to_messages({**ROWS[form], "system": "s"}, form) == [{"role": "system", "content": "s"}, *MESSAGES]
     assert to_messages({**ROWS[form], "system": None}, form) == MESSAGES
 
@@ -167,42 +162,12 @@ def test_a_glob_without_a_match_and_a_folder_without_data_are_named(tmp_path: Pa
     assert unreadable(tmp_path).place == str(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_file_is_named(name: str, content: str, tmp_path: Path) -> None:
-    path = write(tmp_path / name, content)
-    error = unreadable(path)
-    assert (error.place, error.message) == (str(path), "the file holds no row")
-
-
-def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", '{"prompt": "a"}\n{"prompt": oops}\n')
-    error = unreadable(path)
-    assert (error.place or "").startswith(f"{path}:2:")
-    assert "oops" in (error.hint or "")
-
-
 @pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ("3", "a number"), ('"text"', "text"), ("null", "empty")])
 def test_a_line_that_is_no_object_is_named(content: str, kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", content)
     error = unreadable(path)
     assert error.place == f"{path}:1"
     assert kind in error.message
-
-
-@pytest.mark.parametrize("row", ["1,2,3", "1"])
-def test_a_ragged_csv_row_is_named(row: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", f"prompt,completion\na,b\n{row}\n")
-    error = unreadable(path)
-    assert error.place == f"{path}:3"
-    assert "number of columns" in error.message
-
-
-@pytest.mark.parametrize("name", ["a.log", "a", "a.jsonl.zip"])
-def test_an_unknown_ending_is_named_with_those_that_are_read(name: str, tmp_path: Path) -> None:
-    error = unreadable(write(tmp_path / name, "x"))
-    assert Path(name).suffix in error.message
-    assert ".parquet" in (error.hint or "")
 
 
 # ---- The built-in set

@@ -34,6 +34,12 @@ def test_fewer_rows_than_were_asked_for_are_told() -> None:
     assert "asked" not in told("training", [DataSource(path="a", rows=3)], [read(3)], [0, 0, 0])
 
 
+def test_answers_and_thoughts_that_are_not_learnt_are_told() -> None:
+    tally = SourceTally(rows_read=3, kept=3, thoughts=2, answers_cut=1)
+    said = told("training", [DataSource(path="a")], [tally], [0, 0, 0])
+    assert "leaves out of learnt turns, so not learnt: 2" in said and "which teach no stop: 1" in said
+
+
 def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
     sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
     first = told("training", sources, [read(1), read(2)], [0, 1, 1]).splitlines()[0]

@@ -31,9 +31,7 @@ def problems(checked: Config) -> list[str]:
     ("metrics", "words"),
     [
         (["rougeL", "blue"], ["`eval.metrics[1]` is `blue`", "did you mean `bleu`?"]),
-        (["rouge-l"], ["did you mean `rougeL`?"]),
         (["happiness"], ["is no metric", "one of rouge1, rouge2,", "or evaluate:NAME"]),
-        (["loss"], ["is no score of answers"]),
         (["f1", "evaluate:my/f1"], ["2 entries that are called `f1`"]),
     ],
 )
@@ -45,9 +43,7 @@ def test_misspelt_and_repeated_metrics_are_refused(metrics: list[str], words: li
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("rougeL", "a list is written `[rougeL]`"),
         ("rogueL,blue", "did you mean `rougeL` and `bleu`? a list is written `[rougeL, bleu]`"),
-        ("bleu, evaluate:my/f1", "a list is written `[bleu, evaluate:my/f1]`"),
         ("", None),
     ],
 )
@@ -64,8 +60,6 @@ def test_text_in_the_place_of_a_list_gets_the_right_name_first_and_then_the_brac
     [
         ({"metric_for_best_model": "eval_perplexity/docs"}, None, []),
         ({"metric_for_best_model": "loss/chats"}, None, ["did you mean `eval_loss/chat`?"]),
-        ({"metric_for_best_model": "rougel", "predict_with_generate": True}, None, ["did you mean `eval_rougeL`?"]),
-        ({"metric_for_best_model": "bleu", "predict_with_generate": True}, ["rougeL", "bleu"], []),
         ({"metric_for_best_model": "bleu", "predict_with_generate": True}, ["rougeL"], ["nothing measures", "[rougeL, bleu]"]),
         ({"metric_for_best_model": "rougeL"}, None, ["no answers are generated while training", "predict_with_generate: true"]),
         (
@@ -85,7 +79,6 @@ def test_text_in_the_place_of_a_list_gets_the_right_name_first_and_then_the_brac
         ),
         ({"metric_for_best_model": "perplexity", "eval_strategy": "no"}, None, ["nothing is evaluated", "eval_strategy"]),
         ({"early_stopping_patience": 2, "eval_strategy": "no"}, None, ["`train.early_stopping_patience` is 2, but nothing"]),
-        ({"early_stopping_threshold": 0.1}, None, ["`train.early_stopping_patience` is not given"]),
         ({"load_best_model_at_end": True, "save_strategy": "no"}, None, ["`train.save_strategy` is `no`"]),
     ],
 )
@@ -114,7 +107,6 @@ def test_nothing_is_measured_per_source_where_there_is_one() -> None:
         ("[{path: a.jsonl, weight: 3}, {path: b.jsonl}]", "`data.sources[1]` has no `weight`"),
         ("[{path: a.jsonl, name: x}, {path: b.jsonl, name: x}]", "two sources with the name `x`"),
         ("[{path: a.jsonl, format: sharegtp}]", "did you mean `sharegpt`"),
-        ("[{path: a.jsonl, colums: {a: b}}]", "did you mean `columns`"),
         ("[{path: a.jsonl}]\n  validation: [{path: b.jsonl, weight: 1}]", "validation is not mixed"),
         ("[{path: a.jsonl, filter: 'lang =='}]", "`data.sources[0].filter` cannot be used: invalid syntax"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from sft_play.evaluation.scores import (
 )
 from sft_play.evaluation.scores import mean_interval as bootstrap
 from sft_play.files import write_json, write_text
-from sft_play.runs.folder import metrics_of, read_predictions
 from tests.library_metric import library_metric
 
 PAIRS = [
@@ -45,18 +43,6 @@ PAIRS = [
 def test_rouge_is_that_of_rouge_score_with_stems(reference: str, answer: str) -> None:
     expected = RougeScorer(list(METRICS), use_stemmer=True).score(reference, answer)
     assert rouge(reference, answer) == {name: expected[name].fmeasure for name in METRICS}
-
-
-def test_interval_holds_the_mean_and_is_the_same_every_time() -> None:
-    values = [0.1, 0.4, 0.35, 0.8, 0.0, 0.55] * 10
-    one, again = bootstrap(values), bootstrap(values)
-    assert one == again
-    assert one.low < one.mean < one.high
-    assert one.n == 60
-    assert one.mean == pytest.approx(sum(values) / 60)
-    # The normal approximation of a mean's interval, which 60 values come close to.
-    half = 1.96 * math.sqrt(sum((v - one.mean) ** 2 for v in values) / 60 / 60)
-    assert one.high - one.low == pytest.approx(2 * half, rel=0.15)
 
 
 REFERENCES = [reference for reference, _ in PAIRS]
@@ -187,13 +173,6 @@ def write(folder: Path, **changed: object) -> Path:
     write_json(folder / "scores.json", SCORES | changed)
     write_text(folder / "predictions.jsonl", '{"row": 1}\n')
     return folder
-
-
-def test_the_same_key_is_kept(tmp_path: Path) -> None:
-    found = kept_scores(write(tmp_path), {"key": "k"})
-    assert found is not None
-    assert list(metrics_of(found)) == ["bleu"]
-    assert read_predictions(tmp_path) == [{"row": 1}]
 
 
 def test_what_is_not_whole_or_not_the_same_is_made_again(tmp_path: Path) -> None:

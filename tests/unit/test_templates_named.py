@@ -132,17 +132,8 @@ def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokeniz
     rows = encoder(tokenizer).conversation(CHAT)
     assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in family.rows]
     assert [row.reference for row in rows][-1] == "Five,\n\n  of course."
-
-
-@pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_a_row_is_what_inference_sees_and_then_writes(name: str, tokenizers: dict[str, Any]) -> None:
-    """The prompt is what transformers' own function gives; the rest is learnt."""
-    tokenizer = tokenizers[name]
-    for row, asked in zip(encoder(tokenizer).conversation(CHAT)[-1:], [CHAT[:-1]], strict=True):
-        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert row.prompt_ids == list(prompt)
-        assert row.input_ids[: len(prompt)] == list(prompt)
-        assert row.labels[len(prompt) :] == row.input_ids[len(prompt) :]
+    asked = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert rows[-1].prompt_ids == list(asked), "what transformers itself gives a model"
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))

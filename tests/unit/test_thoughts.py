@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sft_play.data.chat import IGNORED
 from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import Example, Message
-from sft_play.data.manifest import summary
 from sft_play.data.templates import chat_format
 from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import by_hand, save_tokenizer
-from tests.conftest import Program
 
 ASKED: Message = {"role": "user", "content": "2+2?"}
 AGAIN: Message = {"role": "user", "content": "And 3+3?"}
@@ -85,20 +82,3 @@ def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_wha
     assert learnt == "".join(f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]) and within.thoughts == 0
     unlearnt = [{**message, "train": False} if message is APART[1] else message for message in APART]
     assert outcome(saved, "chatml", unlearnt)[1].thoughts == 1
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_what_is_left_out_is_printed_and_stands_in_the_manifest(tiny: Path, program: Program, tmp_path: Path) -> None:
-    data, config = tmp_path / "thoughts.jsonl", tmp_path / "x.yaml"
-    data.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (APART, WITHIN)), encoding="utf-8")
-    config.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\ndata: {{train_path: {data}, chat_template: chatml}}\n", encoding="utf-8"
-    )
-    said = "leaves out of learnt turns, so not learnt: 2"
-    for _ in range(2):  # made, and found in the cache
-        done = program("data", f"CONFIG={config}")
-        assert done.code == 0 and said in done.out + done.err, done.err
-    manifest = program("data", f"CONFIG={config}", "JSON=1").json["train"]
-    assert manifest["sources"][0]["thoughts_left_out"] == 2
-    assert said in summary("training", manifest)
