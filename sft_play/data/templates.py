@@ -17,6 +17,8 @@ from sft_play.files import text_sha256
 from sft_play.runs.prepared import ChatFormat, ResolvedModel
 
 FOLDER = Path(__file__).parent / "chat_templates"
+EOS = "eos"
+"""In a template's first comment: the end-of-sequence token of the tokenizer."""
 SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -42,7 +44,7 @@ def chat_format(data: DataConfig) -> ChatFormat | None:
 def _chosen(value: str) -> tuple[str | None, str]:
     """Return the name (`None` for a file) and the text of `data.chat_template`."""
     if value in template_names():
-        return value, (FOLDER / f"{value}.jinja").read_text(encoding="utf-8")
+        return value, _named_text(value)
     path = Path(value).expanduser()
     if not path.is_file() and not value.endswith(SUFFIXES) and "/" not in value:
         close = get_close_matches(value.lower(), template_names(), n=1, cutoff=0.5)
@@ -69,17 +71,10 @@ def check_syntax(text: str, place: str) -> None:
     import jinja2
     import jinja2.ext
 
-    class Generation(jinja2.ext.Extension):
-        """The tag that transformers adds: it marks what the assistant writes. Importing transformers would take seconds."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2's own way
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
+    # The tag that transformers adds marks what the assistant writes. Importing transformers would take seconds.
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text)
     try:
-        jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols]).parse(text)
+        jinja2.Environment(extensions=[jinja2.ext.loopcontrols]).parse(plain)
     except RecursionError:
         raise DataError("the chat template nests without end", place=place) from None
     except jinja2.TemplateSyntaxError as error:
@@ -95,25 +90,17 @@ def check_syntax(text: str, place: str) -> None:
 def fitted(text: str, name: str, tokenizer: Any) -> str:
     """Return a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before a text.
 
-    The first comment of a template says which tokens it needs and which one ends a turn. Raises `DataError` where the vocabulary
-    lacks them.
+    Raise `DataError` where the vocabulary lacks what the template needs.
     """
-    vocabulary, eos = tokenizer.get_vocab(), tokenizer.eos_token
-    needs, end, or_eos = _header(text)
-    lacking = [token for token in (*needs, *([end] if end and not or_eos else [])) if token not in vocabulary]
-    if lacking:
-        fitting = [other for other in template_names() if not _lacking(other, vocabulary, eos)]
+    if lacking := _lacking(text, tokenizer):
+        fitting = [other for other in template_names() if not _lacking(_named_text(other), tokenizer)]
         raise DataError(
-            f"the chat template `{name}` needs tokens that the vocabulary lacks: {', '.join(f'`{t}`' for t in lacking)}",
+            f"the chat template `{name}` needs tokens that the tokenizer lacks: {', '.join(f'`{token}`' for token in lacking)}",
             hint=f"leave `data.chat_template` out for the model's own template, or take one of {', '.join(fitting) or 'none'}",
         )
-    if eos is None and (end is None or end not in vocabulary):
-        raise DataError(
-            f"the chat template `{name}` ends turns with the end-of-sequence token, and the tokenizer has none",
-            hint="set `eos_token` in its config",
-        )
-    if end is not None and end not in vocabulary:
-        text = text.replace(f"set end = '{end}'", f"set end = {quoted(eos)}")
+    _, end, _ = _header(text)
+    if end not in (EOS, *tokenizer.get_vocab()):
+        text = text.replace(f"set end = '{end}'", f"set end = {quoted(tokenizer.eos_token)}")
     if "bos_token" not in text and adds_bos(tokenizer):
         text = "{{- bos_token -}}" + text
     return text
@@ -121,8 +108,8 @@ def fitted(text: str, name: str, tokenizer: Any) -> str:
 
 def end_note(name: str, tokenizer: Any) -> str | None:
     """Return what to tell a user whose named template ends turns with another token than usual; else `None`."""
-    _, end, or_eos = _header((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
-    if end is None or not or_eos or end in tokenizer.get_vocab():
+    _, end, _ = _header(_named_text(name))
+    if end in (EOS, *tokenizer.get_vocab()):
         return None
     return f"chat template `{name}`: the vocabulary has no `{end}`, so turns end with `{tokenizer.eos_token}`"
 
@@ -133,25 +120,32 @@ def adds_bos(tokenizer: Any) -> bool:
     return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
 
 
-def _lacking(name: str, vocabulary: Mapping[str, int], eos: str | None) -> bool:
-    needs, end, or_eos = _header((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
-    ends = (end is not None and end in vocabulary) or ((end is None or or_eos) and eos is not None)
-    return not ends or any(token not in vocabulary for token in needs)
+def _named_text(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def _header(text: str) -> tuple[list[str], str | None, bool]:
-    """Return the tokens that a named template needs, the one that ends a turn (`None`: eos), and whether eos can stand in."""
+def _lacking(text: str, tokenizer: Any) -> list[str]:
+    """Return the tokens that a named template needs and the tokenizer lacks."""
+    needs, end, or_eos = _header(text)
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in needs if token not in vocabulary]
+    if end not in vocabulary and (tokenizer.eos_token is None or not or_eos):
+        missing.append(end)
+    return missing
+
+
+def _header(text: str) -> tuple[list[str], str, bool]:
+    """Return what the first comment of a named template says: the tokens it needs, the one that ends a turn, and whether eos can."""
     needs = re.search(r"^ *needs: (.+)$", text, re.MULTILINE)
     end = re.search(r"^ *end: (\S+)( or eos)?$", text, re.MULTILINE)
-    token = end.group(1) if end else "eos"
-    return needs.group(1).split() if needs else [], None if token == "eos" else token, bool(end and end.group(2))
+    token = end.group(1) if end else EOS
+    return needs.group(1).split() if needs else [], token, token == EOS or bool(end and end.group(2))
 
 
 def styled(template: str, chat: ChatFormat) -> str:
     """Return a template that first gives every conversation `data.system` and `data.style`."""
     if chat.system is None and not chat.style:
         return template
-    around = {role: (chat.style.get(f"{role}_prefix", ""), chat.style.get(f"{role}_suffix", "")) for role in ("system", "user")}
     lines = ["{%- set styled = namespace(turns=[]) -%}"]
     if chat.system is not None:
         lines.append(
@@ -159,17 +153,15 @@ def styled(template: str, chat: ChatFormat) -> str:
             f"{{%- set messages = [{{'role': 'system', 'content': {quoted(chat.system)}}}] + messages -%}}"
             "{%- endif -%}"
         )
-    turn = "message"
     lines.append("{%- for message in messages -%}")
-    for role, (before, after) in around.items():
-        if before or after:
-            text = f"{quoted(before)} + message['content'] + {quoted(after)}"
-            lines.append(
-                f"{{%- if message['role'] == '{role}' and message['content'] is string -%}}"
-                f"{{%- set message = dict(message, content={text}) -%}}"
-                "{%- endif -%}"
-            )
-    lines += [f"{{%- set styled.turns = styled.turns + [{turn}] -%}}", "{%- endfor -%}", "{%- set messages = styled.turns -%}"]
+    for role in ("system", "user"):
+        before, after = (quoted(chat.style.get(f"{role}_{place}", "")) for place in ("prefix", "suffix"))
+        lines.append(
+            f"{{%- if message['role'] == '{role}' and message['content'] is string -%}}"
+            f"{{%- set message = dict(message, content={before} + message['content'] + {after}) -%}}"
+            "{%- endif -%}"
+        )
+    lines.append("{%- set styled.turns = styled.turns + [message] -%}{%- endfor -%}{%- set messages = styled.turns -%}")
     return "".join(lines) + template
 
 
