@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.runs.folder import RunFolder
-from tests.tiny_models import build_tiny_llama, build_tiny_mixtral
+from tests.families import build_family
+from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, column, holdings, make_run, must_train, resume_from, rows
 
 SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3),) * 3}
@@ -131,7 +132,7 @@ def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int
 @pytest.mark.parametrize("strategy", ["single", "zero3", "fsdp2"])
 def test_a_model_whose_file_has_other_names_comes_back(strategy: str, tmp_path: Path) -> None:
     """transformers writes Mixtral's experts one by one, as the hub has them, and keeps them as one tensor."""
-    base = build_tiny_mixtral(tmp_path / "mixtral")
+    base = build_family(tmp_path / "mixtral", "mixtral")
     now = trial(strategy, 1 if strategy == "single" else 2, dropout=DROPOUT)
     run = must_train(make_run(tmp_path / "run", base, now))
     same_to_the_bit(run, resume_from(run, tmp_path / "again", HERE, now))

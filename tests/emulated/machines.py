@@ -86,13 +86,18 @@ def on_machine(environment: Mapping[str, str]) -> Iterator[None]:
             sys.modules["pynvml"] = real
 
 
-def steps(starts: Mapping[str, Sequence[Start]], cache: Path) -> dict[str, list[dict[str, Any]]]:
-    """Runs the workers on fake GPUs, one process that imports torch for all; returns what each rank reports."""
-    jobs = [
-        {"run": str(start.run.path), "arguments": list(start.arguments), "environment": dict(start.environment),
+def _jobs(ranks: Sequence[Start], **world: str) -> list[dict[str, Any]]:
+    """Return what the worker of each rank is to do."""
+    return [
+        {"run": str(start.run.path), "arguments": list(start.arguments), "environment": {**start.environment, **world},
          "report": str(start.run.path / f"report-{rank}.json")}
-        for ranks in starts.values() for rank, start in enumerate(ranks)
+        for rank, start in enumerate(ranks)
     ]  # fmt: skip
+
+
+def steps(starts: Mapping[str, Sequence[Start]], cache: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run the workers on fake GPUs, one process that imports torch for all; return what each rank reports."""
+    jobs = [job for ranks in starts.values() for job in _jobs(ranks)]
     path = next(iter(starts.values()))[0].run.path.parent / "jobs.json"
     write_json(path, jobs)
     command = [sys.executable, "-m", "tests.fake_cuda.worker", str(path), str(compiled(cache))]
@@ -108,27 +113,16 @@ def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
     """Runs the ranks of one run on the devices that are here; returns what each reports. The store of several is here, as torchrun's is."""
     from torch.distributed import TCPStore
 
-    processes, reports, world, store = [], [], dict[str, str](), None
+    processes, world, store = [], dict[str, str](), None
     if len(starts) > 1:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for rank, start in enumerate(starts):
-        jobs, report = start.run.path / f"jobs-{rank}.json", start.run.path / f"report-{rank}.json"
-        write_json(
-            jobs,
-            [
-                {
-                    "run": str(start.run.path),
-                    "arguments": list(start.arguments),
-                    "environment": {**start.environment, **world},
-                    "report": str(report),
-                }
-            ],
-        )
-        reports.append(report)
-        processes.append(
-            subprocess.Popen([sys.executable, "-m", "tests.fake_cuda.worker", str(jobs)], cwd=ROOT, env=start.environment)
-        )
+    jobs = _jobs(starts, **world)
+    for rank, (start, job) in enumerate(zip(starts, jobs, strict=True)):
+        path = start.run.path / f"jobs-{rank}.json"
+        write_json(path, [job])
+        command = [sys.executable, "-m", "tests.fake_cuda.worker", str(path)]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=start.environment))
     try:
         for process in processes:
             assert process.wait(300) == 0
@@ -136,4 +130,4 @@ def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
         for process in processes:
             process.kill()
         del store
-    return [dict(json.loads(report.read_text(encoding="utf-8"))) for report in reports]
+    return [dict(json.loads(Path(job["report"]).read_text(encoding="utf-8"))) for job in jobs]

@@ -120,16 +120,11 @@ def test_make_plan_says_what_make_train_does(name: str, folder: Path, machines: 
 
 
 @each
-def test_the_worker_has_what_its_machine_needs(name: str, starts: Mapping[str, list[Start]]) -> None:
-    for start in starts[name]:
+def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping[str, list[Start]]) -> None:
+    for start, report in zip(starts[name], reports[name], strict=True):
         assert start.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         expandable = "expandable_segments:True" in start.environment.get("PYTORCH_ALLOC_CONF", "")
         assert expandable == (CASES[name].machine != "wsl2")
-
-
-@each
-def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping[str, list[Start]]) -> None:
-    for report in reports[name]:
         assert "error" not in report, report["error"]
         assert (report["code"], report["steps"]) == (0, STEPS)
     run = starts[name][0].run

@@ -16,6 +16,23 @@ from tests.tiny_models import build_tiny_llama
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("command", ["train-deepspeed", "train-fsdp"])
+def test_two_gpus_give_the_losses_of_one(command: str, tiny: Path, tmp_path: Path, program: Program) -> None:
+    if len(detect().devices) < 2:
+        pytest.skip("needs two GPUs")
+    config = tmp_path / "gpu.yaml"
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ndata: {{train_path: {ragged_rows(tmp_path / 'train.jsonl', 32)}}}\n"
+        "tuning: {mode: full}\ntrain: {global_batch_size: 8, max_steps: 6, learning_rate: 5.0e-3, bf16: false}\n",
+        encoding="utf-8",
+    )
+    assert program("train", f"CONFIG={config}", "RUN_NAME=one").code == 0
+    done = program(command, f"CONFIG={config}", "RUN_NAME=two", "NUM_GPUS=2")
+    assert done.code == 0, done.out + done.err
+    one, two = ([row["loss"] for row in metrics(tmp_path / "runs" / name)] for name in ("one", "two"))
+    assert two == pytest.approx(one, abs=1e-4)
+
+
 def test_a_run_answers_while_training_and_resumes_to_the_same_losses(tiny: Path, tmp_path: Path, program: Program) -> None:
     train, held_out = ragged_rows(tmp_path / "train.jsonl", 32), ragged_rows(tmp_path / "val.jsonl", 4, seed=1)
     config = tmp_path / "run.yaml"

@@ -16,10 +16,10 @@ from sft_play.data.batches import Collator
 from sft_play.model.kernels import chunk_head
 from sft_play.plan.shape import CHUNKED_HEAD_MODEL_TYPES
 from sft_play.training.loss import token_loss_sum
-from tests.families import FAMILIES
+from tests.families import FAMILIES, build_family
 from tests.numerics.test_layouts import ROWS as SHORT_ROWS
 from tests.numerics.test_layouts import random_model
-from tests.tiny_models import build_tiny_gpt2, build_tiny_llama
+from tests.tiny_models import build_tiny_llama
 
 CHUNK, VOCABULARY = 7, 1024
 ROWS = [
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": build_tiny_llama(path / "tied"),
         "untied": build_tiny_llama(path / "untied", tie_word_embeddings=False),
-        "gpt2": build_tiny_gpt2(path / "gpt2"),
+        "gpt2": build_family(path / "gpt2", "gpt2"),
     }
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from sft_play.data.batches import Collator
 from sft_play.training.loss import label_tokens, token_loss_sum
-from tests.tiny_models import build_tiny_gpt2, build_tiny_llama
+from tests.families import tiny_model
 
 ROWS = [
     {"input_ids": list(range(10, 10 + n)), "labels": [-100] * k + list(range(10 + k, 10 + n)), "row": i}
@@ -18,9 +17,9 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[build_tiny_llama, build_tiny_gpt2], ids=["llama", "gpt2"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model"))).train()
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param).train()
 
 
 def by_hand(model: Any) -> tuple[float, int]:

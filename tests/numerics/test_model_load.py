@@ -14,16 +14,17 @@ from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfi
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.model.load import load_for_training
 from sft_play.model.quantise import check_existing, quantisation_of
+from tests.families import build_family
 from tests.plans import prepared_model, simple_plan
-from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral
+from tests.tiny_models import build_tiny_llama, build_tokenizer
 
-BUILDERS = {"llama": build_tiny_llama, "gpt2": build_tiny_gpt2, "mixtral": build_tiny_mixtral, "gemma3": build_tiny_gemma3}
+KINDS = ("llama", "gpt2", "mixtral", "gemma3")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: build(folder / name) for name, build in BUILDERS.items()}
+    return {name: build_family(folder / name, name) for name in KINDS}
 
 
 def load(folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None, seed: int = 42, **tuning: Any) -> Any:
@@ -42,7 +43,7 @@ def trained(model: Any) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
 def test_every_architecture_trains_flattened_with_logits_at_labels_only(folders: dict[str, Path], name: str, mode: str) -> None:
     model = load(folders[name], mode=mode, plan={"gradient_checkpointing": mode == "lora"}).train()
@@ -95,8 +96,6 @@ def test_the_seed_alone_decides_the_fresh_adapters(folders: dict[str, Path]) -> 
 def quantised_base(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from tests.tiny_models import build_tokenizer
-
     folder = tmp_path_factory.mktemp("nf4")
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     AutoModelForCausalLM.from_pretrained(folders["llama"], quantization_config=settings).save_pretrained(folder)
@@ -146,8 +145,6 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path: Path) -> None:
-    from tests.tiny_models import build_tokenizer
-
     build_tiny_llama(tmp_path, vocab=512)
     build_tokenizer(tmp_path, vocab=1024)
     with pytest.raises(CheckpointError, match="1024 tokens, but the model's embeddings have 512"):

@@ -18,7 +18,7 @@ from sft_play.model.merge import merge
 from sft_play.model.use import load_for_use
 from sft_play.runs.folder import RunFolder
 from tests.families import build_family
-from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral, build_tokenizer
+from tests.tiny_models import build_tokenizer
 from tests.trained_runs import make_run
 
 IDS = torch.arange(4, 24)[None]
@@ -47,8 +47,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
-    builders = {"llama": build_tiny_llama, "gpt2": build_tiny_gpt2, "mixtral": build_tiny_mixtral, "gemma3": build_tiny_gemma3}
-    found = {name: build(folder / name) for name, build in builders.items()}
+    found = {name: build_family(folder / name, name) for name in ("llama", "gpt2", "mixtral", "gemma3")}
     found["mixture"] = build_family(folder / "mixture", "glm4_moe")
     found["bf16"] = folder / "bf16"
     AutoModelForCausalLM.from_pretrained(found["llama"], dtype=torch.bfloat16).save_pretrained(found["bf16"])

@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from sft_play.errors import UserError
 from sft_play.model.lora import find_targets, text_prefix
-from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral
+from tests.families import tiny_model
 
 LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    builders = {"llama": build_tiny_llama, "gpt2": build_tiny_gpt2, "mixtral": build_tiny_mixtral, "gemma3": build_tiny_gemma3}
-    folder = tmp_path_factory.mktemp("models")
-    return {name: AutoModelForCausalLM.from_pretrained(build(folder / name)) for name, build in builders.items()}
+def models() -> dict[str, Any]:
+    return {name: tiny_model(name, "meta") for name in ("llama", "mixtral", "gemma3")}
 
 
 def leaves(names: list[str]) -> set[str]:
