@@ -134,11 +134,13 @@ class Listener:
         sent: set[int] = set()
         while self._socket is not None:
             try:
-                beat = Beat.from_bytes(self._socket.recv(LARGEST_BYTES))
+                content = self._socket.recv(LARGEST_BYTES)
             except BlockingIOError:
                 break
-            sent.add(beat.rank)
-            self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
+            with contextlib.suppress(ValueError, TypeError):  # of a worker whose code is newer than this launcher's
+                beat = Beat.from_bytes(content)
+                sent.add(beat.rank)
+                self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
         return sent
 
     def quiet(self, rank: int) -> float:

@@ -102,7 +102,9 @@ def stop(call: Call) -> int:
 
 def ask_to_leave(call: Call, run: RunFolder, launchers: Sequence[psutil.Process], node_rank: int, goes_on: str) -> int:
     """Ask processes that train a run to save and leave, wait for it and say how node `node_rank` ended; return the exit code."""
-    begun = launchers[0].create_time() - 0.5  # the kernel counts from the machine's start, in hundredths of a second
+    begun = time.time()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        begun = launchers[0].create_time() - 0.5  # the kernel counts from the machine's start, in hundredths of a second
     for launcher in launchers:
         _ask(launcher, run)
     deadline = time.monotonic() + LONGEST_SECONDS
