@@ -128,9 +128,9 @@ def is_terminal(console: TextIO) -> bool:
 
 
 @contextlib.contextmanager
-def show_live(run: RunFolder, console: TextIO, *, wanted: bool = True) -> Iterator[int]:
+def show_live(run: RunFolder, console: TextIO, *, wanted: bool) -> Iterator[int]:
     """Yields the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the console's own."""
-    if not wanted or not is_terminal(console):
+    if not wanted:
         yield console.fileno()
         return
     from rich.text import Text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import resource
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,11 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import append_text, disk_errors_told, disk_problem, errno_of, write_json
+from sft_play.files import append_text, disk_problem, errno_of
 from sft_play.launch.resume import restore_on_error
 from sft_play.launch.run_folder import explain_disk_errors, record_event, require_disk_space
 from sft_play.plan.plan import Plan
-from sft_play.prepare import place_hint
-from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.runs.folder import RunFolder
 from tests.documents import on_page
 from tests.plans import rank_plan, simple_plan
 
@@ -103,43 +101,6 @@ def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, limited: None) ->
     assert path.read_text() == first
     append_text(path, "3\n", sync=False)
     assert path.read_text() == first + "3\n"
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[RunFolder]:
-    """The folder of a run on a disk of 64 KiB."""
-    run = RunFolder(tmp_path / "mine")
-    run.path.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(run.path)], capture_output=True, check=False
-    ).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield run
-    finally:
-        subprocess.run(["umount", str(run.path)], check=True, timeout=20)
-
-
-def fill(folder: Path) -> None:
-    with pytest.raises(OSError, match="No space left"), (folder / "filler").open("wb", buffering=0) as stream:
-        while True:
-            stream.write(b"x" * 4096)
-
-
-def test_what_is_written_names_the_run_that_is_full_and_not_the_cache(small: RunFolder) -> None:
-    small.prepared.write_text("{}")
-    fill(small.path)
-    with (
-        pytest.raises(HardwareError, match="no space is left on the disk") as refused,
-        disk_errors_told(cache_folder(), place_hint),
-    ):
-        write_json(small.prepared, {"model": "x" * 9000})
-    assert (refused.value.exit_code, refused.value.place) == (3, str(small.prepared))
-    assert str(small.path) in (refused.value.hint or "") and str(cache_folder()) not in refused.value.render()
-    assert small.prepared.read_text() == "{}" and sorted(path.name for path in small.path.iterdir()) == [
-        "filler",
-        "prepared.json",
-    ]
 
 
 def test_what_a_refused_resume_changed_is_given_back(tmp_path: Path) -> None:
