@@ -281,10 +281,6 @@ def gpus_here(count: int) -> str:
     return f"this machine has {count} GPU{'' if count == 1 else 's'}"
 
 
-def _fault(name: str, text: str, remedy: str) -> Finding:
-    return Finding(id=name, severity="error", text=text, remedy=remedy)
-
-
 def problems(
     facts: Mapping[str, Any] | str, devices: Sequence[Device], driver: str | None, driver_cuda: str | None
 ) -> list[Finding]:
@@ -293,18 +289,18 @@ def problems(
     Without `failures` torch was not asked, and versions alone are compared.
     """
     if isinstance(facts, str):
-        return [_fault("torch-broken", f"torch cannot be imported: {facts}", "make install")]
+        return [Finding("torch-broken", "error", f"torch cannot be imported: {facts}", "make install")]
     version, cuda, failures = facts["version"], facts["cuda"], facts.get("failures")
     if cuda is None:
         text = f"{gpus_here(len(devices))}, but torch {version} is a build without CUDA: training would use the CPU"
         remedy = "install torch's CUDA build: remove .venv, unset a CPU-only index in pip's settings, make install"
-        return [_fault("torch-without-cuda", text, remedy)]
+        return [Finding("torch-without-cuda", "error", text, remedy)]
     if failures == {}:
         return []
     # Minor versions of CUDA are compatible within a major one.
     if driver_cuda and number(cuda)[0] > number(driver_cuda)[0]:
         text = f"torch {version} is built for CUDA {cuda}, driver {driver} is for {driver_cuda}"
-        return [_fault("driver-too-old", text, "update the NVIDIA driver, or install a torch built for an older CUDA")]
+        return [Finding("driver-too-old", "error", text, "update the NVIDIA driver, or install a torch built for an older CUDA")]
     capabilities = [".".join(map(str, device.compute_capability or ())) for device in devices]
     built = facts["architectures"] or [f"compute_{OLDEST.get(number(cuda)[0], '00')}"]
     without = {capability for capability in capabilities if not supports(built, capability)}
@@ -312,15 +308,16 @@ def problems(
     for capability in sorted(without):
         names = ", ".join(sorted({device.name for device, own in zip(devices, capabilities, strict=True) if own == capability}))
         faults.append(
-            _fault(
+            Finding(
                 "torch-lacks-architecture",
+                "error",
                 describe_missing_code(version, facts["architectures"], names, capability),
                 LACKING_REMEDY,
             )
         )
     look = "look at `nvidia-smi`: its processes, compute mode and errors; then restart the machine"
     faults += [
-        _fault("gpu-unusable", f"torch {version} cannot use GPU {index} ({devices[int(index)].name}): {error}", look)
+        Finding("gpu-unusable", "error", f"torch {version} cannot use GPU {index} ({devices[int(index)].name}): {error}", look)
         for index, error in (failures or {}).items()
         if capabilities[int(index)] not in without
     ]

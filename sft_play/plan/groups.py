@@ -31,31 +31,34 @@ def check_slices(request: Request) -> list[str]:
     key = KEY if launch.sequence_parallel > 1 else TENSOR_KEY
     variable = key.upper().replace(".", "_")
     given = f"`{key}` is {size}"
-    if world % size:
-        hint = (
-            f"make train-distributed NUM_GPUS={size}, or a number that divides {world}" if world > 1 else "make train-distributed"
-        )
-        raise UserError(f"{given}, which does not divide {plural(world, 'process')}", hint=f"{hint}; {variable}=1 cuts nothing")
     # Queries are repeated over keys and values, of which a slice of the layers needs its own; a slice of a line sends copies.
     heads = shape.heads if key == KEY else math.gcd(shape.heads, shape.kv_heads)
-    if heads % size:
-        fitting = [number for number in range(1, world + 1) if world % number == 0 and heads % number == 0]
-        what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
-        raise UserError(
-            f"{given}, but {shape.heads} {what} cannot be shared out evenly among so many ranks", hint=f"{variable}={fitting[-1]}"
-        )
-    if key == KEY and shape.moving_rope:
-        raise UserError(
-            f"{given}, but this model's rotary angles depend on the longest position of a line, and each rank sees only its slice's",
-            hint="LAUNCH_SEQUENCE_PARALLEL=1, or another model",
-        )
-    if key == TENSOR_KEY and shape.model_type not in TENSOR_PARALLEL_MODEL_TYPES:
-        raise UserError(
-            f"{given}, but the layers of `{shape.model_type}` are not among those that can be shared out; see docs/parallelism.md",
-            hint=f"{variable}=1; `make train-fsdp` shares out the weights of any model",
-        )
-    if key == TENSOR_KEY and shape.ffn_size % size:
-        raise UserError(f"{given}, which does not divide the feed-forward size, {shape.ffn_size}", hint=f"{variable}=1")
+    what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
+    fitting = max(number for number in range(1, world + 1) if world % number == 0 and heads % number == 0)
+    other = f" NUM_GPUS={size}, or a number that divides {world}" if world > 1 else ""
+    refusals = (
+        (world % size > 0, f", which does not divide {plural(world, 'process')}", f"make train-distributed{other}; {variable}=1 cuts nothing"),
+        (
+            heads % size > 0, f", but {shape.heads} {what} cannot be shared out evenly among so many ranks", f"{variable}={fitting}",
+        ),
+        (
+            key == KEY and shape.moving_rope,
+            ", but this model's rotary angles depend on the longest position of a line, and each rank sees only its slice's",
+            f"{variable}=1, or another model",
+        ),
+        (
+            key == TENSOR_KEY and shape.model_type not in TENSOR_PARALLEL_MODEL_TYPES,
+            f", but the layers of `{shape.model_type}` are not among those that can be shared out; see docs/parallelism.md",
+            f"{variable}=1; `make train-fsdp` shares out the weights of any model",
+        ),
+        (
+            key == TENSOR_KEY and shape.ffn_size % size > 0,
+            f", which does not divide the feed-forward size, {shape.ffn_size}", f"{variable}=1",
+        ),
+    )  # fmt: skip
+    for refused, why, hint in refusals:
+        if refused:
+            raise UserError(given + why, hint=hint)
     if len(names := dict.fromkeys(device.name for device in request.ranks.devices)) > 1:
         raise HardwareError(
             f"{given}, but equal slices would wait for the slowest of {', '.join(names)}", hint="use cards of one kind"

@@ -210,7 +210,8 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
             compressed_bytes(config, shape, width, kind),
         )
         for kind, name in names.items()
-    ] + [(f"local_steps: {steps}", launch.local_steps > 1, local_bytes(config, shape, steps))]
+    ]
+    choices.append((f"local_steps: {steps}", launch.local_steps > 1, local_bytes(config, shape, steps)))
     found = []
     for choice, chosen, sent in choices:
         seconds = communication_seconds(sent, ranks, link)

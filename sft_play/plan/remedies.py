@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from sft_play.config.layers import shipped
 from sft_play.config.schema import Config
@@ -12,7 +13,7 @@ from sft_play.plan.choices import with_chunks
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import OPTIMIZER_BYTES, rank_memory, rank_moments
 from sft_play.plan.network import slow_network
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, least_room, tightest
+from sft_play.plan.plan import Plan, RankPlan, Setup, least_room, tightest
 from sft_play.plan.request import SHORTEST_ROW, Decide, DoesNotFitError, Remedy, Request, try_plan
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import token_cost
@@ -45,10 +46,9 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
         remedy = _try_override(request, changed, text, decide, setup, rows, before)
         # Recomputation is turned on as well only where it must be.
         if request.config.train.gradient_checkpointing is False and not (remedy and remedy.fits):
-            saving = replace(changed.config.train, gradient_checkpointing=True)
-            both = replace(changed, config=replace(changed.config, train=saving))
-            option = "TRAIN_GRADIENT_CHECKPOINTING=true"
-            if option not in text:
+            saving = {"train.gradient_checkpointing": True}
+            if (option := _typed(saving)) not in text:
+                both = changed.with_keys(saving)
                 remedy = _try_override(request, both, f"{text} {option}", decide, setup, rows, before) or remedy
         found += [remedy] if remedy else []
     found.sort(key=lambda r: (not r.fits, _price(r), r.need_bytes))
@@ -57,15 +57,13 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
 
 def remedies_for_loading(request: Request, decide: Decide) -> list[str]:
     """Return what to type, adapters first, where the machine's memory is too small for all weights; each is planned."""
-    config, options = request.config, list[tuple[str, Request]]()
-    if config.tuning.mode != "lora":
-        adapters = replace(config, tuning=replace(config.tuning, mode="lora"))
-        options.append(("TUNING_MODE=lora", request.with_config(adapters, "tuning.mode")))
+    options = list[tuple[str, Request]]()
+    if request.config.tuning.mode != "lora":
+        options.append(("TUNING_MODE=lora", request.with_keys({"tuning.mode": "lora"})))
     if request.launch.command_strategy != "zero":
-        shards = replace(config, launch=replace(config.launch, strategy="zero3"))
         launch = replace(request.launch, command_strategy="zero", zero_stage=None)
-        text = "make train-deepspeed LAUNCH_STRATEGY=zero3"
-        options.append((text, replace(request, launch=launch).with_config(shards, "launch.strategy")))
+        shards = replace(request, launch=launch).with_keys({"launch.strategy": "zero3"})
+        options.append(("make train-deepspeed LAUNCH_STRATEGY=zero3", shards))
     found = ((text, try_plan(request, changed, decide)) for text, changed in options)
     return [text for text, plan in found if isinstance(plan, Plan) and not plan.remedies]
 
@@ -93,66 +91,60 @@ def _try_override(
     return Remedy(override=text, need_bytes=need, saving_bytes=before - need, fits=fits and need <= capacity, slower=slower)
 
 
+def _typed(keys: Mapping[str, Any]) -> str:
+    """Return what sets these keys on a command line."""
+    values = {key: "true" if value is True else value for key, value in keys.items()}
+    return " ".join(f"{key.replace('.', '_').upper()}={value}" for key, value in values.items())
+
+
 def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Request]]:
     """Return everything that could be changed: what to type, and what it makes of the request."""
     config, launch, train = request.config, request.launch, request.config.train
+    mode, strategy = config.tuning.mode, config.launch.strategy
     whole = replace(launch, halvings=0)
-    pinned = config
+    halved, pinned = launch, dict[str, Any]()
     if request.divides:  # the micro-batch whose memory is compared
-        pinned = replace(config, train=replace(train, batch_size=rows))
+        halved, pinned = whole, {"train.batch_size": rows}
         if train.global_batch_size != "auto" and rows > rows_each(train.global_batch_size, setup.data_world):
-            # Of unequal ranks the largest micro-batch is not for all.
-            pinned = replace(pinned, train=replace(pinned.train, global_batch_size=rows * setup.data_world))
-    halved = whole if request.divides else launch
+            pinned["train.global_batch_size"] = rows * setup.data_world  # of unequal ranks the largest micro-batch is not for all
     found: list[tuple[str, Request]] = []
 
-    def add(text: str, changed: Config, *keys: str, launch: LaunchRequest = halved) -> None:
-        found.append((text, replace(request, launch=launch).with_config(changed, *keys)))
+    def add(keys: dict[str, Any], command: str = "", **launched: Any) -> None:
+        changed = replace(request, launch=replace(halved, **launched)).with_keys(pinned | keys)
+        found.append((f"{command} {_typed(keys)}".strip(), changed))
 
     if rows > 1:
         typed = train.batch_size != "auto", train.grad_accum != "auto"
         auto = {(True, False): "TRAIN_BATCH_SIZE=auto", (False, True): "TRAIN_GRAD_ACCUM=auto"}.get(typed)
-        fewer = replace(train, batch_size=1 if auto else rows // 2, grad_accum="auto" if auto else train.grad_accum)
-        add(auto or f"TRAIN_BATCH_SIZE={rows // 2}", replace(config, train=fewer), launch=whole)
+        fewer = {"train.batch_size": 1, "train.grad_accum": "auto"} if auto else {"train.batch_size": rows // 2}
+        found.append((auto or _typed(fewer), replace(request, launch=whole).with_keys(fewer)))
     if not setup.gradient_checkpointing:
-        saving = replace(pinned.train, gradient_checkpointing=True)
-        add("TRAIN_GRADIENT_CHECKPOINTING=true", replace(pinned, train=saving))
+        add({"train.gradient_checkpointing": True})
     if setup.row_tokens > SHORTEST_ROW:
-        short = max(SHORTEST_ROW, setup.row_tokens // 2)
-        add(f"MODEL_MAX_SEQ_LEN={short}", replace(pinned, model=replace(config.model, max_seq_len=short)))
-    for mode in ("lora", "qlora"):
-        if config.tuning.mode not in (mode, "qlora"):
-            tuned = replace(pinned, tuning=replace(config.tuning, mode=cast(Any, mode)))
-            add(f"TUNING_MODE={mode}", tuned, "tuning.mode")
-    if config.tuning.mode == "full" and setup.device == "cuda" and setup.precision == "bf16" and not setup.zero:
-        narrow = replace(pinned.train, optim="adamw_bnb_8bit")
-        narrowed = replace(pinned, model=replace(config.model, dtype="bfloat16"), train=narrow)
-        add("MODEL_DTYPE=bfloat16 TRAIN_OPTIM=adamw_bnb_8bit", narrowed, "model.dtype", "train.optim")
-
-    def add_strategy(command: str, strategy: str, launch: LaunchRequest) -> None:
-        if config.launch.strategy in ("auto", strategy):
-            add(command, pinned, launch=launch)
-        else:
-            other = replace(pinned, launch=replace(config.launch, strategy=cast(Any, strategy)))
-            add(f"{command} LAUNCH_STRATEGY={strategy}", other, "launch.strategy", launch=launch)
-
-    if config.tuning.mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
-        held = replace(halved, command_strategy="fsdp2", zero_stage=None, offload_optimizer=False, offload_parameters=False)
-        add_strategy("make train-fsdp", "fsdp2", held)
-    if config.tuning.mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
-        held = replace(halved, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
-        add_strategy(f"make train-deepspeed DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}", "zero3", held)
-    alone = setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1 and config.launch.strategy in ("auto", "ddp")
+        add({"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // 2)})
+    for other in ("lora", "qlora"):
+        if mode not in (other, "qlora"):
+            add({"tuning.mode": other})
+    if mode == "full" and setup.device == "cuda" and setup.precision == "bf16" and not setup.zero:
+        add({"model.dtype": "bfloat16", "train.optim": "adamw_bnb_8bit"})
+    if mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
+        keys = {} if strategy in ("auto", "fsdp2") else {"launch.strategy": "fsdp2"}
+        plain: dict[str, Any] = {"zero_stage": None, "offload_optimizer": False, "offload_parameters": False}
+        add(keys, "make train-fsdp", command_strategy="fsdp2", **plain)
+    if mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
+        keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
+        command = f"make train-deepspeed DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
+        add(keys, command, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    alone = setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1 and strategy in ("auto", "ddp")
     if alone and setup.world_size > 1:
-        groups = setup.world_size // request.launch.num_nodes
-        for key, value in (("strategy", "pipeline"), ("tensor_parallel", groups), ("sequence_parallel", groups)):
-            other = replace(pinned, launch=replace(config.launch, **cast(Any, {key: value})))
-            add(
-                f"make train-distributed LAUNCH_{key.upper()}={value}",
-                other,
-                f"launch.{key}",
-                launch=replace(halved, command_strategy="auto"),
-            )
+        size = setup.world_size // launch.num_nodes
+        ways: list[dict[str, Any]] = [
+            {"launch.strategy": "pipeline"},
+            {"launch.tensor_parallel": size},
+            {"launch.sequence_parallel": size},
+        ]
+        for keys in ways:
+            add(keys, "make train-distributed", command_strategy="auto")
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, LaunchConfig, TrainConfig
@@ -121,15 +122,18 @@ class Request:
             return 1
         return math.ceil(global_rows(train, world) / (train.grad_accum * world))
 
-    def with_config(self, config: Config, *keys: str) -> Request:
-        """Return the request with another configuration, of which `keys` were typed."""
-        original, typed, memory = self.config, self.typed, self.memory
+    def with_keys(self, keys: Mapping[str, Any]) -> Request:
+        """Return the request as if these keys, such as `train.batch_size`, had been typed."""
+        original, typed, memory, config = self.config, self.typed, self.memory, self.config
+        for key, value in keys.items():
+            section, name = key.split(".")
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
         def memory_of(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
             # What was traced is known of the configuration as it stood; beside the setup, memory depends on its tuning alone.
             return memory(original if config.tuning == original.tuning else config, shape, setup, micro_batch)
 
-        prepared = self.prepared if config.model.max_seq_len == original.model.max_seq_len else None  # rows of another length
+        prepared = None if "model.max_seq_len" in keys else self.prepared  # rows of another length
         return replace(
             self, config=config, memory=memory_of, prepared=prepared, typed=lambda key: typed(key) or key in keys
         )  # fmt: skip

@@ -12,7 +12,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config, TuningConfig
@@ -180,7 +180,7 @@ def _share_model(request: Request, setup: Setup, fitting: tuple[int, ...], decid
 
 def _ways(request: Request) -> Iterator[tuple[str, Request]]:
     """Yield how neighbouring ranks could share layers, lines or the model, the smallest groups first, each as if it were typed."""
-    config, near = request.config, math.gcd(*request.ranks.nodes)
+    near = math.gcd(*request.ranks.nodes)
     keys: list[tuple[str, str, object]] = [
         (f"{key} {size}", key, size)
         for key in ("tensor_parallel", "sequence_parallel")
@@ -188,8 +188,7 @@ def _ways(request: Request) -> Iterator[tuple[str, Request]]:
         if near % size == 0
     ]
     for way, key, value in [*keys, ("pipeline", "strategy", "pipeline")]:
-        launch = replace(config.launch, **cast(Any, {key: value}))
-        yield way, request.with_config(replace(config, launch=launch), f"launch.{key}")
+        yield way, request.with_keys({f"launch.{key}": value})
 
 
 def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
@@ -208,10 +207,10 @@ def _if_quantised(request: Request, setup: Setup) -> str:
     """Return that quantised weights would fit on each rank, where they would."""
     if setup.device != "cuda" or not may_quantise(request.config):
         return ""
-    config = replace(request.config, tuning=replace(request.config.tuning, mode="qlora"))
+    quantising = request.with_keys({"tuning.mode": "qlora"})
     frozen = "bfloat16" if setup.precision == "bf16" else "float16"
     case = replace(setup, weights_dtype=frozen, gradient_checkpointing=True)
-    quantised = sum(request.memory(config, request.shape, case, request.wanted_rows).values())
+    quantised = quantising.need(case, request.wanted_rows)
     return f" (TUNING_MODE=qlora would fit whole: {quantised / GIB:.1f} GiB)" if quantised <= min(request.room) else ""
 
 

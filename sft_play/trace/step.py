@@ -82,13 +82,6 @@ def real_branches(case: Case) -> Iterator[None]:
         masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = find, ignore, usable
 
 
-def optimizer_of(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """Returns the optimizer that transformers would build, or `None` where its states are counted by formula."""
-    if case.optim == "none":
-        return None
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True if case.optim == FUSED else None)
-
-
 class StepTrace:
     """Runs steps of a model under a tracker and names their moments by the layer that runs."""
 
@@ -156,7 +149,9 @@ class StepTrace:
     def run(self, batch: Batch) -> None:
         """The second optimizer step's last micro-step: of all it holds the most. Gradients and states before it are held, not computed."""
         tokens = torch.ones((), dtype=torch.long, device=batch["input_ids"].device)
-        optimizer = optimizer_of(self.case, self.trained)
+        optimizer = None  # where its states are counted by formula
+        if self.case.optim != "none":
+            optimizer = torch.optim.AdamW(self.trained, lr=1e-4, fused=True if self.case.optim == FUSED else None)
         self._hold_gradients()
         self.update(optimizer)
         if self.case.accumulates:
