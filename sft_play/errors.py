@@ -41,8 +41,6 @@ SECRET_IN_URL = re.compile(r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig
 SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
 """How keys in PEM and JSON web tokens begin."""
 
-LONGEST_LINE = 1_000
-"""Characters of one line of a message; of a longer one its beginning and its end are shown."""
 MOST_PROBLEMS = 40
 """Problems that are written out at once."""
 HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
@@ -143,8 +141,8 @@ def raise_all(problems: Sequence[UserError]) -> None:
 
 
 def _safe(text: str) -> str:
-    """Returns `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape; long lines are cut."""
-    return "\n".join(_cut(line) for line in printable(without_tokens(text)).split("\n"))
+    """Returns `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape."""
+    return printable(without_tokens(text))
 
 
 def printable(text: str) -> str:
@@ -154,10 +152,6 @@ def printable(text: str) -> str:
 
 def _escaped(line: str) -> str:
     return "".join(c if c.isprintable() or c in "\t\xa0\u3000" else c.encode("unicode_escape").decode("ascii") for c in line)
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 220]} ... {line[-200:]}"
 
 
 def causes(error: BaseException, *, handled: bool = True) -> Iterator[BaseException]:

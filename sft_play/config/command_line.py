@@ -17,7 +17,7 @@ from sft_play.config.call import FALSE, TRUE, Call, Command
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, expected, preset_path
 from sft_play.config.yaml_files import is_writable
-from sft_play.errors import SECRET, UserError, mask, raise_all, without_secret
+from sft_play.errors import UserError, mask, raise_all, without_secret
 from sft_play.files import is_file_name
 
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
@@ -232,43 +232,38 @@ def _takers(one: _Given, option: str, commands: Mapping[str, Command]) -> str:
 
 
 def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, Command]) -> UserError:
-    row = commands[command]
     if one.name == "MASTER_KEY":
         hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
         return UserError(
             "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines", hint=hint
         )
-    if SECRET.fullmatch(one.name):
-        return UserError(f"unknown variable `{one.name}`", hint=names.SECRETS_HINT)
-    word = names.plain_word(one.name)
-    if instead := names.INSTEAD.get(word) or names.environment_hint(word, one.text):
-        return UserError(f"unknown variable `{one.name}`", hint=instead)
-    if meant := names.settings(one.name, one.text):
+    return UserError(f"unknown variable `{one.name}`", hint=_hint(one, known, command, commands))
+
+
+def _hint(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, Command]) -> str:
+    """Return what to type instead of an unknown variable."""
+    row = commands[command]
+
+    def say(meant: Mapping[str, str]) -> str:
         other = next((name for name in meant if name.isupper() and name not in row.options), None)
-        hint = (
-            f"here that is `{other}`, for {_takers(one, other, commands)}"
-            if other
-            else f"here that is {_words(meant, command, one)}"
-        )
-        return UserError(f"unknown variable `{one.name}`", hint=hint)
+        return f"`{other}`, for {_takers(one, other, commands)}" if other else _words(meant, command, one)
+
+    if hint := names.hint_elsewhere(one.name, one.text, say):
+        return hint
     if names.OF_PROGRAMS.fullmatch(one.name) and one.name.lower() not in names.ALIASES:
-        typed = f"{one.name}={mask(one.name, one.text)}"
-        return UserError(f"unknown variable `{one.name}`", hint=f"it is read from the environment: `export {typed}`")
+        return f"it is read from the environment: `export {one.name}={mask(one.name, one.text)}`"
     better = names.suggest(one.name, options=known if "RANK" in row.options else known - {"RANK"})  # elsewhere it is `NODE_RANK`
+    if better in known - row.options:
+        key = _stands_for(better, row)
+        return _did_you_mean(one, key, command) if key else f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
+    if better:
+        return _did_you_mean(one, better, command)
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
-    if better in known - row.options and (key := _stands_for(better, row)):
-        hint = _did_you_mean(one, key, command)
-    elif better in known - row.options:
-        hint = f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
-    elif better:
-        hint = _did_you_mean(one, better, command)
-    elif section in sections():
-        hint = f"`docs/configuration.md` lists the keys of `{section}`"
-    else:
-        takes = [_listed(row.options)] if row.options else []
-        takes += ["`SECTION_KEY` for each key in `docs/configuration.md`"] if row.overrides else []
-        hint = f"`{_shown(command, one)}` takes {', and '.join(takes) or 'no variables'}"
-    return UserError(f"unknown variable `{one.name}`", hint=hint)
+    if section in sections():
+        return f"`docs/configuration.md` lists the keys of `{section}`"
+    takes = [_listed(row.options)] if row.options else []
+    takes += ["`SECTION_KEY` for each key in `docs/configuration.md`"] if row.overrides else []
+    return f"`{_shown(command, one)}` takes {', and '.join(takes) or 'no variables'}"
 
 
 def _words(meant: Mapping[str, str], command: str, one: _Given) -> str:

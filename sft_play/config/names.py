@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -339,6 +339,17 @@ def closest_file(path: Path, folder: Path) -> str | None:
     return known[close[0]] if close else None
 
 
+def hint_elsewhere(name: str, text: str, say: Callable[[Mapping[str, str]], str]) -> str | None:
+    """Return what there is here for `name: text` of another tool; `say` puts keys and their values in words."""
+    if SECRET.fullmatch(name):
+        return SECRETS_HINT
+    word = plain_word(name)
+    if hint := INSTEAD.get(word) or environment_hint(word, text):
+        return hint
+    meant = settings(name, text)
+    return f"here that is {say(meant)}" if meant else None
+
+
 def unknown_key(key: str, place: str, node: Node) -> UserError:
     if not key:
         return UserError("a key is empty; expected a name", place=place)
@@ -352,13 +363,9 @@ def unknown_key(key: str, place: str, node: Node) -> UserError:
     section, _, leaf = key.rpartition(".")
     if leaf == "<<":
         return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")
-    if SECRET.fullmatch(leaf):
-        return UserError(f"unknown key `{key}`", place=place, hint=SECRETS_HINT)
-    word = plain_word(leaf)
-    if hint := INSTEAD.get(word) or environment_hint(word, shown(node)):
+    text = node.text if node.text is not None else str(node.value)
+    if hint := hint_elsewhere(leaf, text, _listed):
         return UserError(f"unknown key `{key}`", place=place, hint=hint)
-    if meant := settings(leaf, node.text if node.text is not None else str(node.value)):
-        return UserError(f"unknown key `{key}`", place=place, hint=f"here that is {_listed(meant)}")
     inner = next((one for one in sections() if not section and one.endswith(f".{leaf.removesuffix('_config')}")), None)
     better = inner or (None if section or leaf.lower() in ALIASES else closest_section(leaf)) or suggest(leaf, section)
     if better == "data.train_path" and isinstance(node.value, list):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from sft_play.config import data_rules, metrics, schedulers
@@ -61,7 +60,7 @@ def _in_words(config: Config, key: str) -> str:
 
 
 def paths(config: Config) -> Iterator[Conflict]:
-    """Names that no file system takes, and homes of users who are not here; nothing is looked for."""
+    """Names that no file system takes; nothing is looked for."""
     for key, name, text in _named(config):
         given = f"`{name}` is `{quoted(text)}`"
         if not is_file_name(text):
@@ -70,8 +69,6 @@ def paths(config: Config) -> Iterator[Conflict]:
             )
         elif any("**" in part and part != "**" for part in text.split("/")):
             yield Conflict(key, f"{given}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
-        elif text.startswith("~") and typed_path(text) == Path(text):
-            yield Conflict(key, f"{given}, and there is no such user", "`~/` is your own folder")
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -55,8 +55,8 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.runs.notify import end_text, notify, wait_until_sent
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.progress import end_text, notify, wait_until_sent
 
 
 def train(call: Call) -> int:

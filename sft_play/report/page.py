@@ -101,10 +101,10 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     A figure of each rank (`rank_loss`) or node is a list of lists, one for each rank.
     """
-    return {kind: _columns(thinned([row for row in rows if row.get("kind") == kind])) for kind in ("train", "eval")}
+    return {kind: _columns(thin([row for row in rows if row.get("kind") == kind])) for kind in ("train", "eval")}
 
 
-def thinned(rows: Sequence[Mapping[str, Any]], most: int = POINTS) -> list[Mapping[str, Any]]:
+def thin(rows: Sequence[Mapping[str, Any]], most: int = POINTS) -> list[Mapping[str, Any]]:
     """Returns at most `most` rows: the lowest and the highest loss of each stretch, the first row and the last."""
     if len(rows) <= most:
         return list(rows)
@@ -137,27 +137,22 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
-    """Returns some answers of the last evaluation, with those of the first and the middle ones to the same prompts."""
-    if not evaluations:
-        return []
-    shown = {0, len(evaluations) // 2, len(evaluations) - 1}
-    answers: dict[int, dict[int, str]] = {}
-    for index in sorted(shown):
-        step, folder = evaluations[index]
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            answers[step] = {row["row"]: str(row["answer"])[:LETTERS] for row in read_predictions(folder)}
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return [
-            {
-                "row": row["row"],
-                "prompt": str(row["prompt"])[:LETTERS],
-                "reference": str(row.get("reference") or "")[:LETTERS],
-                "scores": row.get("scores", {}),
-                "answers": {step: found[row["row"]] for step, found in answers.items() if row["row"] in found},
-            }
-            for row in read_predictions(evaluations[-1][1])[:SAMPLES]
-        ]
-    return []
+    """Return some answers of the last evaluation, with those of the first one to the same prompts."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for step, folder in (*evaluations[:1], *evaluations[-1:]):
+        with contextlib.suppress(OSError, ValueError):
+            found[step] = read_predictions(folder)
+    answers = {step: {row["row"]: row["answer"][:LETTERS] for row in rows} for step, rows in found.items()}
+    return [
+        {
+            "row": row["row"],
+            "prompt": row["prompt"][:LETTERS],
+            "reference": (row.get("reference") or "")[:LETTERS],
+            "scores": row.get("scores", {}),
+            "answers": {step: texts[row["row"]] for step, texts in answers.items() if row["row"] in texts},
+        }
+        for row in (found.get(evaluations[-1][0], []) if evaluations else [])[:SAMPLES]
+    ]
 
 
 def _repeat(run: RunFolder) -> str:
@@ -169,24 +164,19 @@ def _repeat(run: RunFolder) -> str:
 
 
 def _prepared(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model's name and the counts of each split."""
+    """Return the model's name and the counts of each split."""
     splits = {}
     for name in ("train", "validation"):
-        split = found.get(name)
-        if isinstance(split, dict):
-            counts = read_object(Path(str(split.get("path", ""))) / "manifest.json")
-            sources = counts.get("sources", []) if isinstance(counts.get("sources"), list) else []
-            splits[name] = {
-                **{key: split.get(key) for key in ("rows", "tokens", "label_tokens", "longest", "median")},
+        if split := found.get(name):
+            sources = read_object(Path(split["path"]) / "manifest.json").get("sources", [])
+            splits[name] = {key: split.get(key) for key in ("rows", "tokens", "label_tokens", "longest", "median")} | {
                 "sources": [
-                    {key: source.get(key) for key in ("name", "rows_read", "kept", "dropped", "duplicates", "cut", "tokens")}
-                    | {"name": short_path(str(source.get("name", "")))}
+                    {key: source.get(key) for key in ("rows_read", "kept", "dropped", "duplicates", "cut", "tokens")}
+                    | {"name": short_path(str(source["name"]))}
                     for source in sources
-                    if isinstance(source, dict)
-                ],
+                ]
             }
-    model = found.get("model")
-    return {"model": short_path(str(model.get("name", ""))) if isinstance(model, dict) else "", "splits": splits}
+    return {"model": short_path(str(found.get("model", {}).get("name", ""))), "splits": splits}
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, read_json_lines, side_file, write_json, write_text
-from sft_play.runs.notify import notify
+from sft_play.runs.progress import notify
 from sft_play.training.ranks import TrainContext
 from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.notify import notify, wait_until_sent
+from sft_play.runs.progress import notify, wait_until_sent
 from tests.conftest import Program
 from tests.launcher import Launcher
 from tests.quota import worker_of
