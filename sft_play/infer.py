@@ -147,7 +147,7 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
     with bar("answers", "rows") as show:
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
-    lines = [json.dumps(_answered(row, next(coming).text if row.messages else ""), ensure_ascii=False) for row in rows]
+    lines = [json.dumps(_output_row(row, next(coming).text if row.messages else ""), ensure_ascii=False) for row in rows]
     try:
         write_text(output, "\n".join(lines) + "\n")
     except OSError as error:
@@ -173,7 +173,7 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     return cut
 
 
-def _answered(row: Question, answer: str) -> dict[str, Any]:
+def _output_row(row: Question, answer: str) -> dict[str, Any]:
     """Returns a line of `OUTPUT`."""
     found: dict[str, Any] = {"prompt": row.messages[-1]["content"] if row.messages else "", "answer": answer}
     if row.reference is not None:

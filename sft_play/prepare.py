@@ -105,10 +105,10 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     from sft_play.data.prepare import prepare_data
     from sft_play.data.templates import chat_format, with_chat
     from sft_play.model.resolve import refuse_untrusted_code, runs_code
-    from sft_play.model.scratch import resolve, says
+    from sft_play.model.scratch import describe_source, resolve
 
     model = with_chat(resolve(config), chat_format(config.data))
-    _tell(says(config, model))
+    _tell(describe_source(config, model))
     check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):

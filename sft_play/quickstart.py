@@ -95,9 +95,9 @@ def report(result: Mapping[str, Any]) -> str:
     before, after = result["before"], result["after"]
     lines = ["", f"== {result['run']}: {len(result['answers'])} held-out answers before and after"] if result["answers"] else []
     for answer in result["answers"]:
-        lines += ["", *_wrapped("prompt   ", _question(answer["prompt"]))]
-        lines += _wrapped("wanted   ", answer["reference"]) + _wrapped("before   ", answer["before"])
-        lines += _wrapped("after    ", answer["after"])
+        lines += ["", *_wrap("prompt   ", _question(answer["prompt"]))]
+        lines += _wrap("wanted   ", answer["reference"]) + _wrap("before   ", answer["before"])
+        lines += _wrap("after    ", answer["after"])
     lines += ["", f"{'held-out':<12}{'before':<28}{'after':<28}"]
     lines.append(f"{'loss':<12}{before['loss']:<28.4f}{after['loss']:<28.4f}{'fell' if result['loss_fell'] else 'did not fall'}")
     lines.append(f"{'perplexity':<12}{before['perplexity']:<28.2f}{after['perplexity']:<28.2f}")
@@ -135,7 +135,7 @@ def _question(prompt: str) -> str:
     return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>", 1)[0].strip()
 
 
-def _wrapped(label: str, text: str) -> list[str]:
+def _wrap(label: str, text: str) -> list[str]:
     """Returns `text` after `label`, at most 12 lines; line breaks of code are kept."""
     lines = [part for line in (text.splitlines() or [""]) for part in (textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""])]
     lines = lines if len(lines) <= 12 else [*lines[:11], "..."]

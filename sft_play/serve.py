@@ -65,7 +65,9 @@ def main(call: Call) -> int:
     if port != wanted:
         print(f"port {wanted} is taken; using {port}", file=sys.stderr)
     folder, name = (
-        (servable(run, weights), served_name(run, label_of(run, weights))) if run and weights else _plain(call, plain or "")
+        (whole_model(run, weights), name_for_clients(run, label_of(run, weights)))
+        if run and weights
+        else _plain(call, plain or "")
     )
     template_sha256(load_tokenizer(folder))  # in a request nothing would end a template that never does
     with _stop_on_signals() as stopped, _named(folder, name):
@@ -95,7 +97,7 @@ def check_packages() -> None:
         )
 
 
-def servable(run: RunFolder, weights: Path) -> Path:
+def whole_model(run: RunFolder, weights: Path) -> Path:
     """Returns a folder that holds the whole model: the weights themselves, or a merged copy in the cache, made when needed.
 
     The cache is keyed by the adapter's content, so that training on makes a new copy.
@@ -123,7 +125,7 @@ def _plain(call: Call, model: str) -> tuple[Path, str]:
     return Path(found.path), _api_name(Path(model).resolve().name)
 
 
-def served_name(run: RunFolder, label: str) -> str:
+def name_for_clients(run: RunFolder, label: str) -> str:
     """Returns the model's name in the API: the run's, with the checkpoint's where one was asked for (`demo-step-000040`).
 
     transformers reads `@` as a revision, so it cannot stand in a name.

@@ -123,7 +123,7 @@ def main(call: Call) -> int:
     trials = [
         Trial(name=f"{name}-{index:02d}", values=values, origin=str(path)) for index, values in enumerate(combinations(sweep), 1)
     ]
-    rounds = list(lengths(len(trials), base.max_steps)) if sweep.method == "halving" else [(len(trials), None)]
+    rounds = list(halving_rounds(len(trials), base.max_steps)) if sweep.method == "halving" else [(len(trials), None)]
     say_plan(call, trials, rounds)
     return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, rounds, metric)
 
@@ -133,7 +133,7 @@ def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int
     results: list[Result] = []
     for number, (count, steps) in enumerate(rounds, 1):
         if number > 1:
-            chosen = [one.trial for one in ranked(results, metric) if one.score is not None][:count]
+            chosen = [one.trial for one in rank_results(results, metric) if one.score is not None][:count]
             if not chosen:
                 print("sweep: no run of this round finished, so none is trained longer", file=sys.stderr)
                 break
@@ -148,8 +148,8 @@ def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int
             if outcome.message:
                 print(outcome.message, file=sys.stderr)
             results.append(result_of(trial))
-        metric = usable(metric, results)
-    show(call, ranked(results, metric), metric)
+        metric = usable_metric(metric, results)
+    show(call, rank_results(results, metric), metric)
     return 0 if any(one.summary.state == "finished" for one in results) else 75
 
 
@@ -169,8 +169,8 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
     results = [result_of(trial) for trial in trials]
     done = [one for one in results if one.summary.state == "finished"]
     if done and not (call.json and len(done) < len(trials)):
-        metric = usable(metric, done)
-        show(call, ranked(done, metric), metric)
+        metric = usable_metric(metric, done)
+        show(call, rank_results(done, metric), metric)
     tasks = {
         index: (one.trial.name, [f"{variable_name(key)}={text}" for key, text in one.trial.values.items()])
         for index, one in enumerate(results, 1)
@@ -191,7 +191,7 @@ def result_of(trial: Trial) -> Result:
     return Result(trial=trial, summary=summary_of(RunFolder(runs_folder() / trial.name)))
 
 
-def usable(metric: str, results: Sequence[Result]) -> str:
+def usable_metric(metric: str, results: Sequence[Result]) -> str:
     """Returns the metric by which the runs can be ranked; says so where it is another."""
     if metric == "loss" or any(metric in one.summary.scores for one in results):
         return metric
@@ -273,7 +273,7 @@ def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
             yield drawn
 
 
-def lengths(trials: int, steps: int) -> Iterator[tuple[int, int]]:
+def halving_rounds(trials: int, steps: int) -> Iterator[tuple[int, int]]:
     """Yields runs and steps of each round: half of the runs, twice as long, until one has all steps."""
     rounds = max(1, math.ceil(math.log2(trials)) + 1)
     for number in range(rounds):
@@ -315,7 +315,7 @@ def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, in
     print(*lines, sep="\n", file=sys.stderr if call.json else sys.stdout, flush=True)
 
 
-def ranked(results: Sequence[Result], metric: str) -> list[Result]:
+def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
     """Returns finished runs, the best first, then the others. Sets their scores."""
     for one in results:
         score = one.summary.loss if metric == "loss" else one.summary.scores.get(metric)

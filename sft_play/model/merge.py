@@ -20,7 +20,7 @@ from sft_play.model import quantise
 from sft_play.model.load import read_model
 from sft_play.model.resolve import count_numbers
 from sft_play.model.tokenizer import end_of_turn_ids, write_chat
-from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype, tokenizer_of
+from sft_play.model.use import add_trained_adapter, check_base, has_tokenizer, read_base, stored_dtype, tokenizer_of
 from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, model_files
@@ -73,7 +73,7 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> dict[str, Any]:
 def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     prepared = Prepared.load(run.prepared)
     settled = read_config(run.config).config
-    checked_base(weights, settled, Plan.load(run.plan), prepared, "merge")
+    check_base(weights, settled, Plan.load(run.plan), prepared, "merge")
     _require_disk(partial, _size(weights))
     for path in model_files(weights):
         shutil.copy2(path, partial / path.name)
@@ -92,7 +92,7 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
 
 def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> dict[str, Any]:
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    base = checked_base(weights, config, plan, prepared, "merge")
+    base = check_base(weights, config, plan, prepared, "merge")
     assert base is not None
     folder = Path(base.path)
     tokenizer = tokenizer_of(weights, base, config)

@@ -70,7 +70,7 @@ def _trainable(folder: Path) -> Path:
     )
 
 
-def says(model: ResolvedModel) -> str:
+def describe_source(model: ResolvedModel) -> str:
     """Returns one line for the user: which model, from where."""
     if model.source == "embedded":
         return f"model: {LABEL}, from a package: the hub cannot be reached"

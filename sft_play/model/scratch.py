@@ -19,7 +19,7 @@ from sft_play.errors import DataError
 from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
 from sft_play.model.embedded import byte_level
 from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
-from sft_play.model.resolve import says as says_where
+from sft_play.model.resolve import describe_source as describe_pretrained
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
 from sft_play.runs.folder import cache_folder
@@ -37,10 +37,10 @@ def resolve(config: Config) -> ResolvedModel:
     return model if config.model.tokenizer is None else _with_tokenizer(config, model)
 
 
-def says(config: Config, model: ResolvedModel) -> str:
+def describe_source(config: Config, model: ResolvedModel) -> str:
     """Returns one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
     if model.source != "scratch":
-        return says_where(model)
+        return describe_pretrained(model)
     weights = count_numbers(Path(model.path))
     named = f"the tokenizer of {config.model.tokenizer or config.model.name}"
     tokenizer = "a tokenizer trained on the training data" if trains_tokenizer(config.model) else named
@@ -57,7 +57,7 @@ def _random(config: Config) -> ResolvedModel:
         architecture = dict(read_json(small_files(settings.name, settings.revision) / "config.json"))
     rows = _vocabulary(architecture)
     if trains_tokenizer(settings):
-        source = trained_tokenizer(config.data.sources, rows, config.train.seed)
+        source = train_tokenizer(config.data.sources, rows, config.train.seed)
     else:
         source = small_files(own, None if settings.tokenizer else settings.revision)
 
@@ -166,7 +166,7 @@ MOST_CHARACTERS = 10**9
 """More text does not change a vocabulary much, and would take hours and much memory: what comes later is left out."""
 
 
-def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
+def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
     """Returns the folder of the tokenizer for this data, from the cache where it was made before.
 
     `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raises `DataError` for data that

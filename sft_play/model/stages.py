@@ -159,18 +159,18 @@ class Stage:
     def _leave(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
         self._found = output[0] if isinstance(output, tuple) else output
 
-    def taking(self, inputs: dict[str, Any], given: Tensor | None) -> dict[str, Any]:
+    def inputs_of(self, inputs: dict[str, Any], given: Tensor | None) -> dict[str, Any]:
         """Returns a batch's inputs for this stage; `given` [B, T, H] are the hidden states of the stage before, until the next call."""
         self._given = given
         if given is None:
             return inputs
         return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": given}
 
-    def passed(self, inputs: dict[str, Any], given: Tensor | None) -> tuple[Tensor, Any]:
+    def run_layers(self, inputs: dict[str, Any], given: Tensor | None) -> tuple[Tensor, Any]:
         """Returns the hidden states [B, T, H] after this stage's last layer, and what the decoder returned."""
         self._found = None
         wanted = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
-        output = self.decoder(**{"use_cache": False, **self.taking(wanted, given)})
+        output = self.decoder(**{"use_cache": False, **self.inputs_of(wanted, given)})
         assert self._found is not None
         found, self._found, self._given = self._found, None, None
         return found, output

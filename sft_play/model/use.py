@@ -63,13 +63,13 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     device = str(device or best_device())
     folder = checkpoint or run.model
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    base = checked_base(folder, config, plan, prepared, "infer")
+    base = check_base(folder, config, plan, prepared, "infer")
     if base is None:
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:
         model = add_trained_adapter(read_base(config, plan, base, device), folder)
     tokenizer = tokenizer_of(folder, prepared.model, config)
-    model = model.to(device) if not quantised(model) else model
+    model = model.to(device) if not is_quantised(model) else model
     model.config.get_text_config().use_cache = True
     return model.eval(), tokenizer
 
@@ -100,7 +100,7 @@ def load_plain(config: Config, model: ResolvedModel) -> tuple[Any, Any]:
     dtype = torch.float32 if kept == "float16" and device == "cpu" else getattr(torch, kept)
     found = read_model(folder, config.model, dtype=dtype)
     tokenizer = load_tokenizer(folder, trust=config.model.trust_remote_code)
-    found = found if quantised(found) else found.to(device)
+    found = found if is_quantised(found) else found.to(device)
     found.config.get_text_config().use_cache = True
     return found.eval(), tokenizer
 
@@ -113,7 +113,7 @@ def stored_dtype(folder: Path) -> str:
     return name if name in ("float32", "bfloat16", "float16") else "float32"
 
 
-def checked_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, purpose: Purpose) -> ResolvedModel | None:
+def check_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, purpose: Purpose) -> ResolvedModel | None:
     """Compares the stamp of `folder` with the run and with the base as it is now; returns the base, `None` for full weights.
 
     Prints what only deserves a warning. Raises `CheckpointError` for what does not belong together, or where there are no
@@ -147,7 +147,7 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     return with_chat(dataclasses.replace(again, name=prepared.model.name), prepared.model.chat)
 
 
-def unchanged_base(config: Config, prepared: Prepared) -> ResolvedModel:
+def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
     """Returns the run's base, whose files are those that it was trained over. Raises `CheckpointError` when they have changed."""
     base = current_base(config, prepared)
     for what, then, now in (
@@ -208,7 +208,7 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer_config.json").is_file()
 
 
-def quantised(model: Any) -> bool:
+def is_quantised(model: Any) -> bool:
     """Whether bitsandbytes has placed the weights already; `.to` is refused for them."""
     return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
 

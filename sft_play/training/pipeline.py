@@ -107,11 +107,11 @@ class Pipeline:
         self.enter("forward")
         with self.autocast():
             if self.stage.ends:
-                found = token_loss_sum(self.stage.model, self.stage.taking(batch, given))
+                found = token_loss_sum(self.stage.model, self.stage.inputs_of(batch, given))
                 sums += torch.stack([found.detach().double(), label_tokens(batch).double()])
                 return given, found
             inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
-            found, _ = self.stage.passed(inputs, given)
+            found, _ = self.stage.run_layers(inputs, given)
         self._send(found.detach().to(self.dtype), self.after, self.group)
         return given, found
 
@@ -148,11 +148,11 @@ class Pipeline:
             ids = inputs["input_ids"]
             given = self._receive(ids)
             if self.stage.ends:
-                output = whole(**self.stage.taking(inputs, given))
+                output = whole(**self.stage.inputs_of(inputs, given))
                 logits = output.logits[:, -1:].float().contiguous()
             else:
                 with self.autocast():
-                    found, output = self.stage.passed(inputs, given)
+                    found, output = self.stage.run_layers(inputs, given)
                 self._send(found.to(self.dtype), self.after, self.group)
                 logits = torch.empty(len(ids), 1, base.config.get_text_config().vocab_size, device=self.ranks.device)
             distributed.broadcast(logits, src=self.last, group=self.group)

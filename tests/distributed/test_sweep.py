@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.sweep import Sweep, combinations, lengths, read_sweep
+from sft_play.sweep import Sweep, combinations, halving_rounds, read_sweep
 from tests.conftest import Program
 from tests.launcher import Launcher
 from tests.tiny_models import build_tiny_llama
@@ -81,7 +81,7 @@ def test_what_is_drawn_is_different_and_the_same_each_time(tmp_path: Path) -> No
     assert all(1e-5 <= float(one["train.learning_rate"]) <= 1e-3 for one in drawn)
     few = Sweep(keys={"train.seed": ["1", "2"]}, method="random", runs=6)
     assert len(list(combinations(few))) == 2
-    assert list(lengths(8, 100)) == [(8, 13), (4, 25), (2, 50), (1, 100)] and list(lengths(1, 100)) == [(1, 100)]
+    assert list(halving_rounds(8, 100)) == [(8, 13), (4, 25), (2, 50), (1, 100)] and list(halving_rounds(1, 100)) == [(1, 100)]
 
 
 @pytest.mark.parametrize(

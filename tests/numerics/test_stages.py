@@ -41,9 +41,9 @@ def deviation(family: str, **own: int) -> float:
         cut(part, first, last)
         freeze_others(part)
         stages.append(Stage(part, first, last))
-    sent, _ = stages[0].passed(INPUTS, None)
+    sent, _ = stages[0].run_layers(INPUTS, None)
     given = sent.detach().requires_grad_()
-    loss = loss_of(stages[1].model(**stages[1].taking(INPUTS, given), use_cache=False).logits)
+    loss = loss_of(stages[1].model(**stages[1].inputs_of(INPUTS, given), use_cache=False).logits)
     loss.backward()
     torch.autograd.backward(sent, given.grad)
     found: dict[str, Any] = {}
@@ -82,8 +82,8 @@ def answering_deviation(family: str) -> float:
                 "use_cache": True,
             }
             whole = model(**inputs, **caches[0])
-            sent, before = stages[0].passed({**inputs, **caches[1]}, None)
-            found = stages[1].model(**stages[1].taking({**inputs, **caches[2]}, sent))
+            sent, before = stages[0].run_layers({**inputs, **caches[1]}, None)
+            found = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
             caches = [
                 {name: output[name] for name in CACHES if output.get(name) is not None} for output in (whole, before, found)
             ]
@@ -115,8 +115,8 @@ def test_rows_in_one_line_stay_apart_to_the_bit() -> None:
             [{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)]
         )
         inputs = {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
-        sent, _ = stages[0].passed(inputs, None)
-        found.append(stages[1].model(**stages[1].taking(inputs, sent), use_cache=False).logits[0])
+        sent, _ = stages[0].run_layers(inputs, None)
+        found.append(stages[1].model(**stages[1].inputs_of(inputs, sent), use_cache=False).logits[0])
     own = len(ROWS[0])
     assert torch.equal(found[0][own:], found[1][own:]) and not torch.equal(found[0][:own], found[1][:own])
 

@@ -15,7 +15,7 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, ModelConfig
 from sft_play.errors import CheckpointError, DataError
 from sft_play.model.resolve import resolve_model
-from sft_play.model.use import unchanged_base
+from sft_play.model.use import require_same_base
 from sft_play.runs.prepared import Prepared
 from tests.conftest import ROOT, environment
 from tests.documents import on_page
@@ -54,13 +54,13 @@ def test_one_changed_byte_of_weights_or_tokenizer_changes_its_fingerprint(model:
 def test_a_base_that_has_changed_is_not_scored_as_the_runs(changed: str, model: Path) -> None:
     config = Config(model=ModelConfig(name=str(model)), data=DataConfig(train_path="x"))
     prepared = Prepared(model=resolve_model(config.model), train=None, validation=None)
-    assert unchanged_base(config, prepared).fingerprint == prepared.model.fingerprint
+    assert require_same_base(config, prepared).fingerprint == prepared.model.fingerprint
     if changed == "weights":
         build_tiny_llama(model, seed=1)
     else:
         (model / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(CheckpointError, match="of the base have changed since the run") as caught:
-        unchanged_base(config, prepared)
+        require_same_base(config, prepared)
     assert caught.value.hint and "restore" in caught.value.hint
 
 
@@ -156,13 +156,13 @@ PROGRAM = """
 import sys
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import UserError
-from sft_play.model.resolve import resolve_model, says
+from sft_play.model.resolve import describe_source, resolve_model
 try:
     found = resolve_model(ModelConfig(name=sys.argv[1], revision=sys.argv[2] or None))
 except UserError as error:
     print(error.render(), file=sys.stderr)
     sys.exit(error.exit_code)
-print(says(found))
+print(describe_source(found))
 print(found.path)
 """
 

@@ -13,7 +13,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, DataSource, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import DataError, UserError
 from sft_play.files import read_json
-from sft_play.model.scratch import resolve, says
+from sft_play.model.scratch import describe_source, resolve
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.plan.architecture import architecture_of, label, shape_of
 from tests.conftest import ROOT
@@ -98,7 +98,7 @@ def test_weights_are_made_once_and_by_the_seed(
     written, planned = read_json(Path(first.path) / "config.json"), architecture_of(config.model)
     assert all(written[key] == value for key, value in planned.items()), written
     assert first.source == "scratch" and first.name == label(config.model)
-    assert "random weights from train.seed 42, a tokenizer trained on the training data" in says(config, first)
+    assert "random weights from train.seed 42, a tokenizer trained on the training data" in describe_source(config, first)
 
 
 def test_a_trained_tokenizer_writes_any_text_and_chatml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
