@@ -36,21 +36,13 @@ def refused(**variables: str) -> str:
     return error.value.render()
 
 
-def test_missing_shape_keys_are_named_at_once() -> None:
-    text = refused(MODEL_HIDDEN_SIZE="-", MODEL_LAYERS="-")
-    assert text.startswith(
-        "error: make MODEL_INIT=random: `model.init` is `random`, but `model.hidden_size`, `model.layers` are missing"
-    )
-    assert "MODEL_HIDDEN_SIZE=... MODEL_LAYERS=..." in text
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
+        ({"MODEL_HIDDEN_SIZE": "-", "MODEL_LAYERS": "-"}, "`model.init` is `random`, but `model.hidden_size`, `model.layers` are missing"),
         ({"MODEL_HIDDEN_SIZE": "66"}, "`model.hidden_size` 66 cannot be divided by `model.attention_heads` 4\n\nhint: for example 64"),
         ({"TUNING_MODE": "-"}, "`tuning.mode` is `lora`: adapters over random weights learn little\n\nhint: set `tuning.mode: full`"),
         ({"MODEL_VOCAB_SIZE": "100"}, "`model.vocab_size` is 100, but a byte-level tokenizer has at least 260 tokens"),
-        ({"MODEL_VOCAB_SIZE": "-", "MODEL_TOKENIZER": "train"}, "`model.vocab_size` is missing"),
         ({"MODEL_NAME": "a/b"}, "`model.name` and `model.vocab_size`, `model.hidden_size`, `model.attention_heads`, `model.layers` are both"),
         ({"MODEL_INIT": "pretrained", "MODEL_NAME": "a/b"}, "`model.layers` is 2, but a pretrained model has its own shape"),
         ({"MODEL_INIT": "-", "MODEL_NAME": "a/b", "MODEL_TOKENIZER": "train"}, "a pretrained model's embeddings were learnt for its own"),
