@@ -7,7 +7,7 @@ Keys of the store, `A` being the attempt and `K` a machine's `NODE_RANK`:
     A/STEP/K           what a machine gives in a step (`facts`, `prepared`); A/STEP lists who has; A/STEP/all is what node 0 made of it
     A/end              why the attempt ended: the first to write it settles it for all (errors, an outcome, or a request to stop)
     A/next             what node 0 makes of that: another attempt, or the end
-    A/want             machines that came too late for the attempt; no/SESSION why node 0 does not take one
+    A/want             machines that came too late for the attempt
     left               who has ended in order
 
 What every machine does costs node 0 a few requests a second (docs/adr/0011-torchelastic.md). The workers' own store is another one, on a port of its

@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.errors import RetryableError, UserError, raise_all
 from sft_play.launch.environment import port_is_free
-from sft_play.launch.membership import GRACE_SECONDS, POLL_SECONDS, Given, Membership, errors_from_json, errors_to_json
+from sft_play.launch.membership import GRACE_SECONDS, POLL_SECONDS, Given, Membership, errors_from_json
 from sft_play.launch.node import Standings
 from sft_play.launch.process import stop_code
 from sft_play.launch.store import StoreGone, Waiting, list_words, pause, say
@@ -80,14 +80,16 @@ class Rendezvous(Membership):
 
     def _host(self, facts: Given, judge: Judge, answer: Answer) -> Given:
         """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
-        here, differing, waiting, differ_since = {0: facts}, set[int](), Waiting(), 0.0
+        here, differing, left_out = {0: facts}, set[int](), set[int]()
+        waiting, differ_since = Waiting(), 0.0
         while True:
             self._raise_end()
-            for rank, given in self._come("facts", set(range(1, self.node.count)) - here.keys()).items():
+            for rank, given in self._come("facts", set(range(1, self.node.count)) - here.keys() - left_out).items():
                 say(f"{self.names([rank])} has come")
                 errors = judge([facts, given])
-                if errors and self._before and rank not in self._before:  # it came to a run that trains without it
-                    self._leave_out(rank, errors)
+                if errors and self._before and rank not in self._before:  # the run trained without it, and continues so
+                    say(f"left out: {self.names([rank])}: {errors[0].message}")
+                    left_out.add(rank)
                     continue
                 here[rank] = given
                 differing |= {rank} if errors else set()
@@ -101,7 +103,7 @@ class Rendezvous(Membership):
             if differing and (not missing or time.monotonic() - differ_since > GRACE_SECONDS):
                 raise self._refuse(judge([here[rank] for rank in sorted(here)]))
             enough = self.least is not None and len(here) >= self.least
-            lost = {rank for rank in self._watched if self._is_silent(rank)} | self._absent
+            lost = {rank for rank in self._watched if self._is_silent(rank)} | self._absent | left_out
             last_call = bool(lost) and set(missing) <= lost and waiting.seconds > LAST_CALL_SECONDS
             if not differing and (not missing or (enough and (last_call or waiting.seconds > self.patience))):
                 break
@@ -139,6 +141,7 @@ class Rendezvous(Membership):
             facts = give()
             self.attempt = self._opened.get("attempt") or 0
             found = self._opened.get(f"{self.attempt}/facts/all")
+            late = found is not None
             if found is None:
                 self._taking_part = True
                 self._give("facts", facts)
@@ -146,7 +149,8 @@ class Rendezvous(Membership):
             if found["seats"].get(str(self.node.rank), {}).get("session") == self._mine["session"]:
                 return dict(found)
             self._taking_part, first = False, found["first"]
-            raise_all(judge([first, facts | {key: first[key] for key in OF_ATTEMPT if key in first}]))
+            later = {key: first[key] for key in OF_ATTEMPT if late and key in first}
+            raise_all(judge([first, facts | later]))
             self._wait_for_next()
 
     def _wait_for_next(self) -> None:
@@ -170,13 +174,6 @@ class Rendezvous(Membership):
 
         return self.names(rank for rank in self._opened.ask(do) if not self._is_silent(rank))
 
-    def _leave_out(self, rank: int, errors: Sequence[UserError]) -> None:
-        """Tell one machine that came to a run which trains without it why it is not taken; the run continues."""
-        say(f"left out: {self.names([rank])}: {errors[0].message}")
-        self._opened.set(f"no/{self._watched.pop(rank)}", errors_to_json(errors))
-        self._opened.delete(f"seat/{rank}")
-        self._absent.add(rank)
-
     def _wait(self, step: str) -> Given:
         """Return what node 0 made of a step."""
         waiting = Waiting()
@@ -184,9 +181,6 @@ class Rendezvous(Membership):
             if (found := self._opened.get(f"{self.attempt}/{step}/all")) is not None:  # before the end: that may have followed
                 return dict(found)
             self._raise_end()
-            if self.attempt and (refusal := self._opened.get(f"no/{self._mine['session']}")):
-                self._taking_part = False
-                raise_all(errors_from_json(refusal))
             waiting.say("waiting for the other nodes")
             self._pause_as_one_of_many()
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from sft_play.errors import DataError, HardwareError, RetryableError, UserError
+from sft_play.errors import CheckpointError, DataError, HardwareError, RetryableError, UserError
 from sft_play.launch import store
 from sft_play.launch.environment import Node, free_port
 from sft_play.launch.membership import Given
-from sft_play.launch.rendezvous import Judge, Rendezvous
+from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.verdict import Outcome
 from tests.documents import on_page
 
@@ -70,8 +70,8 @@ class Nodes:
         return self.ended
 
 
-def meet(judge: Judge = agree) -> Act:
-    return lambda ours: [one["who"] for one in ours.meet(lambda: {"who": ours.host}, judge, everything)["all"]]
+def meet() -> Act:
+    return lambda ours: [one["who"] for one in ours.meet(lambda: {"who": ours.host}, agree, everything)["all"]]
 
 
 def vanish(ours: Rendezvous) -> str:
@@ -346,41 +346,54 @@ def test_a_request_to_stop_reaches_all() -> None:
 
 
 def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back() -> None:
+    """One with other versions does not disturb it; one with another checkpoint, which shows when they meet, is left out."""
     nodes, back = Nodes(silent=3.0), threading.Event()
 
-    def train(ours: Rendezvous) -> Any:
-        seen = [meet()(ours)]
-        outcome = ours.settle(ends(ours))
-        ours.follow(lambda: {"again": True})
-        seen.append(meet()(ours))
-        back.set()
-        while ours.ended_elsewhere() is None:
-            if ours.node.rank == 0 and ours.names_of_waiting():
-                ours.ask_to_stop("starting again with node 2 (c)")
-            time.sleep(0.05)
-        assert ours.settle(Outcome(code=143)).code == 143 and ours.grown_because == "starting again with node 2 (c)"
-        ours.follow(lambda: {"again": True})
-        return outcome.cause, [*seen, meet()(ours)]
+    def compare(given: Sequence[Given]) -> list[UserError]:
+        sick = "sick" in [one["who"] for one in given]
+        return [HardwareError("other versions")] * sick + [CheckpointError("other")] * (
+            len({one["checkpoint"] for one in given}) > 1
+        )
 
-    def refuse(given: Sequence[Given]) -> list[UserError]:
-        return [HardwareError("other versions")] if given[-1]["who"] == "sick" else []
+    def join(ours: Rendezvous) -> list[str]:
+        mine = {"who": ours.host, "checkpoint": "step-2" if ours.host == "odd" else "step-4"}
+        return [one["who"] for one in ours.meet(lambda: mine, compare, everything)["all"]]
+
+    def train(ours: Rendezvous) -> Any:
+        seen = [join(ours)]
+        outcome = ours.settle(ends(ours))
+        for _ in range(2):
+            ours.follow(lambda: {"again": True})
+            seen.append(join(ours))
+            back.set()
+            while ours.ended_elsewhere() is None:
+                if ours.node.rank == 0 and (names := ours.names_of_waiting()):
+                    ours.ask_to_stop(f"starting again with {names}")
+                time.sleep(0.05)
+            assert ours.settle(Outcome(code=143)).code == 143
+            seen.append(ours.grown_because)
+        ours.follow(lambda: {"again": True})
+        return outcome.cause, [*seen, join(ours)]
 
     def leave(ours: Rendezvous) -> str:
-        ours.meet(lambda: {"who": ours.host}, agree, everything)
+        join(ours)
         return vanish(ours)
 
     nodes.start(0, train, least=2)
     nodes.start(1, train, least=2)
     nodes.start(2, leave, host="lost", least=2)
     assert back.wait(60)
-    nodes.start(2, meet(refuse), host="sick", least=2)
-    while "sick" not in nodes.ended:
-        time.sleep(0.05)
-    nodes.start(2, meet(), host="c", least=2)
+    for host in ("sick", "odd"):
+        nodes.start(2, join, host=host, least=2)
+        while host not in nodes.ended:
+            time.sleep(0.05)
+    nodes.start(2, join, host="c", least=2)
     ended = nodes.end()
-    expected = "unreachable", [["a", "b", "lost"], ["a", "b"], ["a", "b", "c"]]
-    assert ended["a"] == ended["b"] == expected, ended
-    assert ended["c"] == ["a", "b", "c"] and isinstance(ended["sick"], HardwareError)
+    again = "starting again with node 2"
+    expected = [["a", "b", "lost"], ["a", "b"], f"{again} (odd)", ["a", "b"], f"{again} (c)", ["a", "b", "c"]]
+    assert ended["a"] == ended["b"] == ("unreachable", expected), ended
+    assert ended["c"] == ["a", "b", "c"]
+    assert isinstance(ended["sick"], HardwareError) and isinstance(ended["odd"], CheckpointError)
 
 
 def test_a_machine_tells_a_false_node_0_nothing() -> None:
