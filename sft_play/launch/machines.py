@@ -291,26 +291,26 @@ def versions_here(kind: str) -> dict[str, str]:
 
 def config_here(loaded: LoadedConfig) -> dict[str, str]:
     """Return the configuration as it is compared: every key but those that each node may have its own way."""
-    flat = {key: json.dumps(_placed(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE}
-    return {key: _hidden(key, text) for key, text in flat.items()}
+    flat = {key: json.dumps(_drop_folders(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE}
+    return {key: _hide_secret(key, text) for key, text in flat.items()}
 
 
-def _hidden(key: str, text: str) -> str:
+def _hide_secret(key: str, text: str) -> str:
     """Return a value that can be sent over the network and shown: of a secret only a few letters of its hash."""
     if text != "null" and (SECRET_KEY.search(key) or TOKEN.search(text)):
         return f"(not shown) {text_sha256(text)[:8]}"
     return text
 
 
-def _placed(key: str, value: Any) -> Any:
+def _drop_folders(key: str, value: Any) -> Any:
     """Return a value without the folders of this machine."""
     if not key.startswith(PLACES):
         return value
     if isinstance(value, str) and value.startswith(("/", "~")):
         return f".../{PurePosixPath(value).name}"
     if isinstance(value, Mapping):
-        return {name: _placed(key, part) for name, part in value.items()}
-    return [_placed(key, part) for part in value] if isinstance(value, list) else value
+        return {name: _drop_folders(key, part) for name, part in value.items()}
+    return [_drop_folders(key, part) for part in value] if isinstance(value, list) else value
 
 
 def _content(prepared: Prepared) -> dict[str, str]:
@@ -389,11 +389,11 @@ def _differing(tables: Mapping[str, Mapping[str, Any]], what: str, kind: type[Us
         mine = tables[first]
         for key in [*mine, *(key for key in theirs if key not in mine)]:
             if mine.get(key) != theirs.get(key):
-                lines.append(f"`{key}` is {_shown(mine.get(key))} on {first}, {_shown(theirs.get(key))} on {name}")
+                lines.append(f"`{key}` is {_quote(mine.get(key))} on {first}, {_quote(theirs.get(key))} on {name}")
     more = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
     return [kind(f"{what}: {'; '.join(lines[:MOST_DIFFERENCES])}{more}", hint=hint)] if lines else []
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = "not there" if value is None else str(value)
     return f"`{text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 20] + ' ... ' + text[-15:]}`"

@@ -82,7 +82,7 @@ class Membership:
         return ", ".join(f"node {rank} ({seats[rank]['host'] if rank in seats else '?'})" for rank in ranks)
 
     @property
-    def _opened(self) -> Store:
+    def _connection(self) -> Store:
         assert self._store is not None, "open() comes first"
         return self._store
 
@@ -103,7 +103,7 @@ class Membership:
 
     def _sit(self, nodes: int) -> None:
         """Take this machine's seat, from a launcher that does not live any more too. Raise `UserError` where another has the rank."""
-        store, rank, name = self._opened, self.node.rank, f"seat/{self.node.rank}"
+        store, rank, name = self._connection, self.node.rank, f"seat/{self.node.rank}"
         if rank >= nodes:
             here = f"`NODE_RANK` is {rank} on {self.host} with `NUM_NODES={self.node.count}`"
             text = f"{here}, but {self.names([0])} has `NUM_NODES={nodes}`"
@@ -121,17 +121,17 @@ class Membership:
 
     def _refuse_before_start(self, error: UserError) -> UserError:
         """End the run for all where its workers have not been started; an error of a machine too many does not end a training."""
-        self.attempt = self._opened.get("attempt") or 0
-        if not self._opened.ask(lambda raw: raw.check([f"{self.attempt}/facts/all"])):
+        self.attempt = self._connection.get("attempt") or 0
+        if not self._connection.ask(lambda raw: raw.check([f"{self.attempt}/facts/all"])):
             self._refuse([error])
         return error
 
     def _beat(self, raw: Any) -> None:
-        store, attempt, still = self._opened, self.attempt, self._standing
+        store, attempt, still = self._connection, self.attempt, self._standing
         self._beats += 1
         name = f"beat/{self._mine['session']}"
         raw.set(name, store.pack(name, {"count": self._beats, "attempt": attempt, "still": still}))
-        if self._ended is None and (found := store.read(raw, f"{attempt}/end")):
+        if self._reason_of_end is None and (found := store.read(raw, f"{attempt}/end")):
             self._end = attempt, found
         if self.node.rank == 0:
             self._judge_beats(raw)
@@ -149,13 +149,13 @@ class Membership:
             heard = self._seen.get(session) != beat
             self._seen[session], self._silent[session] = beat, 0.0 if heard else self._silent.get(session, 0.0) + passed
             if self._silent[session] > self.silent_seconds and rank in self.members:
-                self._opened.first(raw, f"{self.attempt}/end", {"lost": rank, "seconds": round(self._silent[session])})
+                self._connection.first(raw, f"{self.attempt}/end", {"lost": rank, "seconds": round(self._silent[session])})
 
     def _gather_standings(self, attempt: int, mine: Standings) -> Standings | None:
         """Node 0: return where the ranks of all machines stand, by their last beats; `None` unless they stand still on each."""
         found = dict(mine)
         for session in [self._watched[rank] for rank in self.members if rank]:
-            beat = self._opened.unpack(f"beat/{session}", self._seen.get(session, b"")) or {}
+            beat = self._connection.unpack(f"beat/{session}", self._seen.get(session, b"")) or {}
             if not beat.get("still") or beat["attempt"] != attempt:
                 return None
             found |= beat["still"]
@@ -172,7 +172,7 @@ class Membership:
 
     def _watch(self, raw: Any, rank: int) -> bool:
         """Node 0: note who has a rank, whose beats are judged from now on; return whether anybody has."""
-        if seat := self._opened.read(raw, f"seat/{rank}"):
+        if seat := self._connection.read(raw, f"seat/{rank}"):
             self._seats[rank], self._watched[rank] = seat, seat["session"]
             self._absent.discard(rank)
         return bool(seat)
@@ -180,7 +180,7 @@ class Membership:
     # ---- The end
 
     @property
-    def _ended(self) -> Given | None:
+    def _reason_of_end(self) -> Given | None:
         """Why this attempt ended; `None` where that is not known."""
         return self._end[1] if self._end is not None and self._end[0] == self.attempt else None
 
@@ -188,7 +188,7 @@ class Membership:
         """Write why the attempt ended, unless somebody else has, and return what stands there."""
         end = {"node": self.node.rank, **end}
         with contextlib.suppress(StoreGone):
-            end = self._opened.ask(lambda raw: self._opened.first(raw, f"{self.attempt}/end", end))
+            end = self._connection.ask(lambda raw: self._connection.first(raw, f"{self.attempt}/end", end))
             self._end = self.attempt, end
         return end
 
@@ -199,7 +199,7 @@ class Membership:
 
     def fail(self, error: BaseException) -> None:
         """Tell all why this machine, where it takes part in the attempt, leaves, unless they know. Raises nothing."""
-        if self._store is not None and self._taking_part and not self._node_0_is_gone() and self._ended is None:
+        if self._store is not None and self._taking_part and not self._node_0_is_gone() and self._reason_of_end is None:
             with contextlib.suppress(BaseException):
                 self._refuse(_errors_for_others(error, self.name))
 
@@ -219,7 +219,7 @@ class Membership:
         self._store = None
 
     def _are_alone(self) -> bool:
-        left = self._opened.ask(lambda raw: list_words(raw, "left"))
+        left = self._connection.ask(lambda raw: list_words(raw, "left"))
         return all(session in left or self._is_silent(rank) for rank, session in self._watched.items())
 
 

@@ -71,12 +71,12 @@ class Rendezvous(Membership):
         if errors := judge(found):
             raise self._refuse(errors)
         made = _plain(answer(found))
-        self._opened.set(f"{self.attempt}/{step}/all", made)
+        self._connection.set(f"{self.attempt}/{step}/all", made)
         return made
 
     def _give(self, step: str, given: Given) -> None:
         name = f"{self.attempt}/{step}"
-        self._opened.set(f"{name}/{self.node.rank}", given, listed=(name, self.node.rank))
+        self._connection.set(f"{name}/{self.node.rank}", given, listed=(name, self.node.rank))
 
     def _host(self, facts: Given, judge: Judge, answer: Answer) -> Given:
         """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
@@ -96,7 +96,7 @@ class Rendezvous(Membership):
             for rank in [rank for rank in here if rank and self._is_silent(rank)]:
                 del here[rank]
                 differing.discard(rank)
-                self._opened.delete(f"{self.attempt}/facts/{rank}")
+                self._connection.delete(f"{self.attempt}/facts/{rank}")
                 say(f"{self.names([rank])} has gone; waiting for it to come again")
             missing = [rank for rank in range(self.node.count) if rank not in here]
             differ_since = (differ_since or time.monotonic()) if differing else 0.0
@@ -119,7 +119,7 @@ class Rendezvous(Membership):
             pause(POLL_SECONDS)
         made = _plain(answer([here[rank] for rank in sorted(here)]))
         found = {"seats": {str(rank): self._seats[rank] if rank else self._mine for rank in here}, "answer": made, "first": facts}
-        self._opened.set(f"{self.attempt}/facts/all", found)
+        self._connection.set(f"{self.attempt}/facts/all", found)
         return found
 
     def _come(self, step: str, wanted: Iterable[int]) -> dict[int, Given]:
@@ -128,19 +128,19 @@ class Rendezvous(Membership):
         def do(raw: Any) -> dict[int, Given]:
             found = {}
             for rank in sorted(set(wanted) & ranks_in(raw, f"{self.attempt}/{step}")):
-                given = self._opened.read(raw, f"{self.attempt}/{step}/{rank}")
+                given = self._connection.read(raw, f"{self.attempt}/{step}/{rank}")
                 if self._watch(raw, rank) and given is not None:
                     found[rank] = given
             return found
 
-        return dict(self._opened.ask(do))
+        return dict(self._connection.ask(do))
 
     def _attend(self, give: Callable[[], Given], judge: Judge) -> Given:
         """Another machine's part of a meeting; one that comes too late, and could take part, waits for the next with its facts of then."""
         while True:
             facts = give()
-            self.attempt = self._opened.get("attempt") or 0
-            found = self._opened.get(f"{self.attempt}/facts/all")
+            self.attempt = self._connection.get("attempt") or 0
+            found = self._connection.get(f"{self.attempt}/facts/all")
             late = found is not None
             if found is None:
                 self._taking_part = True
@@ -155,9 +155,9 @@ class Rendezvous(Membership):
 
     def _wait_for_next(self) -> None:
         """Wait until the run, which trains without this machine, starts again. Raise that it did not."""
-        self._opened.ask(lambda raw: raw.append(f"{self.attempt}/want", f"{self.node.rank} "))
+        self._connection.ask(lambda raw: raw.append(f"{self.attempt}/want", f"{self.node.rank} "))
         waiting = Waiting()
-        while (self._opened.get("attempt") or 0) == self.attempt:
+        while (self._connection.get("attempt") or 0) == self.attempt:
             if self.least is None and waiting.seconds > self.patience:
                 raise RetryableError(
                     f"the run has begun without {self.name}, and did not start again within {self.patience:g} s", place=self.node.master,
@@ -172,13 +172,15 @@ class Rendezvous(Membership):
         def do(raw: Any) -> list[int]:
             return [rank for rank in sorted(ranks_in(raw, f"{self.attempt}/want") - {*self.members}) if self._watch(raw, rank)]
 
-        return self.names(rank for rank in self._opened.ask(do) if not self._is_silent(rank))
+        return self.names(rank for rank in self._connection.ask(do) if not self._is_silent(rank))
 
     def _wait(self, step: str) -> Given:
         """Return what node 0 made of a step."""
         waiting = Waiting()
         while True:
-            if (found := self._opened.get(f"{self.attempt}/{step}/all")) is not None:  # before the end: that may have followed
+            if (
+                found := self._connection.get(f"{self.attempt}/{step}/all")
+            ) is not None:  # before the end: that may have followed
                 return dict(found)
             self._raise_end()
             waiting.say("waiting for the other nodes")
@@ -189,7 +191,7 @@ class Rendezvous(Membership):
 
     def _raise_end(self) -> None:
         """Raise how the attempt ended, before its workers were started."""
-        if (end := self._ended) is None:
+        if (end := self._reason_of_end) is None:
             return
         if "errors" in end:
             raise_all(errors_from_json(end["errors"]))
@@ -210,13 +212,13 @@ class Rendezvous(Membership):
 
         `stopping`: this machine was asked to stop, which the others then learn.
         """
-        if stopping and self._ended is None and not self._node_0_is_gone():
+        if stopping and self._reason_of_end is None and not self._node_0_is_gone():
             self._post_end({"stop": 15})
-        if (end := self._ended) is not None:
+        if (end := self._reason_of_end) is not None:
             return int(end["stop"]) if "stop" in end else self._outcome(end)
         if not self._node_0_is_gone():
             return None
-        store = self._opened
+        store = self._connection
         how = "has left" if store.broken else f"has not answered for {time.monotonic() - store.heard:.0f} s"
         return self._unreachable(0, how)
 
@@ -227,7 +229,7 @@ class Rendezvous(Membership):
     @property
     def grown_because(self) -> str:
         """Why node 0 asked all to leave for another attempt; empty where it did not."""
-        return str((self._ended or {}).get("why") or "")
+        return str((self._reason_of_end or {}).get("why") or "")
 
     def _outcome(self, end: Given) -> Outcome:
         if "lost" in end:
@@ -272,14 +274,14 @@ class Rendezvous(Membership):
         try:
             if self.node.rank == 0:
                 found = decide()
-                self._opened.set(name, found)
-            while self.node.rank and (found := self._opened.get(name)) is None:
+                self._connection.set(name, found)
+            while self.node.rank and (found := self._connection.get(name)) is None:
                 self._pause_as_one_of_many()
             self._before, self.members = self.members, []
             self._standing = self._standings = None  # before the beat belongs to the next attempt
             self.attempt += 1
             if self.node.rank == 0 and found.get("again"):
-                self._opened.set("attempt", self.attempt)
+                self._connection.set("attempt", self.attempt)
         except StoreGone:
             return None
         return dict(found)

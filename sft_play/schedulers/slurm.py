@@ -126,7 +126,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
     number = submit(script, ahead.loaded.origins) if submitting else None
     if call.json:
         facts = {
-            "run": name, "script": str(script), "config": str(_beside(script, "config")), "nodes": job.nodes, "processes_per_node": job.processes,
+            "run": name, "script": str(script), "config": str(_next_to(script, "config")), "nodes": job.nodes, "processes_per_node": job.processes,
             "gpus": job.gpus, "command": list(job.words), "job": number, "plan": ahead.plan.to_json(),
         }  # fmt: skip
         print(json.dumps(facts, indent=2))
@@ -245,10 +245,10 @@ def _refuse_unlike(ahead: Ahead) -> None:
 
 
 def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) -> BatchJob:
-    words = [sys.executable, "-m", "sft_play", _target(ahead, name), f"CONFIG={_beside(script, 'config')}"]
+    words = [sys.executable, "-m", "sft_play", _target(ahead, name), f"CONFIG={_next_to(script, 'config')}"]
     words += [f"NUM_GPUS={ahead.processes}", NO_DEFAULT_FILE]
     if ahead.options.deepspeed:
-        words.append(f"DEEPSPEED_CONFIG={_beside(script, 'deepspeed')}")
+        words.append(f"DEEPSPEED_CONFIG={_next_to(script, 'deepspeed')}")
     return BatchJob(
         run_name=name, nodes=ahead.plan.num_nodes, processes=ahead.processes, gpus=ahead.plan.device == "cuda", folder=Path.cwd(),
         words=tuple(words), environment=environment, logs=script.parent, slurm=ahead.loaded.config.slurm,
@@ -278,7 +278,7 @@ def _script(call: Call, name: str) -> Path:
     return script
 
 
-def _beside(script: Path, what: str) -> Path:
+def _next_to(script: Path, what: str) -> Path:
     return script.with_name(f"{script.stem}.{what}.json")
 
 
@@ -305,9 +305,9 @@ def _write(ahead: Ahead, script: Path, text: str) -> None:
         said = done.stderr.strip().partition("\n")[0]
         raise UserError(f"`slurm.setup` is not valid shell text: {said}", hint="each entry is one line")
     try:
-        save_config(ahead.loaded, _beside(script, "config"))
+        save_config(ahead.loaded, _next_to(script, "config"))
         if ahead.options.deepspeed:
-            write_json(_beside(script, "deepspeed"), dict(ahead.options.deepspeed.settings))
+            write_json(_next_to(script, "deepspeed"), dict(ahead.options.deepspeed.settings))
         write_text(script, text)
     except OSError as error:
         raise HardwareError(
@@ -335,7 +335,7 @@ def _show(job: BatchJob, script: Path) -> str:
     nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, {job.slurm.time}"
     named = f"{plural(len(job.tasks), 'run')} of the sweep" if job.tasks else f"runs {job.run_name}-INDEX"
     tasks = f", tasks {job.slurm.array}: {named}" if job.slurm.array else ""
-    return f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_beside(script, 'config')} (frozen: later edits elsewhere change nothing)"
+    return f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_next_to(script, 'config')} (frozen: later edits elsewhere change nothing)"
 
 
 def _next(job: BatchJob, script: Path, number: str | None) -> str:
