@@ -52,6 +52,8 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     assert plan.steps is not None, "a plan with prepared data knows its steps"
     own = ("report_to", "disable_tqdm")  # read by `training.trackers` and by the progress line
     extra = {name: value for name, value in train.extra.items() if name not in own}
+    # Between two micro-steps that FSDP2 does not reduce, every rank would hold the gradient of all weights in fp32.
+    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
         # In name only, and the same on every rank, as DeepSpeed compares it: `feeding` gives each its own.
@@ -75,7 +77,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "ddp_bucket_cap_mb": train.ddp_bucket_cap_mb,
         "dataloader_num_workers": loader_workers(config, plan.device),
         "dataloader_pin_memory": plan.device == "cuda" if train.dataloader_pin_memory == "auto" else train.dataloader_pin_memory,
-        "eval_strategy": _evaluation(config, has_validation),
+        "eval_strategy": ("epoch" if has_validation else "no") if train.eval_strategy == "auto" else train.eval_strategy,
         "eval_steps": train.eval_steps,
         "logging_strategy": "steps",
         "logging_steps": train.logging_steps,
@@ -92,22 +94,10 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "use_cpu": uses_cpu_flag(plan),
         "ddp_backend": plan.backend if plan.world_size > 1 else None,
         "ddp_timeout": config.launch.timeout_seconds,
-        "accelerator_config": {"even_batches": False, **_synced(plan)},
+        "accelerator_config": {"even_batches": False, **accumulation},
         "average_tokens_across_devices": True,
     }
     return values | extra
-
-
-def _synced(plan: Plan) -> dict[str, Any]:
-    """FSDP2 reduces in every micro-step: between two that it does not reduce, every rank would hold the gradient of all weights in fp32."""
-    return {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
-
-
-def _evaluation(config: Config, has_validation: bool) -> str:
-    wanted = config.train.eval_strategy
-    if wanted == "auto":
-        return "epoch" if has_validation else "no"
-    return wanted
 
 
 def wants_tensorboard(config: Config) -> bool:

@@ -29,8 +29,6 @@ SECONDS = {True: 2.0, False: 0.5}
 """Alike devices or not -> seconds that a rank must have computed before what was measured counts."""
 KEPT = 0.5
 """Weight of earlier measurements, against 1 for the newest."""
-NAMED = 8
-"""Ranks whose rows are told one by one, at most."""
 
 
 def rebalances(config: Config, plan: Plan) -> bool:
@@ -259,13 +257,7 @@ class Balancer(TrainerCallback):
 def describe(paces: Sequence[float], now: Sequence[int], then: Sequence[int], unit: str) -> str:
     """Returns a change of shares in words; `paces` are seconds per token."""
     known = [pace for pace in paces if pace]
-    slowest = max(range(len(paces)), key=lambda rank: paces[rank])
-    times = paces[slowest] / min(known)
-    why = f"rank {slowest} is {times:.1f} times slower" if times >= GAP else "the ranks are about equally fast"
-    if len(paces) > 2 and times >= GAP:
-        why += f" than rank {paces.index(min(known))}"
-    return f"{why}: {unit} per step {_list_counts(now)} instead of {_list_counts(then)}"
-
-
-def _list_counts(counts: Sequence[int]) -> str:
-    return " + ".join(map(str, counts)) if len(counts) <= NAMED else f"{min(counts)} to {max(counts)} a rank"
+    slowest, times = max(range(len(paces)), key=lambda rank: paces[rank]), max(known) / min(known)
+    why = f"rank {slowest} is {times:.1f} times slower than rank {paces.index(min(known))}"
+    shares = (" + ".join(map(str, counts)) for counts in (now, then))
+    return f"{why if times >= GAP else 'the ranks are about equally fast'}: {unit} per step {' instead of '.join(shares)}"

@@ -208,10 +208,8 @@ def let_threads_end(seconds: float) -> None:
 
 # ---- Signs of life
 
-FIXED = {"loading": 3600.0, "saving": 1800.0, "evaluating": 1800.0, "leaving": 1800.0}
-"""Seconds without progress at least, by phase."""
-MULTIPLE = {"loading": 6.0, "saving": 3.0, "evaluating": 3.0, "leaving": 3.0}
-"""... or so many times the patience with a step, if that is more."""
+PATIENCE = {"loading": (3600.0, 6.0), "saving": (1800.0, 3.0), "evaluating": (1800.0, 3.0), "leaving": (1800.0, 3.0)}
+"""Seconds without progress at least, by phase, or so many times the patience with a step if that is more; a step itself has no entry."""
 LEAST_SECONDS, STEPS = 600.0, 10.0
 TRACE_SECONDS, TRACE_SHARE = 5.0, 0.1
 """So long before its patience ends, or such a share of it if that is more (never before its half), a rank tells of its collective
@@ -221,7 +219,8 @@ operations: the launchers know of them when they judge."""
 def patience(phase: str, typed: float | None, longest_step: float) -> float:
     """Returns the seconds that a training thread may stand still. `typed`: `launch.hang_seconds`, `None` for `auto`."""
     step = max(LEAST_SECONDS, STEPS * longest_step) if typed is None else typed
-    return max(FIXED[phase], MULTIPLE[phase] * step) if phase in FIXED else step
+    fixed, times = PATIENCE.get(phase, (0.0, 1.0))
+    return max(fixed, times * step)
 
 
 class NotJoined(RetryableError):

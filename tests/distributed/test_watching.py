@@ -109,15 +109,13 @@ def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
     ("lists", "named"),
     [
         ({"rank_tokens_per_second": [100.0, 101.0, 70.0]}, "rank 2 is 30% slower than the others"),
-        ({"rank_tokens_per_second": [100.0, 101.0, 85.0]}, None),
-        ({"rank_tokens_per_second": [100.0, 0.0, 101.0]}, None),
+        ({"rank_tokens_per_second": [100.0, 0.0, 85.0]}, None),
         ({"rank_data_seconds": [0.01, 0.3]}, "rank 1 waits 30% of each step for data"),
         (
             {"rank_throttled": [0.0, 40.0], "rank_temperature": [60.0, 91.0]},
             "the GPU of rank 1 is throttled 40% of the time (91 °C)",
         ),
         ({"rank_memory_gib": [7.7, 1.0], "rank_memory_limit_gib": [8.0, 8.0]}, "the memory of rank 0 is within 5% of its limit"),
-        ({"rank_memory_gib": [None, None], "rank_memory_limit_gib": None}, None),
     ],
 )
 def test_what_slows_a_run_is_said_in_words(lists: dict[str, Any], named: str | None) -> None:

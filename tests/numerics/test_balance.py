@@ -117,14 +117,9 @@ def test_a_rank_that_throttles_gets_fewer_rows_and_then_more_again() -> None:
     assert slow != shares and max(spans(32, shares)) - min(spans(32, shares)) <= 2
 
 
-def test_a_change_is_told_in_words() -> None:
-    assert (
-        describe([0.1, 0.19], (21, 11), (16, 16), "rows")
-        == "rank 1 is 1.9 times slower: rows per step 21 + 11 instead of 16 + 16"
-    )
-    assert on_page("one-gpu-slower-than-the-others", describe([0.1, 0.19], (21, 11), (16, 16), "rows"))
-    assert "rank 2 is 2.0 times slower than rank 0: packs per step" in describe([0.1, 0.1, 0.2], (3, 3, 2), (3, 3, 3), "packs")
-    assert describe([0.1, 0.101], (16, 16), (21, 11), "rows").startswith(
-        "the ranks are about equally fast: rows per step 16 + 16"
-    )
-    assert describe([1.0] * 9, (4,) * 9, (3, *(4,) * 8), "rows").endswith("rows per step 4 to 4 a rank instead of 3 to 4 a rank")
+def test_a_change_is_said_in_words() -> None:
+    said = describe([0.1, 0.19], (21, 11), (16, 16), "rows")
+    assert said == "rank 1 is 1.9 times slower than rank 0: rows per step 21 + 11 instead of 16 + 16"
+    assert on_page("one-gpu-slower-than-the-others", said)
+    said = describe([0.1, 0.101], (16, 16), (21, 11), "rows")
+    assert said == "the ranks are about equally fast: rows per step 16 + 16 instead of 21 + 11"

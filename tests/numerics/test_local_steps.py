@@ -22,14 +22,10 @@ def problems(config: Config) -> list[str]:
     ("launch", "keys"),
     [
         ({"strategy": "zero2", "local_steps": 8}, ["launch.local_steps"]),
-        ({"strategy": "fsdp2", "compression": "fp16"}, ["launch.compression"]),
         ({"strategy": "zero3", "compression": "bf16", "local_steps": 2}, ["launch.compression", "launch.local_steps"]),
         ({"compression": "powersgd", "local_steps": 2}, ["launch.compression"]),
         ({"fp16": True, "local_steps": 2}, ["launch.local_steps"]),
-        ({"fp16": True, "compression": "powersgd"}, ["launch.compression"]),
         ({"strategy": "ddp", "compression": "fp16", "local_steps": 16}, []),
-        ({"fp16": True, "compression": "fp16"}, []),
-        ({"strategy": "zero3"}, []),
     ],
 )
 def test_what_does_not_go_together_is_named(launch: dict[str, Any], keys: list[str]) -> None:
