@@ -21,7 +21,7 @@ from sft_play.data.batches import Batch
 from sft_play.model.stages import Stage
 from sft_play.plan.plan import Plan
 from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
-from sft_play.training.ranks import Ranks, group_of, replicas_of
+from sft_play.training.ranks import Ranks, group_of, outline, replicas_of
 
 CACHES = ("past_key_values", "cache_params")
 """What models call what they keep of tokens that have passed."""
@@ -216,17 +216,13 @@ class Pipeline:
 
         What only one stage trains is taken from it; others may hold it frozen.
         """
-        facts = self.ranks.gather(
-            [[name, list(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad] for name, one in mine.items()]
-        )
         found = {name: one.detach() for name, one in mine.items()}
+        facts = self.ranks.gather([outline(found), [name for name, one in mine.items() if one.requires_grad]])
         for rank in range(1, self.ranks.group_size):
-            for name, shape, dtype, trained in facts[rank]:
-                if self.ranks.rank == rank:
-                    distributed.send(found[name].contiguous(), dst=0, group=self.group)
-                elif self.ranks.first:
-                    received = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ranks.device)
-                    distributed.recv(received, src=rank, group=self.group)
-                    if trained or name not in found:
-                        found[name] = received.cpu()
+            if self.ranks.rank == rank:
+                self.ranks.send(found)
+            elif self.ranks.first:
+                there, trained = facts[rank]
+                received = self.ranks.receive(rank, there)
+                found |= {name: one for name, one in received.items() if name in trained or name not in found}
         return found

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,15 @@ EXPECTED = {
     "fsdp2": ("FSDP",),
 }
 """Strategy of the plan -> what accelerate may call it."""
+
+
+Outline = list[tuple[str, list[int], str]]
+"""Name, shape and type of each of some tensors."""
+
+
+def outline(tensors: Mapping[str, Tensor]) -> Outline:
+    """Returns what a rank must know of tensors that it receives."""
+    return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,21 @@ class Ranks:
         found = self.gather(problem)
         rank, reason = next((rank, reason) for rank, reason in enumerate(found) if reason is not None)
         return reason if all(found) else f"rank {rank}: {reason}"
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """Sends tensors to rank 0, which calls `receive` with their `outline`. As bytes, which every backend sends."""
+        for tensor in tensors.values():
+            distributed.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(self.device), dst=0)
+
+    def receive(self, source: int, outline: Outline) -> dict[str, Tensor]:
+        """Returns what rank `source` sends, on the CPU."""
+        found = {}
+        for name, shape, kind in outline:
+            dtype = getattr(torch, kind)
+            data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=self.device)
+            distributed.recv(data, src=source)
+            found[name] = data.cpu().view(dtype).reshape(shape)
+        return found
 
     def _bytes(self, value: Any) -> Tensor:
         return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -250,7 +275,7 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
     apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
     if apart and plan.strategy in SHARDED and context.config.train.save_strategy != "no":
         raise CheckpointError(
-            f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} does not see the run folder"
+            f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} cannot see the run folder"
             " of rank 0",
             hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
             " `train.save_strategy: no`",

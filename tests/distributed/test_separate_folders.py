@@ -42,7 +42,7 @@ def test_parts_of_states_on_two_disks_are_refused_before_a_step(launcher: Launch
     host = socket.gethostname()
     for rank, (_, said) in enumerate(found):
         assert (
-            f"under fsdp2 every machine writes a part of each checkpoint, and node 1 ({host}) does not see the run folder of node 0"
+            f"under fsdp2 every machine writes a part of each checkpoint, and node 1 ({host}) cannot see the run folder of node 0"
             in said
         )
         assert "RUNS_DIR" in said

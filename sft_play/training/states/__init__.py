@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import Trainer
 from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.manifest import FORMAT, STATES_NAME, StatesFacts, check_states, optimizer_file, random_file, read_facts
-from sft_play.training.ranks import Ranks, TrainContext
+from sft_play.training.ranks import Ranks, TrainContext, outline
 from sft_play.training.slow_network import Exchange, LocalSteps
 from sft_play.training.states.facts import (
     ELEMENTWISE,
@@ -121,14 +121,11 @@ def collect(
 
 
 def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> States | None:
-    """Returns what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to it. Collective.
-
-    Tensors travel as bytes, which every backend sends.
-    """
+    """Returns what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to it. Collective."""
     mine = None
     if ranks.rank not in together:
         mine = {
-            "tensors": _outline(states.tensors), "values": states.values, "random": [_outline(states.random[0]), states.random[1]],
+            "tensors": outline(states.tensors), "values": states.values, "random": [outline(states.random[0]), states.random[1]],
             "pieces": None if states.pieces is None else [piece.facts() for piece in states.pieces],
         }  # fmt: skip
     others = []
@@ -136,28 +133,14 @@ def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> S
         if facts is None:
             continue
         if ranks.rank == rank:
-            for tensor in (*states.tensors.values(), *states.random[0].values()):
-                distributed.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(ranks.device), dst=0)
+            ranks.send(states.tensors)
+            ranks.send(states.random[0])
         elif ranks.first:
-            tensors, (random, metadata) = _receive(ranks, rank, facts["tensors"]), facts["random"]
+            tensors, (random, metadata) = ranks.receive(rank, facts["tensors"]), facts["random"]
             pieces = None if facts["pieces"] is None else tuple(Piece.read(one, "") for one in facts["pieces"])
-            drawn = _receive(ranks, rank, random), metadata
+            drawn = ranks.receive(rank, random), metadata
             others.append(States(rank=rank, pieces=pieces, tensors=tensors, values=facts["values"], random=drawn, facts=None))
     return replace(states, others=tuple(others)) if mine is None else None
-
-
-def _outline(tensors: Mapping[str, Tensor]) -> list[tuple[str, list[int], str]]:
-    return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
-
-
-def _receive(ranks: Ranks, source: int, outline: Sequence[tuple[str, list[int], str]]) -> dict[str, Tensor]:
-    found = {}
-    for name, shape, kind in outline:
-        dtype = getattr(torch, kind)
-        data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=ranks.device)
-        distributed.recv(data, src=source)
-        found[name] = data.cpu().view(dtype).reshape(shape)
-    return found
 
 
 class _Collector:
