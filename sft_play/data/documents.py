@@ -224,9 +224,6 @@ BYTE_ORDER_MARKS = (
 def refuse_wide(start: bytes, place: str) -> None:
     """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an error."""
     name = next((name for mark, name in BYTE_ORDER_MARKS if start.startswith(mark)), None)
-    if name is None and len(start) >= 4:  # without a mark: every second byte of plain letters is 0
-        zeros = [byte == 0 for byte in start[:4]]
-        name = "UTF-16LE" if zeros == [False, True] * 2 else "UTF-16BE" if zeros == [True, False] * 2 else None
     if name:
         raise DataError(
             f"is {name}, and not UTF-8 text", place=place, hint=f"convert it: `iconv -f {name} -t UTF-8 {place} > NEW`"

@@ -193,8 +193,8 @@ def test_a_killed_process_is_told_and_a_killed_preparation_is_cleared(running: C
     again = running()
     again.process.kill()
     again.ended()
-    assert len(again.left()) == 1, "a killed process cannot clear up"
+    assert len(again.left()) == 1, "a killed process cannot clear up; the next one does"
     last = running()
-    assert len(last.left()) == 1, "the next one does, and writes its own"
+    assert len(last.left()) == 1
     os.kill(last.process.pid, signal.SIGTERM)
     assert last.ended()[0] == 143

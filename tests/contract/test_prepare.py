@@ -150,7 +150,9 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(prepared_by: Prepare, t
     assert after.train.rows + after.validation.rows == 90
 
 
-@pytest.mark.parametrize("change", ["content", "length", "overlong", "template"])
+@pytest.mark.parametrize(
+    "change", ["content", "length", "data.overlong: drop", "train.loss_on: all", "data.system: Be brief.", "template"]
+)
 def test_what_matters_is_part_of_the_cache_key(change: str, prepared_by: Prepare, tiny: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")
     data = write_rows(tmp_path / "rows.jsonl", pairs(5))
@@ -160,15 +162,17 @@ def test_what_matters_is_part_of_the_cache_key(change: str, prepared_by: Prepare
         write_rows(data, pairs(5, start=1))
     elif change == "length":
         lines.append("model.max_seq_len: 63")
-    elif change == "overlong":
-        lines.append("data.overlong: drop")
+    elif ":" in change:
+        lines.append(change)
     else:
         template = model / "chat_template.jinja"
         template.write_text("{# another #}" + template.read_text())
     after = prepared_by(*lines).prepared
     assert before.train and after.train
     assert before.train.path != after.train.path
-    assert (before.model.tokenizer_fingerprint != after.model.tokenizer_fingerprint) == (change == "template")
+    assert (before.model.tokenizer_fingerprint != after.model.tokenizer_fingerprint) == (
+        change in ("template", "data.system: Be brief.")
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit, size and times kept"])

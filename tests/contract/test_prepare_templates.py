@@ -45,17 +45,6 @@ def test_what_is_prepared_is_what_the_run_answers_with(prepare: Any) -> None:
     assert row["input_ids"][: len(row["prompt_ids"])] == row["prompt_ids"]
 
 
-def test_template_system_style_and_loss_are_parts_of_the_key(prepare: Any) -> None:
-    made = [
-        prepare(f"r{number}", *lines)
-        for number, lines in enumerate(
-            [[], ["data.chat_template: zephyr"], ["data.system: a"], ["data.style.user_prefix: a"], ["train.loss_on: all"]]
-        )
-    ]
-    assert len({one.train.path for one in made}) == len({one.train.fingerprint for one in made}) == 5
-    assert len({one.model.tokenizer_fingerprint for one in made}) == 4
-
-
 @pytest.mark.parametrize(("template", "said"), [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "was not done after"),
     ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),

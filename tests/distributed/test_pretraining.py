@@ -104,13 +104,3 @@ def test_a_run_from_scratch_is_scored_with_its_own_tokenizer(program: Program, t
     )
     scored = program("eval", "RUN=scored", "CHECKPOINT=last", f"DATA={other}", *few)
     assert scored.code == 0 and scored.json["rougeL"]["n"] == 3 and scored.json["settings"]["data"] == str(other), scored.err
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("command", [["train-fsdp", "NUM_GPUS=2"], ["train-deepspeed", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero3"]])
-def test_sharding_strategies_read_the_same_random_weights(command: list[str], program: Program, tmp_path: Path) -> None:
-    small = [*SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
-    done = program(*command, "CONFIG=configs/from_scratch.yaml", *small, "RUN_NAME=sharded")
-    assert done.code == 0, done.err
-    assert metrics(tmp_path / "runs" / "sharded")[0]["loss"] == pytest.approx(6.0, abs=0.15)

@@ -1,4 +1,4 @@
-"""Rows packed as the sampler packs them give the logits, the loss and the gradients that each gives alone."""
+"""Rows packed as the sampler packs them give the loss and the gradients that each gives alone; logits of all families: test_layouts.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from tests.numerics.test_layouts import VOCABULARY, random_model
 
 LIMIT, COUNT = 48, 14
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Families with and without sliding windows, learned positions, and soft-capped logits (no sdpa kernel: eager).
-CASES = [("llama", "sdpa"), ("qwen2", "sdpa"), ("qwen3", "sdpa"), ("gemma", "sdpa"), ("gemma2", "eager"), ("gemma3_text", "sdpa"),
-         ("mistral", "sdpa"), ("gpt2", "sdpa"), ("llama", "eager")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,28 +32,6 @@ def packed(rows: list[dict[str, Any]], micro: int) -> list[list[dict[str, Any]]]
     found = [[rows[index] for index in batch] for batch in sampler if batch]
     assert sum(map(len, found)) == COUNT and len(found) < COUNT // 2
     return found
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("kind", "attention"), CASES)
-def test_logits_of_packed_rows_are_their_own(kind: str, attention: str, device: str, rows: list[dict[str, Any]]) -> None:
-    model = random_model(kind, attention).to(device)
-    collate = Collator("flattened", 0)
-
-    def logits(batch: list[dict[str, Any]]) -> torch.Tensor:
-        made = collate([{**row, "labels": row["input_ids"]} for row in batch])
-        inputs = {name: made[name].to(device) for name in ("input_ids", "position_ids")}
-        with torch.no_grad():
-            found: torch.Tensor = model(**inputs, use_cache=False).logits[0]
-        return found
-
-    for batch in packed(rows, 1) + packed(rows, 2):
-        found, start = logits(batch), 0
-        for row in batch:
-            alone = logits([row])
-            torch.testing.assert_close(found[start : start + len(alone)], alone, rtol=2e-5, atol=2e-6)
-            start += len(alone)
-        assert start == len(found)
 
 
 @pytest.mark.parametrize("device", DEVICES)

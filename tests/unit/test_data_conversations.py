@@ -89,14 +89,11 @@ def test_alpaca_history_comes_before_the_question() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (turns("user", "user", "assistant"), "user after user (turn 2); they come as user, user, assistant"),
         (turns("user", "assistant", "tool", "user", "assistant"), "user after tool (turn 4)"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add()"}]}, "is text that is not JSON"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "`messages[1].train` is text; expected true or false"),
-        ({"messages": [USER, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
         ({"prompt": [USER], "completion": "a"}, "`prompt` is a list and `completion` is text"),
         ({"instruction": "q", "output": "a", "history": [["q"]]}, "`history[0]` is not a pair"),
-        ({"text": " \n"}, "`text` is empty"),
         ({"input_ids": [1, -5]}, "`input_ids` holds -5"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "`labels` is -100 everywhere"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),

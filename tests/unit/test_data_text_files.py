@@ -24,12 +24,12 @@ def refusals(path: Path, content: bytes) -> list[DataError]:
     return found
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
 def test_a_file_of_wide_characters_is_one_error_with_its_encoding(name: str, encoding: str, tmp_path: Path) -> None:
     path = tmp_path / name
     (error,) = refusals(path, ('{"question": "a", "answer": "b"}\n' * 3).encode(encoding))
-    name = encoding.upper().replace("UTF-16-", "UTF-16")
+    name = encoding.upper()
     assert (error.place, error.message) == (str(path), f"is {name}, and not UTF-8 text")
     assert error.hint == f"convert it: `iconv -f {name} -t UTF-8 {path} > NEW`"
 
