@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.config.schema import Config, ModelConfig, TrainConfig
+from sft_play.data.chat import IGNORED, Encoded
+from sft_play.data.encode import Encoder
+from sft_play.data.example import Message
+
 Kind = Literal["gpt2", "llama3", "gemma", "llama2"]
 
 LLAMA3_PATTERN = (
@@ -90,3 +95,22 @@ def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
         labels += found[len(ids) :] if number % 2 else [-100] * (len(found) - len(ids))
         ids = found
     return ids, labels
+
+
+def rows_of(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, **train: Any) -> list[Encoded]:
+    """Returns the rows that training makes of a conversation; `train` are keys of `train`."""
+    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
+
+
+def learnt_runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
+    """Returns the text of each unbroken run of learnt tokens."""
+    runs: list[list[int]] = []
+    for row in rows:
+        runs.append([])
+        for token, label in zip(row.input_ids, row.labels, strict=True):
+            if label == IGNORED:
+                runs.append([])
+            else:
+                assert label == token
+                runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs if run]

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sft_play.config.schema import Config, ModelConfig
-from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import Encoder
 from sft_play.data.example import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
+from tests.chat_tokenizers import learnt_runs, rows_of
 from tests.tiny_models import CHAT_TEMPLATE, build_tokenizer
 
 GEMMA = (
@@ -48,28 +46,6 @@ def tokenizer_of(
     return load_tokenizer(folder)
 
 
-def encode(tokenizer: Any, messages: Sequence[Message]) -> Encoded:
-    return rows_of(tokenizer, messages)[-1]
-
-
-def rows_of(tokenizer: Any, messages: Sequence[Message]) -> list[Encoded]:
-    return Encoder(Config(model=ModelConfig(name="tiny")), tokenizer).conversation(messages)
-
-
-def trained(tokenizer: Any, *rows: Encoded) -> list[str]:
-    """Returns the text of each unbroken run of trained tokens."""
-    runs: list[list[int]] = []
-    for encoded in rows:
-        runs.append([])
-        for token, label in zip(encoded.input_ids, encoded.labels, strict=True):
-            if label == IGNORED:
-                runs.append([])
-            else:
-                assert label == token
-                runs[-1].append(token)
-    return [tokenizer.decode(run) for run in runs if run]
-
-
 def test_the_default_template_ends_turns_with_eos_where_chatml_marks_are_unknown(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -84,19 +60,19 @@ def test_the_default_template_ends_turns_with_eos_where_chatml_marks_are_unknown
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>").save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    assert trained(tokenizer, encode(tokenizer, SINGLE)) == ["Fine, thanks.</s>"]
+    assert learnt_runs(tokenizer, rows_of(tokenizer, SINGLE)) == ["Fine, thanks.</s>"]
 
 
 def test_a_conversation_that_the_template_refuses_names_its_roles(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, GEMMA, added=["<start_of_turn>", "<end_of_turn>"], bos="<bos>", eos="<eos>")
     with pytest.raises(DataError, match=r"system, user.*System role not supported"):
-        encode(tokenizer, [{"role": "system", "content": "Be brief."}, *SINGLE])
+        rows_of(tokenizer, [{"role": "system", "content": "Be brief."}, *SINGLE])
 
 
 def test_a_template_without_an_end_of_turn_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
     with pytest.raises(DataError, match="no end-of-turn token"):
-        encode(tokenizer, SINGLE)
+        rows_of(tokenizer, SINGLE)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +86,7 @@ def test_a_template_without_an_end_of_turn_is_refused(tmp_path: Path) -> None:
 )
 def test_a_template_that_changes_turns_is_refused(template: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mask cannot be exact"):
-        encode(tokenizer_of(tmp_path, template), CONVERSATION)
+        rows_of(tokenizer_of(tmp_path, template), CONVERSATION)
 
 
 def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(tmp_path: Path) -> None:
@@ -120,4 +96,6 @@ def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(tmp_path:
     tokenizer = tokenizer_of(tmp_path, CHAT_TEMPLATE)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     answer = "one\n\n\n\ttwo   \n"
-    assert trained(tokenizer, encode(tokenizer, [SINGLE[0], {"role": "assistant", "content": answer}])) == [f"{answer}<|im_end|>"]
+    assert learnt_runs(tokenizer, rows_of(tokenizer, [SINGLE[0], {"role": "assistant", "content": answer}])) == [
+        f"{answer}<|im_end|>"
+    ]

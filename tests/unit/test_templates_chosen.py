@@ -15,7 +15,7 @@ from sft_play.data.templates import chat_format
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import prompt_ids
 from sft_play.model.tokenizer import load_tokenizer
-from tests.chat_tokenizers import save_tokenizer
+from tests.chat_tokenizers import learnt_runs, rows_of, save_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
 
 END = "<|im_end|>"
@@ -34,13 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(place, "llama3", special=["<|im_start|>", END], eos=END, template=CHAT_TEMPLATE)
 
 
-def rows(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None, **train: Any) -> list[Encoded]:
-    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
-
-
 def learnt(tokenizer: Any, found: list[Encoded]) -> list[str]:
-    text = "".join(tokenizer.decode([label for label in row.labels if label != IGNORED]) for row in found)
-    return text.split(END)[:-1]
+    return [run.removesuffix(END) for run in learnt_runs(tokenizer, found)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,7 @@ def test_an_end_that_the_folder_does_not_call_special_ends_turns(folder: Path, t
     made.chat_template = CHAT_TEMPLATE.replace(END, "<turn_end>")
     made.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    (row,) = rows(tokenizer, CHAT[:2])
+    (row,) = rows_of(tokenizer, CHAT[:2])
     assert tokenizer.decode([label for label in row.labels if label != IGNORED]) == "Four.<turn_end>"
 
 
@@ -90,7 +85,7 @@ def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
     chat = chat_format(DataConfig(chat_template=str(path)))
     path.unlink()
     tokenizer = load_tokenizer(folder, chat)
-    (row,) = rows(tokenizer, CHAT)
+    (row,) = rows_of(tokenizer, CHAT)
     assert tokenizer.decode(row.input_ids) == f"user:\n2+2?{END}assistant:\nFour.{END}user:\nAnd then?{END}assistant:\nFive.{END}"
     assert learnt(tokenizer, [row]) == ["Four.", "Five."]
 
@@ -98,13 +93,13 @@ def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
 def test_system_and_style_are_the_same_in_training_and_inference(folder: Path, tmp_path: Path) -> None:
     """Also from the folder that a run publishes, which needs no configuration."""
     tokenizer = load_tokenizer(folder, chat_format(DataConfig(system="Be brief.", style=STYLE)))
-    (row,) = rows(tokenizer, CHAT)
+    (row,) = rows_of(tokenizer, CHAT)
     expected = f"<|im_start|>system\n<<Be brief.>>{END}\n<|im_start|>user\nQ: '{{{{ \u00e9 }}}}'\n2+2? \\ #\U0001f600{END}\n"
     assert tokenizer.decode(row.input_ids).startswith(expected)
     assert prompt_ids(tokenizer, CHAT[:-1]) == row.prompt_ids == row.input_ids[: len(row.prompt_ids)]
     tokenizer.save_pretrained(tmp_path)
     assert prompt_ids(load_tokenizer(tmp_path), CHAT[:-1]) == row.prompt_ids
-    own = tokenizer.decode(rows(tokenizer, [{"role": "system", "content": "Mine."}, *CHAT])[0].input_ids)
+    own = tokenizer.decode(rows_of(tokenizer, [{"role": "system", "content": "Mine."}, *CHAT])[0].input_ids)
     assert "<<Mine.>>" in own and "Be brief." not in own
 
 
@@ -114,13 +109,13 @@ def flagged(*flags: bool | None) -> list[Message]:
 
 def test_turns_that_are_not_learnt(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
-    assert learnt(tokenizer, rows(tokenizer, flagged(None, False, None, None))) == ["Five."]
-    (row,) = rows(tokenizer, flagged(None, None, None, False))
+    assert learnt(tokenizer, rows_of(tokenizer, flagged(None, False, None, None))) == ["Five."]
+    (row,) = rows_of(tokenizer, flagged(None, None, None, False))
     assert learnt(tokenizer, [row]) == ["Four."] and row.reference == "Four."  # nothing depends on what follows
-    everything = rows(tokenizer, flagged(False, None, None, None), loss_on="all")
+    everything = rows_of(tokenizer, flagged(False, None, None, None), loss_on="all")
     text = tokenizer.decode([label for row in everything for label in row.labels if label != IGNORED])
     assert text.startswith(f"<|im_start|>user\n{END}\n<|im_start|>assistant\nFour.{END}")
-    everything = rows(tokenizer, flagged(None, False, None, None), loss_on="all")
+    everything = rows_of(tokenizer, flagged(None, False, None, None), loss_on="all")
     assert "Four." not in tokenizer.decode([label for row in everything for label in row.labels if label != IGNORED])
 
 
@@ -143,7 +138,7 @@ def test_flags_that_leave_nothing_are_refused(flags: Any, loss_on: str, message:
 @pytest.mark.parametrize("words", [f"Four.{END}", f"Fo{END}ur"])
 def test_an_answer_that_ends_its_turn_itself_is_refused(words: str, folder: Path) -> None:
     with pytest.raises(DataError, match=r"turn 2 holds `<\|im_end\|>`"):
-        rows(load_tokenizer(folder), [CHAT[0], {"role": "assistant", "content": words}])
+        rows_of(load_tokenizer(folder), [CHAT[0], {"role": "assistant", "content": words}])
 
 
 def test_a_conversation_that_begins_with_an_answer(folder: Path, tmp_path: Path) -> None:
@@ -152,12 +147,12 @@ def test_a_conversation_that_begins_with_an_answer(folder: Path, tmp_path: Path)
     path.write_text("{% if messages[0]['role'] == 'tool' %}{% endif %}" + CHAT_TEMPLATE)
     tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path))))
     with pytest.raises(DataError, match="begins with an answer"):
-        rows(tokenizer, [greeting, *CHAT])
-    assert learnt(tokenizer, rows(tokenizer, [{**greeting, "train": False}, *CHAT])) == ["Four.", "Five."]
+        rows_of(tokenizer, [greeting, *CHAT])
+    assert learnt(tokenizer, rows_of(tokenizer, [{**greeting, "train": False}, *CHAT])) == ["Four.", "Five."]
 
 
 def test_a_generation_prompt_that_opens_a_thought_which_answers_lack_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "thinks.jinja"
     path.write_text(CHAT_TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'"))
     with pytest.raises(DataError, match="does not begin turn 4 with its own generation prompt"):
-        rows(load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path)))), CHAT)
+        rows_of(load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path)))), CHAT)

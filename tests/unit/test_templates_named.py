@@ -11,14 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import Encoder
+from sft_play.config.schema import DataConfig
+from sft_play.data.chat import IGNORED
 from sft_play.data.example import Message
 from sft_play.data.templates import chat_format, template_names
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
-from tests.chat_tokenizers import Kind, by_hand, save_tokenizer
+from tests.chat_tokenizers import Kind, by_hand, learnt_runs, rows_of, save_tokenizer
 
 CHAT: list[Message] = [
     {"role": "system", "content": "Be brief."},
@@ -118,10 +117,6 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return made
 
 
-def encoder(tokenizer: Any, **train: Any) -> Encoder:
-    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer)
-
-
 def test_every_name_is_tried() -> None:
     assert sorted(BY_NAME) == template_names()
 
@@ -129,7 +124,7 @@ def test_every_name_is_tried() -> None:
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer, family = tokenizers[name], BY_NAME[name]
-    rows = encoder(tokenizer).conversation(CHAT)
+    rows = rows_of(tokenizer, CHAT)
     assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in family.rows]
     assert [row.reference for row in rows][-1] == "Five,\n\n  of course."
     asked = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -139,23 +134,10 @@ def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokeniz
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
-    (last,) = encoder(tokenizer, loss_on="last").conversation(CHAT)
+    (last,) = rows_of(tokenizer, CHAT, loss_on="last")
     assert last.labels == [IGNORED] * len(last.prompt_ids) + last.input_ids[len(last.prompt_ids) :]
-    (everything,) = encoder(tokenizer, loss_on="all").conversation(CHAT)
+    (everything,) = rows_of(tokenizer, CHAT, loss_on="all")
     assert everything.labels == everything.input_ids == last.input_ids
-
-
-def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
-    """Returns what is learnt, turn by turn, cut after each end of a turn."""
-    runs: list[list[int]] = []
-    for row in rows:
-        runs.append([])
-        for label in row.labels:
-            if label == IGNORED:
-                runs.append([])
-            else:
-                runs[-1].append(label)
-    return [tokenizer.decode(run) for run in runs if run]
 
 
 ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "phi3": "<|end|>"}
@@ -171,8 +153,8 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
     messages: list[Message] = []
     for answer in answers:
         messages += [{"role": "user", "content": data.draw(TEXT)}, {"role": "assistant", "content": answer}]
-    rows = encoder(tokenizer).conversation(messages)
-    found = learnt(tokenizer, rows)
+    rows = rows_of(tokenizer, messages)
+    found = learnt_runs(tokenizer, rows)
     assert len(found) == len(answers)
     for text, answer in zip(sorted(found), sorted(found), strict=True):
         assert text.endswith(end) and answer == text
@@ -187,7 +169,7 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
 def test_a_vocabulary_without_the_end_mark_takes_eos(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, "gpt2", eos="</s>")
     tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template="chatml")))
-    assert learnt(tokenizer, encoder(tokenizer).conversation(CHAT)) == ["Four.</s>", "Five,\n\n  of course.</s>"]
+    assert learnt_runs(tokenizer, rows_of(tokenizer, CHAT)) == ["Four.</s>", "Five,\n\n  of course.</s>"]
 
 
 def test_a_vocabulary_without_the_marks_is_refused_with_what_fits(tmp_path: Path) -> None:
@@ -201,11 +183,11 @@ def test_a_tokenizer_that_puts_bos_before_a_text_gets_one_in_any_template(tmp_pa
     folder = save_tokenizer(tmp_path, "gpt2", bos="<s>", eos="</s>", adds_bos=True)
     for name in ("chatml", "zephyr", "alpaca"):
         tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template=name)))
-        row = encoder(tokenizer).conversation(CHAT)[-1]
+        row = rows_of(tokenizer, CHAT)[-1]
         assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.input_ids[0] == tokenizer.bos_token_id
 
 
 def test_alpacas_own_sentence_stands_before_a_conversation_without_system(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["alpaca"]
-    row = encoder(tokenizer).conversation(CHAT[1:3])[0]
+    row = rows_of(tokenizer, CHAT[1:3])[0]
     assert tokenizer.decode(row.input_ids) == f"{ALPACA}### Instruction:\n2+2?\n\n### Response:\nFour.</s>"

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data.chat import Encoded
-from sft_play.data.encode import Encoder
+from sft_play.config.schema import DataConfig
 from sft_play.data.example import Message
 from sft_play.data.templates import WRITING_CALLS, chat_format, template_names
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import prompt_ids
 from sft_play.model.tokenizer import load_tokenizer
-from tests.chat_tokenizers import by_hand, save_tokenizer
+from tests.chat_tokenizers import by_hand, rows_of, save_tokenizer
 
 SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
@@ -52,10 +50,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tools") / "t", "llama3", special=SPECIAL, bos="<s>", eos="</s>")
 
 
-def rows(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None, **train: Any) -> list[Encoded]:
-    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
-
-
 def chosen(saved: Path, template: str) -> Any:
     return load_tokenizer(saved, chat_format(DataConfig(chat_template=template)))
 
@@ -76,14 +70,14 @@ def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(sav
         f"{SYSTEM}{QUESTION}\u2039<think>\n\n</think>\n\n{CALLED}\u203a",
         f"{SYSTEM}{QUESTION}{CALLED}{RESULTS}<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
     ]
-    found = rows(tokenizer, CHAT, [TOOL])
+    found = rows_of(tokenizer, CHAT, [TOOL])
     assert [(row.input_ids, row.labels) for row in found] == [by_hand(tokenizer, row) for row in expected]
 
 
 def test_words_before_a_call_and_thoughts_are_learnt_with_it(saved: Path) -> None:
     tokenizer = chosen(saved, "qwen3")
     call: Message = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Add.", "tool_calls": [CALL, OTHER]}
-    (row,) = rows(tokenizer, [*ASKED, call, *CHAT[3:5], {**CHAT[5], "reasoning_content": "Done."}])
+    (row,) = rows_of(tokenizer, [*ASKED, call, *CHAT[3:5], {**CHAT[5], "reasoning_content": "Done."}])
     expected = (
         f"<|im_start|>system\nBe brief.<|im_end|>\n{QUESTION}\u2039<think>\nAdd.\n</think>\n\nLet me see.\n{CALLED}\u203a{RESULTS}"
         "<|im_start|>assistant\n\u2039<think>\nDone.\n</think>\n\nFour.<|im_end|>\u203a"
@@ -96,12 +90,12 @@ def test_words_before_a_call_and_thoughts_are_learnt_with_it(saved: Path) -> Non
 def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, saved: Path) -> None:
     tokenizer = chosen(saved, name)
     if name in WRITING_CALLS:
-        assert rows(tokenizer, CHAT, [TOOL], loss_on=loss_on)
+        assert rows_of(tokenizer, CHAT, [TOOL], loss_on=loss_on)
         return
     with pytest.raises(DataError):
-        rows(tokenizer, CHAT, loss_on=loss_on)
+        rows_of(tokenizer, CHAT, loss_on=loss_on)
     with pytest.raises(DataError, match="does not write the row's `tools`") as caught:
-        rows(tokenizer, [*ASKED, {"role": "assistant", "content": "Four."}], [TOOL], loss_on=loss_on)
+        rows_of(tokenizer, [*ASKED, {"role": "assistant", "content": "Four."}], [TOOL], loss_on=loss_on)
     assert caught.value.hint is not None and "`data.chat_template: qwen3`" in caught.value.hint
 
 
@@ -120,7 +114,7 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
 )  # fmt: skip
 def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        rows(own(saved, tmp_path, turn), CHAT, [TOOL])
+        rows_of(own(saved, tmp_path, turn), CHAT, [TOOL])
     assert said in caught.value.message
     assert caught.value.hint
 
