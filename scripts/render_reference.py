@@ -24,9 +24,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from sft_play.__main__ import COMMANDS  # noqa: E402
 from sft_play.config.call import Command  # noqa: E402
-from sft_play.config.keys import Key, documented, extra_keys, schema_keys, sections  # noqa: E402
+from sft_play.config.keys import Key, extra_keys, read_field_docs, schema_keys, sections  # noqa: E402
 from sft_play.config.layers import ALSO_TAKEN  # noqa: E402
-from sft_play.config.reader import Range, describe, fields_of, limits_of, literals, options, required  # noqa: E402
+from sft_play.config.reader import Range, describe, fields_of, limits_of, literals, options  # noqa: E402
 from sft_play.config.schema import DataSource  # noqa: E402
 from sft_play.config.yaml_files import scalar_text  # noqa: E402
 
@@ -116,7 +116,7 @@ def render_document() -> str:
         if not section or not keys:
             continue
         lines += [f"## `{section}`", "", "| key | value | meaning |", "|---|---|---|"]
-        texts = documented(record)
+        texts = read_field_docs(record)
         for key in keys:
             leaf = key.name.rpartition(".")[2]
             lines.append(f"| `{leaf}` | {_cell(_values(key))} | {_cell(texts.get(leaf, ''))} |")
@@ -128,7 +128,7 @@ def render_document() -> str:
 
 def _sources() -> list[str]:
     lines = ["### Entries of `data.sources` and `data.validation`", "", "| key | value | meaning |", "|---|---|---|"]
-    texts = documented(DataSource)
+    texts = read_field_docs(DataSource)
     for name, annotation in fields_of(DataSource).items():
         lines.append(
             f"| `{name}` | {_cell(_short(describe(annotation)).removesuffix(', null'))} | {_cell(texts.get(name, ''))} |"
@@ -188,7 +188,7 @@ def render_schema() -> str:
             node["description"] = (record.__doc__ or "").strip().splitlines()[0]
     for key in [*schema_keys().values(), *extra_keys().values()]:
         section, _, leaf = key.name.rpartition(".")
-        text = LINK.sub(r"\1", key.help or documented(sections()[section]).get(leaf, ""))
+        text = LINK.sub(r"\1", key.help or read_field_docs(sections()[section]).get(leaf, ""))
         _object(root, section)["properties"][leaf] = _json_type(key) | {"description": text}
     return json.dumps(root, indent=1, ensure_ascii=False) + "\n"
 
@@ -219,12 +219,12 @@ def _json_part(part: Any, limits: Range) -> dict[str, Any]:
     if typing.get_origin(part) is list:
         return {"type": "array", "items": _json_part(typing.get_args(part)[0], Range())}
     if isinstance(part, type) and dataclasses.is_dataclass(part):
-        texts = documented(part)
+        texts = read_field_docs(part)
         properties = {
             name: {"anyOf": _json_choices(annotation), "description": LINK.sub(r"\1", texts.get(name, ""))}
             for name, annotation in fields_of(part).items()
         }
-        return {"type": "object", "required": required(part), "additionalProperties": False, "properties": properties}
+        return {"type": "object", "required": required_fields(part), "additionalProperties": False, "properties": properties}
     names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
     schema: dict[str, Any] = {"type": names.get(typing.get_origin(part) or part, "object")}
     if part in (int, float) and limits.also is None:

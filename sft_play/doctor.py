@@ -44,7 +44,7 @@ PORT = 29500
 OLDEST_PYTHON = (3, 11)
 ROOT = Path(sft_play.__file__).parent.parent
 """The repository, when the package is installed editable as `make install` does."""
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "tensorboard")
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "omegaconf", "tensorboard")
 
 GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(

@@ -84,7 +84,7 @@ def start(call: Call) -> int:
     wanted = call.port("TENSORBOARD_PORT")
     name = call.options.get("RUN")
     folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
-    server = remembered()
+    server = find_server()
     if server is not None and server.folder == str(folder) and wanted in (None, server.port):
         return _say(call, server, "already runs; `make tensorboard-stop` ends it")
     note = f"the one on {server.url}, of {server.folder}, has ended; " if server is not None else ""
@@ -112,7 +112,7 @@ def _refuse_other_hosts(call: Call) -> None:
 
 def stop(call: Call) -> int:
     """Ends the TensorBoard that this project started, and no other process."""
-    server = remembered()
+    server = find_server()
     if server is not None:
         _end(server)
     pid_file().unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def _end(server: Server) -> None:
     pid_file().unlink(missing_ok=True)
 
 
-def remembered() -> Server | None:
+def find_server() -> Server | None:
     """Returns the server of the pid file while it lives; forgets it otherwise."""
     try:
         server = Server(**read_json(pid_file()))

@@ -1,8 +1,7 @@
-"""Headless Chromium, driven over its debugging pipe: what a page shows, how wide it is, what it complains of, and its picture."""
+"""Headless Chromium, driven over its debugging pipe: what a page shows, how wide it is, and what it complains of."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -63,13 +62,6 @@ class Browser:
             )
             time.sleep(0.1)
         return value
-
-    def picture(self, path: Path) -> None:
-        """Writes the whole page as PNG."""
-        height = self.value("document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": self.value("innerWidth"), "height": height, "scale": 1}
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

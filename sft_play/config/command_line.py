@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from sft_play.config import names
 from sft_play.config.call import FALSE, TRUE, Call, Command
 from sft_play.config.keys import find_key, sections, variable_name, variables
-from sft_play.config.layers import Override, expected, preset_path
+from sft_play.config.layers import Override, explain_mismatch, preset_path
 from sft_play.config.yaml_files import is_writable
 from sft_play.errors import UserError, mask, raise_all, without_secret
 from sft_play.files import is_file_name
@@ -279,9 +279,9 @@ def _did_you_mean(one: _Given, better: str, command: str) -> str:
     """Returns the suggestion of a key or an option, with the value that was typed where it can be one of its values."""
     key, value, takes = find_key(better), one.text or ("1" if better == "JSON" else ""), ""
     if key is not None:
-        if one.name.startswith("--") and not value and not expected(key, "true"):
+        if one.name.startswith("--") and not value and not explain_mismatch(key, "true"):
             value = "true"
-        takes = expected(key, value)
+        takes = explain_mismatch(key, value)
     elif not value or not value.isprintable() or (better in NUMBERS and not value.strip().isdecimal()):
         takes = "a number" if better in NUMBERS else "text"
     more = f"It takes {takes}" if takes else COUNTED_HERE.get(names.plain_word(one.name), "")

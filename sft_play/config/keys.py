@@ -45,7 +45,7 @@ def variable_name(key: str) -> str:
 
 
 @functools.cache
-def documented(record: type) -> dict[str, str]:
+def read_field_docs(record: type) -> dict[str, str]:
     """Return field -> the text under it, from a dataclass's source. Needs its file, not torch."""
     (found,) = ast.parse(inspect.getsource(record)).body
     assert isinstance(found, ast.ClassDef)

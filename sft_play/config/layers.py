@@ -117,7 +117,7 @@ def node_of_text(text: str, key: Key) -> Node:
     return Node(value, text=text)
 
 
-def expected(key: Key, text: str) -> str:
+def explain_mismatch(key: Key, text: str) -> str:
     """Returns what a key takes in words where `text` is none of its values; nothing where it is."""
     try:
         node = as_meant(key.name, node_of_text(text, key))

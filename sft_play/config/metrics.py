@@ -84,7 +84,7 @@ def validation_names(config: Config) -> tuple[str, ...]:
     return tuple(source.name or source.path for source in sources)
 
 
-def measured(config: Config) -> tuple[str, ...]:
+def measurable_scores(config: Config) -> tuple[str, ...]:
     """Returns every name that `train.metric_for_best_model` may take, without `eval_`."""
     names = validation_names(config)
     per_source = [f"{kind}/{name}" for kind in OF_LOSS for name in names] if len(names) > 1 else []
@@ -165,7 +165,7 @@ def best_model(config: Config) -> Iterator[Conflict]:
     """`train.metric_for_best_model` is measured while training, and known to be better one way."""
     train = config.train
     name = train.metric_for_best_model
-    bare, known = name.removeprefix("eval_"), measured(config)
+    bare, known = name.removeprefix("eval_"), measurable_scores(config)
     if bare not in known:
         yield Conflict(BEST, ", which nothing measures", _hint(bare, known))
         return

@@ -118,7 +118,7 @@ def fields_of(record: Any) -> Mapping[str, Any]:
     return get_type_hints(record, include_extras=True)
 
 
-def required(record: Any) -> list[str]:
+def required_fields(record: Any) -> list[str]:
     """Return the fields of a dataclass that have no default."""
     missing = dataclasses.MISSING
     return [one.name for one in dataclasses.fields(record) if one.default is missing and one.default_factory is missing]
@@ -156,7 +156,7 @@ def describe(annotation: Any) -> str:
 
 
 def _keys_of(record: Any) -> str:
-    return " and ".join(f"`{name}`" for name in required(record))
+    return " and ".join(f"`{name}`" for name in required_fields(record))
 
 
 def _some(choices: tuple[Any, ...]) -> str:
@@ -230,7 +230,7 @@ def read_record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> 
         close = get_close_matches(name, fields, n=1, cutoff=0.5)
         hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(f'`{known}`' for known in fields)}"
         problems.append(Mismatch(f"{prefix}{name}", part, "is not a known key", hint))
-    problems += [Mismatch(f"{prefix}{name}", node, "is missing") for name in required(record) if name not in given]
+    problems += [Mismatch(f"{prefix}{name}", node, "is missing") for name in required_fields(record) if name not in given]
     return INVALID if len(problems) > before else record(**given)
 
 
