@@ -59,7 +59,7 @@ class Seen:
     trouble: Finding | None = None
     """Why it does not answer, or has no environment, so that the machine's own `python3` answers."""
     skew_seconds: float | None = None
-    """Its clock minus ours, +- half of a round trip."""
+    """Its clock minus ours, +- half of the shortest round trip."""
     facts: Facts | None = None
     doctor: Sequence[Mapping[str, str]] = ()
     """What `make doctor` finds there."""

@@ -41,7 +41,7 @@ TORCH_SECONDS = 13.0
 SUM_SECONDS = 15.0
 BENCH_SECONDS = 1200.0
 """For one machine, the download of a model that it does not have yet included."""
-MOST_PAIRS, MOST_DATA = 12, 2_000
+ROUND_TRIPS, MOST_PAIRS, MOST_DATA = 10, 12, 2_000
 PORT, FAILED = 29500, 3
 
 
@@ -148,9 +148,12 @@ class Examination:
                 seen.trouble = seen.trouble or session.trouble()
                 if retried or not seen.without:
                     return
-        sent = time.time()
-        theirs, received = self.ask(seen, "clock", 5).get("now", sent), time.time()
-        seen.skew_seconds = theirs - (sent + received) / 2
+        trips = []
+        for _ in range(ROUND_TRIPS):
+            sent = time.time()
+            theirs, received = self.ask(seen, "clock", 5).get("now", sent), time.time()
+            trips.append((received - sent, theirs - (sent + received) / 2))
+        seen.skew_seconds = min(trips)[1]
         master = self.inventory.master
         others = [host for host in self.inventory.hosts if host != seen.host]
         towards = master if seen.host != master else (others or [master])[0]
