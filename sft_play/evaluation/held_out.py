@@ -294,14 +294,14 @@ def score_run(
 def load_weights(run: RunFolder, weights: Path | None, config: Config, device: str) -> tuple[Any, Any]:
     """Returns (model, tokenizer) in evaluation mode: of `weights`, or the base as training saw it."""
     from sft_play.model.tokenizer import load_tokenizer
-    from sft_play.model.use import is_quantised, load_for_use, read_base, require_same_base
+    from sft_play.model.use import load_for_use, read_base, require_same_base, to_answer
 
     if weights is not None:
         return load_for_use(run, weights, device)
     base = require_same_base(config, Prepared.load(run.prepared))
     model = read_base(config, Plan.load(run.plan), base, device)
     tokenizer = load_tokenizer(base.path, base.chat, trust=config.model.trust_remote_code)
-    return (model if is_quantised(model) else model.to(device)).eval(), tokenizer
+    return to_answer(model, device), tokenizer
 
 
 def write_evaluation(

@@ -235,7 +235,7 @@ class _ChunkedLoss(torch.autograd.Function):
         wanted = any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_KH = torch.empty_like(hidden_KH) if ctx.needs_input_grad[0] else None
-        grads = _Sums(weights)
+        sums: list[Tensor] = []  # over chunks, in fp32 where there is more than one
         unscaled = _fp16_factor(hidden, weights)
         for start in range(0, hidden_KH.shape[0], chunk):
             part = slice(start, start + chunk)
@@ -250,8 +250,9 @@ class _ChunkedLoss(torch.autograd.Function):
             found = list(torch.autograd.grad(logits_CV, inputs, slope_CV))
             if grad_KH is not None:
                 grad_KH[part] = found.pop(0)
-            grads.add(found)
-        ctx.gradients = (None if grad_KH is None else grad_KH.view_as(hidden), *grads.sums) if wanted else ()
+            sums = [total.float().add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
+        of_weights = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)] if sums else []
+        ctx.gradients = (None if grad_KH is None else grad_KH.view_as(hidden), *of_weights) if wanted else ()
         ctx.labels, ctx.unscaled = labels, unscaled
         ctx.mark_non_differentiable(total)
         return torch.zeros_like(total), total
@@ -280,25 +281,6 @@ class _Total(torch.autograd.Function):
         ctx.labels.upstream = gradient
         dtype, device = ctx.like
         return torch.ones((), dtype=dtype, device=device), None
-
-
-class _Sums:
-    """Gradients of the head's weights, added up over chunks, in fp32 where there is more than one."""
-
-    def __init__(self, weights: tuple[Tensor, ...]) -> None:
-        self._weights = weights
-        self._sums: list[Tensor] = []
-
-    def add(self, found: list[Tensor]) -> None:
-        if not self._sums:
-            self._sums = found
-            return
-        self._sums = [total.float().add_(more) for total, more in zip(self._sums, found, strict=True)]
-
-    @property
-    def sums(self) -> list[Tensor]:
-        """The sums in the types of the weights."""
-        return [total.to(weight.dtype) for total, weight in zip(self._sums, self._weights, strict=True)]
 
 
 def _losses_and_slope(

@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 
 from sft_play.errors import UserError
 from sft_play.model.kernels import attention_dtype, varlen_attention
-from sft_play.model.stages import list_of_layers
+from sft_play.model.stages import base_of, list_of_layers
 from sft_play.plan.shape import VARLEN
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -82,7 +82,7 @@ class Slicer:
 
     def cut(self, model: nn.Module) -> None:
         """Slices a model, adapters included, that every rank has drawn or loaded alike. Raises `UserError`."""
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = base_of(model)
         decoder = base.get_decoder()
         for pattern, style in families_plan(base.config.get_text_config()).items():
             wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
@@ -198,7 +198,12 @@ class Slicer:
 
     def whole_state(self, mine: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns a state dict with complete parameters. Collective over all ranks."""
-        return {name: self._whole(_gathered(one.detach()), slice_of(one)) for name, one in mine.items()}
+        found = {}
+        for name, one in mine.items():
+            tensor = one.detach()
+            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found[name] = self._whole(tensor, slice_of(one))
+        return found
 
     def _whole(self, tensor: Tensor, part: Slice | None) -> Tensor:
         if part is None:
@@ -212,11 +217,6 @@ def local_part(tensor: Tensor) -> Tensor:
     """Returns the plain tensor with what this rank holds of `tensor`: a DTensor's shard, else the tensor."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
-
-
-def _gathered(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
 
 
 class _Copy(torch.autograd.Function):

@@ -40,9 +40,14 @@ class Skipped(nn.Module):
         return (hidden, *(None,) * (self.answers - 1)) if self.answers else hidden
 
 
+def base_of(model: Any) -> Any:
+    """Return the model without its adapters' wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def list_of_layers(model: Any) -> tuple[nn.Module, str]:
     """Returns the module that holds the text model's layers, and under which name. Raises `ValueError` where they are not one list."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     wanted = base.config.get_text_config().num_hidden_layers
     for module in base.get_decoder().modules():
         for name, child in module.named_children():
@@ -111,7 +116,7 @@ def outline_of(model: Any) -> Any:
 
 def freeze_others(model: Any) -> None:
     """Freezes what a stage before the last has of the model's end: its last norm, which the last stage trains."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     if not isinstance(base.get_output_embeddings(), nn.Identity):
         return
     holder, name = list_of_layers(base)
@@ -126,18 +131,14 @@ class Stage:
 
     def __init__(self, model: Any, first: int, last: int) -> None:
         """`model`: what `stage_class` gave, with adapters or without."""
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.model, self.base, self.decoder, layers = (
-            model,
-            base,
-            base.get_decoder(),
-            base.config.get_text_config().num_hidden_layers,
-        )
-        self.begins, self.ends = first == 0, last == layers
-        self.hidden = base.config.get_text_config().hidden_size
-        tied = base.config.get_text_config().tie_word_embeddings and self.begins != self.ends
-        embedding = base.get_input_embeddings().weight if tied and (self.begins or self.ends) else None
-        self.shared = [embedding] if embedding is not None and embedding.requires_grad else []
+        base = base_of(model)
+        text = base.config.get_text_config()
+        self.model, self.base, self.decoder = model, base, base.get_decoder()
+        self.begins, self.ends = first == 0, last == text.num_hidden_layers
+        self.hidden = text.hidden_size
+        embedding = base.get_input_embeddings().weight
+        shares = text.tie_word_embeddings and self.begins != self.ends and embedding is not None
+        self.shared = [embedding] if shares and embedding.requires_grad else []
         """Weights that the first stage and the last one both hold and train."""
         self._given: Tensor | None = None
         self._found: Tensor | None = None

@@ -19,7 +19,7 @@ from sft_play.files import read_json
 from sft_play.launch.environment import visible_cards
 from sft_play.model import quantise
 from sft_play.model.load import first_lines, read_model, tell
-from sft_play.model.resolve import check_trained
+from sft_play.model.resolve import check_trained, refuse_untrusted_code, resolve_model, runs_code
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.detect import compare_versions, detect
 from sft_play.plan.nodes import devices_for
@@ -69,9 +69,7 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     else:
         model = add_trained_adapter(read_base(config, plan, base, device), folder)
     tokenizer = tokenizer_of(folder, prepared.model, config)
-    model = model.to(device) if not is_quantised(model) else model
-    model.config.get_text_config().use_cache = True
-    return model.eval(), tokenizer
+    return to_answer(model, device), tokenizer
 
 
 def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
@@ -79,7 +77,6 @@ def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override
     from sft_play.config.load import load_config
-    from sft_play.model.resolve import refuse_untrusted_code, resolve_model, runs_code
     from sft_play.plan.architecture import offline_unless_reachable
 
     loaded = load_config(None, [Override(key="model.name", text=name, origin=f"MODEL={name}"), *call.overrides])
@@ -100,9 +97,7 @@ def load_plain(config: Config, model: ResolvedModel) -> tuple[Any, Any]:
     dtype = torch.float32 if kept == "float16" and device == "cpu" else getattr(torch, kept)
     found = read_model(folder, config.model, dtype=dtype)
     tokenizer = load_tokenizer(folder, trust=config.model.trust_remote_code)
-    found = found if is_quantised(found) else found.to(device)
-    found.config.get_text_config().use_cache = True
-    return found.eval(), tokenizer
+    return to_answer(found, device), tokenizer
 
 
 def stored_dtype(folder: Path) -> str:
@@ -139,8 +134,6 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
         from sft_play.model.embedded import embedded_folder
 
         return dataclasses.replace(prepared.model, path=str(embedded_folder()))
-    from sft_play.model.resolve import resolve_model
-
     name = prepared.model.path if source == "folder" else prepared.model.name
     revision = prepared.model.revision or config.model.revision
     again = resolve_model(dataclasses.replace(config.model, name=name, revision=revision))
@@ -208,9 +201,12 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer_config.json").is_file()
 
 
-def is_quantised(model: Any) -> bool:
-    """Whether bitsandbytes has placed the weights already; `.to` is refused for them."""
-    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
+def to_answer(model: Any, device: str) -> Any:
+    """Return the model on `device`, ready to generate. bitsandbytes has placed its weights already and refuses `.to`."""
+    if not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
+        model = model.to(device)
+    model.config.get_text_config().use_cache = True
+    return model.eval()
 
 
 def use_dtype(plan: Plan, device: str) -> torch.dtype:
