@@ -117,11 +117,11 @@ class Watch:
 
     def _gone(self) -> Loss | None:
         gone = [rank for worker, rank in self.workers.items() if not is_alive(worker)]
-        records = {rank: exit_records(self.run, range(rank, rank + 1)).get(rank) for rank in gone}
+        records = exit_records(self.run, gone)
         # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
-        for rank, record in sorted(records.items(), key=lambda item: item[1] is not None):
-            if record is None or record["code"] != 0:
-                return Loss(cause="failed" if record else "killed", rank=rank)
+        for rank in sorted(gone, key=lambda rank: rank in records):
+            if rank not in records or records[rank]["code"]:
+                return Loss(cause="failed" if rank in records else "killed", rank=rank)
         return None
 
     def _frozen(self, heard: set[int], passed: float) -> Loss | None:

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ def is_finished(run: RunFolder) -> bool:
     return bool(events) and events[-1].get("event") == "finished" and (run.model / "stamp.json").is_file()
 
 
-def exit_records(run: RunFolder, ranks: range) -> dict[int, dict[str, Any]]:
+def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """Returns what the workers recorded when they left: rank -> `{"rank", "code", "error", "time"}`."""
     records = {}
     for rank in ranks:

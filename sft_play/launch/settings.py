@@ -347,11 +347,9 @@ def _precision(typed: str | None, hardware: Hardware, reasons: list[str]) -> Pre
     cuda, without = hardware.kind == "cuda", sorted({d.name for d in hardware.devices if not d.bf16})
     if typed is not None and typed not in PRECISIONS:
         raise UserError(f"`MIXED_PRECISION` is `{typed}`; expected `no`, `bf16` or `fp16`")
-    if typed == "bf16" and cuda and without:
-        text = f"`MIXED_PRECISION` is `bf16`, which {', '.join(without)} cannot compute"
-        raise HardwareError(text, hint="MIXED_PRECISION=fp16 or no")
-    if typed == "fp16" and not cuda:
-        raise HardwareError("`MIXED_PRECISION` is `fp16`, which CPUs cannot train in", hint="MIXED_PRECISION=no")
+    if (typed == "bf16" and cuda and without) or (typed == "fp16" and not cuda):
+        text = f"`MIXED_PRECISION` is `{typed}`, which {', '.join(without) if cuda else 'CPUs'} cannot train in"
+        raise HardwareError(text, hint="omit it, or MIXED_PRECISION=no")
     if typed is not None:
         chosen, why = typed, "MIXED_PRECISION"
     elif not cuda:
@@ -366,10 +364,9 @@ def _strategy(typed: str | None, world: int, reasons: list[str]) -> Strategy:
     known: Mapping[str, Strategy] = {name: name for name in DISTRIBUTED_TYPE}
     if typed is not None and typed not in known:
         raise UserError(f"`STRATEGY` is `{typed}`; expected one of {', '.join(f'`{name}`' for name in known)}")
-    if world == 1 and typed not in (None, "single"):
-        raise UserError(f"`STRATEGY` is `{typed}`, which needs at least 2 processes", hint="NUM_GPUS=2, or STRATEGY=single")
-    if world > 1 and typed == "single":
-        raise UserError(f"`STRATEGY` is `single`, but there are {world} processes", hint="NUM_GPUS=1 NUM_NODES=1")
+    if typed is not None and (typed == "single") != (world == 1):
+        text = f"`STRATEGY` is `{typed}`, and the number of processes is {world}"
+        raise UserError(text, hint="omit it; or STRATEGY=single for one process, another one for NUM_GPUS=2 and more")
     unasked = ("single", "one process") if world == 1 else ("ddp", "the simplest; a plan says when it does not fit")
     chosen, why = unasked if typed is None else (typed, "STRATEGY")
     reasons.append(f"strategy {chosen}: {why}")

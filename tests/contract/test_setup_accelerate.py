@@ -58,8 +58,8 @@ def test_answers_as_variables(setup: Program, arguments: tuple[str, ...], expect
     [
         (("MIXED_PRECISION=fp8",), 2, "`MIXED_PRECISION` is `fp8`"),
         (("MIXED_PRECISION=fp16",), 3, "CPUs cannot train in"),
-        (("STRATEGY=ddp", "NUM_GPUS=1"), 2, "needs at least 2 processes"),
-        (("STRATEGY=single", "NUM_GPUS=2"), 2, "there are 2 processes"),
+        (("STRATEGY=ddp", "NUM_GPUS=1"), 2, "the number of processes is 1"),
+        (("STRATEGY=single", "NUM_GPUS=2"), 2, "the number of processes is 2"),
     ],
 )
 def test_refusals(setup: Program, arguments: tuple[str, ...], code: int, word: str) -> None:
