@@ -260,9 +260,9 @@ def _decide(
     except CheckpointError as error:
         message = f"{error.render()}\n\nwhy it had ended: {outcome.first_line}"
         return Following(outcome=Outcome(code=error.exit_code, rank=outcome.rank, message=message))
-    if outcome.cause == OUT_OF_MEMORY and job.node.rank == 0:
-        return _with_less(job, prepared, plan, outcome, checkpoint, lost)
-    if lost.allows(outcome, checkpoint):
+    if outcome.cause == OUT_OF_MEMORY:
+        return _with_less(job, prepared, plan, outcome, checkpoint, lost) if job.node.rank == 0 else Following()
+    if lost.allows(checkpoint):
         said = recovery.restart_announcement(outcome, checkpoint, lost)
         facts = recovery.restart_facts(outcome, checkpoint)
         return Following(again=True, said=said, event=recovery.RESTARTED, facts=facts, pause=lost.pause())

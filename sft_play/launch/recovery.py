@@ -16,7 +16,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.launch.run_folder import read_events
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.make import ways_out
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 from sft_play.plan.shape import ModelShape
@@ -217,10 +217,8 @@ class Restarts:
         if machines and outcome.cause == "unreachable":
             self.limit = max(self.limit, machines)
 
-    def allows(self, outcome: Outcome, checkpoint: Path | None) -> bool:
-        """Whether what ended so may start again from `checkpoint`; counts it."""
-        if outcome.code != LOST or outcome.cause == OUT_OF_MEMORY or not self.limit:
-            return False
+    def allows(self, checkpoint: Path | None) -> bool:
+        """Whether a run that lost a rank may start again from `checkpoint`; counts it."""
         step = step_of(checkpoint) if checkpoint else 0
         if step > self.step:
             self.used, self.step = 0, step
@@ -234,9 +232,7 @@ class Restarts:
         return float(min(MOST_SECONDS, FIRST_SECONDS * 2.0 ** (self.used - 1)))
 
     def refused(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome; where restarts were allowed but are used up, with that as the reason why it ends."""
-        if outcome.code != LOST or outcome.cause == OUT_OF_MEMORY or not self.limit:
-            return outcome
+        """Returns the outcome, with restarts that are used up as the reason why it ends."""
         times = "restart" if self.limit == 1 else "restarts"
         why = f"{self.used} of {self.limit} {times} without a newer checkpoint are used up (`launch.max_restarts`)"
         return replace(outcome, message=f"{outcome.message}\n\n{why}")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from sft_play.launch.liveness import Beat
 from sft_play.launch.recovery import Restarts
-from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, culprits, hang, standing
+from sft_play.launch.verdict import Outcome, culprits, hang, standing
 from sft_play.runs.folder import RunFolder
 
 LOST = Outcome(
@@ -23,27 +21,18 @@ LOST = Outcome(
 def test_so_many_in_a_row_without_a_newer_checkpoint() -> None:
     state = Restarts(limit=2, step=0)
     first, second = Path("step-000004"), Path("step-000008")
-    assert state.allows(LOST, None)
+    assert state.allows(None)
     assert state.pause() == 2
-    assert state.allows(LOST, None)
+    assert state.allows(None)
     assert state.pause() == 4
-    assert not state.allows(LOST, None)
+    assert not state.allows(None)
     assert "2 of 2 restarts" in state.refused(LOST).message
-    assert state.allows(LOST, first), "there is progress"
+    assert state.allows(first), "there is progress"
     assert state.used == 1
-    assert state.allows(LOST, first)
-    assert not state.allows(LOST, first)
-    assert state.allows(LOST, second)
+    assert state.allows(first)
+    assert not state.allows(first)
+    assert state.allows(second)
     assert max(Restarts(limit=99, step=0, used=used).pause() for used in range(1, 40)) == 60
-
-
-@pytest.mark.parametrize(
-    "outcome", [Outcome(code=code) for code in (0, 1, 2, 3, 4, 5, 130, 143)] + [Outcome(code=75, cause=OUT_OF_MEMORY)]
-)
-def test_only_after_a_lost_rank(outcome: Outcome) -> None:
-    state = Restarts(limit=3, step=0)
-    assert not state.allows(outcome, None)
-    assert state.refused(outcome) == outcome
 
 
 def beat(rank: int, phase: str, step: int, micro_step: int | None = None) -> Beat:
