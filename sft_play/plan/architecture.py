@@ -201,7 +201,7 @@ def as_trained(config: dict[str, Any]) -> dict[str, Any]:
 def _count_model(config: dict[str, Any], place: str) -> ModelShape:
     """Return the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the result in the cache).
 
-    Raises `DataError` for a model that transformers does not know, or that is not trained here.
+    Raise `DataError` for a model that transformers does not know, or that is not trained here.
     """
     key = text_sha256(json.dumps([COUNT_VERSION, versions(), config], sort_keys=True))[:32]
     path = cache_folder() / "shapes" / f"{key}.json"

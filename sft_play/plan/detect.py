@@ -57,7 +57,7 @@ class Shown:
 def open_nvml() -> Any | None:
     """Return the initialised `pynvml` module, or `None` where there is no NVIDIA driver.
 
-    Raises `HardwareError` for a driver that is there and fails, as after an update without a restart.
+    Raise `HardwareError` for a driver that is there and fails, as after an update without a restart.
     """
     try:
         import pynvml
@@ -76,7 +76,7 @@ def open_nvml() -> Any | None:
 
 @contextmanager
 def nvml_session() -> Iterator[Any | None]:
-    """Yield what `open_nvml` returns, and shut it down. Raises as it does."""
+    """Yield what `open_nvml` returns, and shut it down. Raise as it does."""
     nvml = open_nvml()
     try:
         yield nvml

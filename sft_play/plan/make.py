@@ -63,7 +63,7 @@ def ways_out(config: Config, shape: ModelShape, plan: Plan, launch: LaunchReques
 
 
 def _decide(request: Request) -> Plan:
-    """Return the plan without the remedies of what does not fit. Raises as `make_plan`."""
+    """Return the plan without the remedies of what does not fit. Raise as `make_plan`."""
     config, hardware, shape, launch = request.config, request.hardware, request.shape, request.launch
     train, kind, reasons = config.train, hardware.kind, list[str]()
     check_length(config.model, shape.max_positions)

@@ -218,51 +218,46 @@ _running: dict[int, Tracer] = {}
 
 
 def running_tracer() -> Tracer:
-    """Returns the tracer that counts a model and then traces it, so that torch is imported once; it ends with `end_tracer`, or with us."""
+    """Return the tracer that counts a model and then traces it, so that torch is imported once; it ends with `end_tracer`, or with us."""
     if os.getpid() not in _running:
         _running[os.getpid()] = Tracer()
     return _running[os.getpid()]
 
 
 def end_tracer() -> None:
-    """Ends this process's tracer."""
+    """End this process's tracer."""
     if os.getpid() in _running:
         _running.pop(os.getpid()).close()
 
 
 class Tracer:
-    """One `python -m sft_play.trace`, started when it is first asked and ended by `close`."""
+    """One `python -m sft_play.trace`, ended by `close`."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, as the process is
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )  # fmt: skip
 
     def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the result of each request (a case, or `{"count": architecture}`), `{"error": "..."}` where there is none."""
-        if self._process is None:
-            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
-                env=environment,
-            )  # fmt: skip
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(requests).encode() + b"\n")
-            process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], TRACE_SECONDS)
-            line = process.stdout.readline() if ready else b""
-        except BrokenPipeError:
-            line = b""
+        assert self._process.stdin and self._process.stdout
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(requests).encode() + b"\n")
+            self._process.stdin.flush()
+            ready, _, _ = select.select([self._process.stdout], [], [], TRACE_SECONDS)
+            line = self._process.stdout.readline() if ready else b""
         if not line:
-            return [{"error": f"the trace {self._failure(process)}"}] * len(requests)
+            return [{"error": f"the trace {self._failure()}"}] * len(requests)
         found: list[dict[str, Any]] = json.loads(line)
         return found
 
-    def _failure(self, process: subprocess.Popen[bytes]) -> str:
+    def _failure(self) -> str:
         """Return how the process failed, with the last line that it or a library wrote to stderr."""
         try:
-            code = process.wait(timeout=5)  # its output closes a moment before it ends
+            code = self._process.wait(timeout=5)  # its output closes a moment before it ends
         except subprocess.TimeoutExpired:
             return f"took longer than {TRACE_SECONDS} s"
         self._said.seek(0)
@@ -271,14 +266,9 @@ class Tracer:
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
-            self._process = None
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
         self._said.close()
 
 

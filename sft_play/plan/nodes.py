@@ -176,7 +176,7 @@ MOST_CPU_PROCESSES = 64
 def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[tuple[int, ...], tuple[Device, ...]]:
     """Return the index and the device of each of this machine's ranks.
 
-    Raises `HardwareError` when there are not enough, or when other programs fill one that would be used.
+    Raise `HardwareError` when there are not enough, or when other programs fill one that would be used.
     """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:

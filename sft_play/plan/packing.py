@@ -32,7 +32,7 @@ def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Return packs of indices into `lengths`, none with more than `limit` tokens: best-fit decreasing (Johnson 1973).
 
     The longest row comes first, each into the fullest pack that has room for it; equal ones in their order. O(n log n). Never more
-    packs than rows, and never twice the fewest there can be. Raises `ValueError` for a row that is longer than `limit`.
+    packs than rows, and never twice the fewest there can be. Raise `ValueError` for a row that is longer than `limit`.
     """
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, pack), ascending

@@ -283,7 +283,7 @@ def setup_of(plan: Plan) -> Setup:
 
 
 def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
-    """Returns the stamp of a run, from what is known before it starts."""
+    """Return the stamp of a run, from what is known before it starts."""
     tuning, devices = config.tuning, Counter(rank.device_name for rank in plan.ranks)
     return Stamp(
         backend=tuning.backend,
@@ -325,7 +325,7 @@ PLANNED = (
 
 
 def describe_batches(ranks: Sequence[RankPlan]) -> list[str]:
-    """Returns how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
+    """Return how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
     found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
     return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]
 

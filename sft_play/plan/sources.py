@@ -49,7 +49,7 @@ def parse_source(text: str | None, default: Source) -> Source:
 
 
 def plan_by_source(request: Request, source: Source) -> Plan:
-    """Return the plan by the source that was asked for. Raises as `make_plan`, and `UserError` for a probe of stages."""
+    """Return the plan by the source that was asked for. Raise as `make_plan`, and `UserError` for a probe of stages."""
     if source == "probe" and request.config.launch.strategy == "pipeline":
         raise UserError("`SOURCE=probe` measures whole models, and `launch.strategy` is `pipeline`", hint="omit SOURCE")
     try:

@@ -20,7 +20,7 @@ UNUSED = ("bitsandbytes", "deepspeed", "datasets")
 
 
 def main() -> int:
-    """Answers every line."""
+    """Answer every line."""
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     output = os.fdopen(os.dup(1), "w")
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what is found for each request; `{"error": "..."}` where nothing is, with a `hint` where the user can do something."""
+    """Return what is found for each request; `{"error": "..."}` where nothing is, with a `hint` where the user can do something."""
     from sft_play.plan.measured import Case
     from sft_play.trace.run import count, trace
 

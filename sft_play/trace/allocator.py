@@ -45,7 +45,7 @@ class Block:
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
     def cut(self, size: int) -> Block:
-        """Shortens the block to `size` bytes and returns the rest."""
+        """Shorten the block to `size` bytes and return the rest."""
         rest = Block(self.start + size, self.size - size, mapped=self.mapped, before=self, after=self.after)
         if self.after is not None:
             self.after.before = rest
@@ -53,7 +53,7 @@ class Block:
         return rest
 
     def take_next(self) -> None:
-        """Grows over the block after this one."""
+        """Grow over the block after this one."""
         assert self.after is not None
         self.size += self.after.size
         self.after = self.after.after
@@ -71,14 +71,14 @@ class Range:
         """Free mapped blocks by size."""
 
     def blocks(self) -> Iterator[Block]:
-        """Yields all blocks by address."""
+        """Yield all blocks by address."""
         block: Block | None = self.first
         while block is not None:
             yield block
             block = block.after
 
     def best(self, size: int) -> Block | None:
-        """Returns the free mapped block that fits best, the one that can grow least where several do."""
+        """Return the free mapped block that fits best, the one that can grow least where several do."""
         index = bisect.bisect_left(self.free, (size, -1))
         if index == len(self.free):
             return None
@@ -87,7 +87,7 @@ class Range:
         return self.free.pop(index)[2]
 
     def room(self, size: int) -> tuple[Block, int]:
-        """Returns where unmapped addresses make room for `size`, and the bytes to be mapped for it."""
+        """Return where unmapped addresses make room for `size`, and the bytes to be mapped for it."""
         for unmapped in self.blocks():
             if unmapped.mapped:
                 continue
@@ -103,7 +103,7 @@ class Range:
         raise AssertionError("addresses have an end")
 
     def map(self, block: Block, size: int) -> Block:
-        """Maps free addresses from `block` on until `size` bytes are, and returns them as one block that is not listed."""
+        """Map free addresses from `block` on until `size` bytes are, and return them as one block that is not listed."""
         self._map_some(block, size)
         while block.size < size:
             assert block.after is not None
@@ -112,7 +112,7 @@ class Range:
         return self._join(block)
 
     def _map_some(self, block: Block, size: int) -> None:
-        """Takes a free block off the list, or maps the first whole pages of an unmapped one."""
+        """Take a free block off the list, or map the first whole pages of an unmapped one."""
         if block.mapped:
             self._unlist(block)
             return
@@ -122,17 +122,17 @@ class Range:
         block.mapped = True
 
     def split(self, block: Block, size: int) -> None:
-        """Lists what a block has beyond `size` as free."""
+        """List what a block has beyond `size` as free."""
         if block.size - size >= LEAST_REST:
             self._list(block.cut(size))
 
     def release(self, block: Block) -> None:
-        """Lists a block as free, joined with free mapped neighbours."""
+        """List a block as free, joined with free mapped neighbours."""
         block.used = False
         self._list(self._join(block))
 
     def give_back(self) -> int:
-        """Unmaps every whole page that is free; returns their bytes."""
+        """Unmap every whole page that is free; return their bytes."""
         total = 0
         for size, start, block in list(self.free):
             low, high = -(-start // self.page) * self.page, (start + size) // self.page * self.page
@@ -150,7 +150,7 @@ class Range:
         return total
 
     def _join(self, block: Block) -> Block:
-        """Returns a block that is not in use, joined with neighbours that are mapped as it is."""
+        """Return a block that is not in use, joined with neighbours that are mapped as it is."""
         for first in (block, block.before):
             second = first.after if first is not None else None
             if first is None or second is None or first.used or second.used or first.mapped != second.mapped:
@@ -179,7 +179,7 @@ class CachingAllocator:
     live: dict[int, tuple[Range, Block]] = field(default_factory=dict)
 
     def allocate(self, number: int, size: int) -> None:
-        """Raises `DoesNotFitError`."""
+        """Raise `DoesNotFitError`."""
         where = self.ranges[size <= SMALL]
         block = where.best(size)
         if block is None:
@@ -197,13 +197,13 @@ class CachingAllocator:
         self.most = max(self.most, self.reserved)
 
     def release(self, number: int) -> None:
-        """Gives a block back."""
+        """Give a block back."""
         where, block = self.live.pop(number)
         where.release(block)
 
 
 def replay(events: Sequence[Event], limit: int | None = None) -> int:
-    """Returns the most bytes that are mapped. Raises `DoesNotFitError`."""
+    """Return the most bytes that are mapped. Raise `DoesNotFitError`."""
     pool = CachingAllocator(limit)
     for sign, number, size in events:
         if size and sign > 0:
@@ -214,7 +214,7 @@ def replay(events: Sequence[Event], limit: int | None = None) -> int:
 
 
 def most_allocated(events: Sequence[Event]) -> int:
-    """Returns the most bytes that are in use."""
+    """Return the most bytes that are in use."""
     held = most = 0
     for sign, _, size in events:
         held += sign * size
@@ -223,7 +223,7 @@ def most_allocated(events: Sequence[Event]) -> int:
 
 
 def lost_bytes(events: Sequence[Event]) -> int:
-    """Returns what is lost between blocks, to 16 MiB, at the smallest limit that the sequence survives."""
+    """Return what is lost between blocks, to 16 MiB, at the smallest limit that the sequence survives."""
     in_use = low = most_allocated(events)
     high = replay(events)
     while high - low > TOLERANCE:

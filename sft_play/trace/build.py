@@ -34,13 +34,13 @@ NUMBERING = re.compile(r"id$|idx|index|number")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns torch's type of a name such as `bfloat16` or `bf16`."""
+    """Return torch's type of a name such as `bfloat16` or `bf16`."""
     found: torch.dtype = getattr(torch, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name, name))
     return found
 
 
 def on_meta(settings: Any, dtype: torch.dtype = torch.bfloat16, attention: str | None = None) -> Any:
-    """Returns the model on the meta device. Raises `DataError` for a family that is not trained here."""
+    """Return the model on the meta device. Raise `DataError` for a family that is not trained here."""
     kernels.register()
     with torch.device("meta"):
         model = model_class(settings).from_config(settings, dtype=dtype, attn_implementation=attention)
@@ -49,12 +49,12 @@ def on_meta(settings: Any, dtype: torch.dtype = torch.bfloat16, attention: str |
 
 
 def model_of(case: Case) -> Any:
-    """Returns the case's whole model on the meta device."""
+    """Return the case's whole model on the meta device."""
     return on_meta(settings_of(case.architecture), dtype_of(case.weights_dtype), case.attention)
 
 
 def layer_kinds(layers: Sequence[nn.Module]) -> list[str]:
-    """Returns a name of each layer's kind: alike are layers of the same modules, sizes and settings."""
+    """Return a name of each layer's kind: alike are layers of the same modules, sizes and settings."""
     kinds = [_signature(layer, settings=True) for layer in layers]
     return kinds if len(set(kinds)) <= MOST_KINDS else [_signature(layer, settings=False) for layer in layers]
 
@@ -69,7 +69,7 @@ def _signature(layer: nn.Module, *, settings: bool) -> str:
 
 
 def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Counter[str]]:
-    """Returns the layers of the smallest model, those of a model with one more layer of each kind, and how often each kind is.
+    """Return the layers of the smallest model, those of a model with one more layer of each kind, and how often each kind is.
 
     The smallest of several kinds has the first and the last layer, and the last one of each kind between them: where a peak is, layers
     that are added before it only add what they hold.
@@ -88,7 +88,7 @@ def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Count
 
 
 def with_layers(model: Any, kept: Sequence[int]) -> Any:
-    """Returns a copy of the model in which only these layers compute; the others stay in their places, so that all numbering holds."""
+    """Return a copy of the model in which only these layers compute; the others stay in their places, so that all numbering holds."""
     holder, name = list_of_layers(model)
     layers = getattr(holder, name)
     answers = ANSWERS.get(model.config.model_type, 0)
@@ -102,7 +102,7 @@ def with_layers(model: Any, kept: Sequence[int]) -> Any:
 
 
 def build(case: Case, model: Any) -> nn.Module:
-    """Returns `model`, of the meta device, with quantisation, adapters and recomputation as `model.load` sets them."""
+    """Return `model`, of the meta device, with quantisation, adapters and recomputation as `model.load` sets them."""
     with torch.device("meta"):
         if case.quantization != "none":
             quantise(model, case.quantization, dtype_of(case.precision))
@@ -134,13 +134,13 @@ def build(case: Case, model: Any) -> nn.Module:
 
 
 def under_autocast(model: Any, precision: str, device: str) -> None:
-    """Wraps the forward pass as `Accelerator.prepare_model` does for mixed precision."""
+    """Wrap the forward pass as `Accelerator.prepare_model` does for mixed precision."""
     forward = torch.autocast(device_type=device, dtype=dtype_of(precision))(model.forward)
     model.forward = convert_outputs_to_fp32(forward)
 
 
 def materialise(model: nn.Module, device: str) -> None:
-    """Gives every meta parameter and buffer a tensor on `device`, tied ones the same; inside a fake mode they hold nothing."""
+    """Give every meta parameter and buffer a tensor on `device`, tied ones the same; inside a fake mode they hold nothing."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -155,7 +155,7 @@ def materialise(model: nn.Module, device: str) -> None:
 
 
 def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
-    """Returns every tensor that the model holds with the part it counts under."""
+    """Return every tensor that the model holds with the part it counts under."""
     own = "trained" if case.mode == "full" else "adapters"
     state = {
         id(buffer)
@@ -168,7 +168,7 @@ def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """Returns the text model's layers, first to last. Raises `ValueError` where they are not one list."""
+    """Return the text model's layers, first to last. Raise `ValueError` where they are not one list."""
     holder, name = list_of_layers(model)
     return list(getattr(holder, name))
 
@@ -201,7 +201,7 @@ class NF4Linear(nn.Linear):
         _hold_scales(self, weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a tensor of the layer's output shape and type."""
+        """Return a tensor of the layer's output shape and type."""
         bias = None if self.bias is None else self.bias.to(self.compute)
         out = _NF4.apply(x.to(self.compute), self.weight, self.out_features, self.in_features, bias)
         result: Tensor = out.to(x.dtype)
@@ -223,7 +223,7 @@ class _NF4(torch.autograd.Function):
 
 
 def _expand(like: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Returns room for the whole weight in the computation's type; its fp32 scales exist while it is filled."""
+    """Return room for the whole weight in the computation's type; its fp32 scales exist while it is filled."""
     with count_as("dequantised"):
         scales = like.new_zeros(-(-outputs * inputs // BLOCK), dtype=torch.float32)
         weight = like.new_zeros(outputs, inputs)
@@ -240,7 +240,7 @@ class NF4Experts(nn.Module):
         _hold_scales(self, shape.numel())
 
     def forward(self, packed: Tensor) -> Tensor:
-        """Returns room for the whole weight; its fp32 scales exist while it is filled."""
+        """Return room for the whole weight; its fp32 scales exist while it is filled."""
         with count_as("dequantised"):
             scales = packed.new_zeros(-(-self.shape.numel() // BLOCK), dtype=torch.float32)
             weight = packed.new_zeros(self.shape, dtype=self.dtype)
@@ -260,7 +260,7 @@ class Int8Linear(nn.Linear):
         self.register_buffer("scales", torch.empty(plain.out_features, dtype=torch.float32, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a tensor of the layer's output shape and type."""
+        """Return a tensor of the layer's output shape and type."""
         out: Tensor = _Int8.apply(x, self.weight, self.scales, self.bias)
         return out
 
@@ -289,7 +289,7 @@ def _rescale(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise_experts(model: nn.Module) -> None:
-    """Packs every fused expert weight, as `model.quantise` does; in place, on the meta device."""
+    """Pack every fused expert weight, as `model.quantise` does; in place, on the meta device."""
     for module in {model.get_submodule(name.rpartition(".")[0]): None for name in lora.expert_names(model)}:
         module.register_forward_pre_hook(_expands_once)
         module.register_forward_hook(_has_expanded, always_call=True)
@@ -310,7 +310,7 @@ def _has_expanded(*_: Any) -> None:
 
 
 def quantise(model: nn.Module, quantization: str, compute: torch.dtype) -> None:
-    """Replaces every linear layer but the head, as bitsandbytes does through transformers; in place, on the meta device."""
+    """Replace every linear layer but the head, as bitsandbytes does through transformers; in place, on the meta device."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -46,7 +46,7 @@ def trace(case: Case) -> dict[str, Any]:
 
 
 def _deepen(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
-    """Returns the trace of the whole model by those of few layers."""
+    """Return the trace of the whole model by those of few layers."""
     kinds = build.layer_kinds(build.decoder_layers(model))
     smallest, grown, counts = build.depths(kinds)
     base, events = observe(case, build.with_layers(model, smallest), log=losses)
@@ -64,7 +64,7 @@ def _deepen(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
 
 
 def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
-    """Returns the tokens of two short rows in which everything is affine, or `None` where the row itself is traced.
+    """Return the tokens of two short rows in which everything is affine, or `None` where the row itself is traced.
 
     They have two chunks at least (one alone is another case), as many tokens left over in the last one as the long row, and labels for two
     chunks of the head, if that has such. Two traces are to save time.
@@ -80,7 +80,7 @@ def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
 
 
 def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
-    """Returns the trace of long rows by two of short ones. What an allocator loses is not affine, and left to the formula."""
+    """Return the trace of long rows by two of short ones. What an allocator loses is not affine, and left to the formula."""
     rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in short]
     first, second = (_deepen(one, build.model_of(one), losses=False) for one in rows)
     more = {"tokens": (case.row_tokens - short[0]) / (short[1] - short[0])}
@@ -92,7 +92,7 @@ def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
 
 
 def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[allocator.Event]]) -> dict[str, int]:
-    """Returns what the allocator loses between blocks of the whole model, from `logs`, of which the first has the `smallest` layers.
+    """Return what the allocator loses between blocks of the whole model, from `logs`, of which the first has the `smallest` layers.
 
     Where activations are kept the loss grows with the layers, but unevenly: a model with several more layers tells its slope. With
     recomputation it does not grow (replays of all layers: docs/planning.md).
@@ -147,7 +147,7 @@ PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"
 
 
 def count(architecture: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `ModelShape` of a `config.json` as plain data. Raises `DataError` for a model that is not trained here."""
+    """Return the `ModelShape` of a `config.json` as plain data. Raise `DataError` for a model that is not trained here."""
     family = architecture.get("model_type")
     try:
         settings = settings_of(architecture)
@@ -196,7 +196,7 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setting(text: Any, name: str) -> Any:
-    """Returns a setting of the text model, a list of all layers' where they differ (Gemma 4's heads), `None` without."""
+    """Return a setting of the text model, a list of all layers' where they differ (Gemma 4's heads), `None` without."""
     try:
         return getattr(text, name, None)
     except AmbiguousGlobalPerLayerAttributeError:
@@ -204,7 +204,7 @@ def _setting(text: Any, name: str) -> Any:
 
 
 def matrices_of(model: Any) -> tuple[Matrices, ...]:
-    """Returns every matrix of a model, alike ones of its layers together; a fused weight of experts counts each of them."""
+    """Return every matrix of a model, alike ones of its layers together; a fused weight of experts counts each of them."""
     head, adapted, prefix = model.get_output_embeddings(), set(lora.linear_names(model)), lora.text_prefix(model)
     found: Counter[Matrices] = Counter()
     for name, module in model.named_modules():

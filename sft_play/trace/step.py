@@ -26,7 +26,7 @@ FUSED = "adamw_torch_fused"
 
 
 def batch_of(case: Case, device: str) -> Batch:
-    """Returns the worst micro-batch: `rows` rows of `row_tokens` tokens, `labels` positions with a target."""
+    """Return the worst micro-batch: `rows` rows of `row_tokens` tokens, `labels` positions with a target."""
     if case.layout == "flattened":
         length = case.rows * case.row_tokens
         row = case.row_tokens // 2 if case.packed else case.row_tokens  # of a pack's two rows
@@ -50,14 +50,14 @@ def batch_of(case: Case, device: str) -> Batch:
 
 
 def _kept(count: int, length: int, rows: int, device: str) -> tuple[Tensor, Tensor]:
-    """Returns label positions [K] and targets [rows, K]."""
+    """Return label positions [K] and targets [rows, K]."""
     count = max(1, count)
     return torch.arange(length - count, length, device=device), torch.zeros((rows, count), dtype=torch.long, device=device)
 
 
 @contextlib.contextmanager
 def real_branches(case: Case) -> Iterator[None]:
-    """Makes transformers' mask code take the branches that real data take; for fake tensors it takes those of a compiler."""
+    """Make transformers' mask code take the branches that real data take; for fake tensors it takes those of a compiler."""
     packed, padded = case.layout == "flattened" and (case.rows > 1 or case.packed), case.layout == "padded" and case.rows > 1
     find, ignore = masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa
 
@@ -133,7 +133,7 @@ class StepTrace:
         loss.backward()
 
     def update(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Clips, updates and releases gradients."""
+        """Clip, update and release gradients."""
         self.tracker.moment, self.tracker.part = "update", "workspace"
         if self.case.clips:
             torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
@@ -182,7 +182,7 @@ as a fake mode's bookkeeping."""
 
 
 def _by_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what a fake mode would."""
+    """Return what a fake mode would."""
     tensors = [one for one in args if isinstance(one, Tensor)]
     first = tensors[0]
     if kwargs.get("device") or any(
@@ -199,7 +199,7 @@ _named: list[str] = []
 
 @contextlib.contextmanager
 def count_as(part: str) -> Iterator[None]:
-    """Counts what is created inside under `part`, in whatever tracker is on."""
+    """Count what is created inside under `part`, in whatever tracker is on."""
     _named.append(part)
     try:
         yield
@@ -245,7 +245,7 @@ class StorageTracker(TorchDispatchMode):
         self._next = 0
 
     def hold(self, tensor: Tensor, part: str) -> None:
-        """Counts a tensor's storage under `part` from now on; one that is counted already only changes its part."""
+        """Count a tensor's storage under `part` from now on; one that is counted already only changes its part."""
         storage = tensor.untyped_storage()
         known = self._blocks.get(storage)
         if known is not None:
@@ -267,7 +267,7 @@ class StorageTracker(TorchDispatchMode):
             self.events.append((1, number, size))
 
     def part_of(self, tensor: Tensor) -> str | None:
-        """Returns what a tensor's storage is counted under."""
+        """Return what a tensor's storage is counted under."""
         known = self._blocks.get(tensor.untyped_storage())
         return known[0].part if known else None
 
@@ -281,7 +281,7 @@ class StorageTracker(TorchDispatchMode):
             self.events.append((-1, number, block.size))
 
     def mark(self, operation: str, extra: int = 0) -> None:
-        """Notes what is held now, with `extra` bytes that live only inside the operation."""
+        """Note what is held now, with `extra` bytes that live only inside the operation."""
         peak = self.peaks.setdefault(self.moment, Peak())
         total = self.held + extra
         if total > peak.total:
@@ -305,7 +305,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def _inside(self, name: str, args: Any) -> int:
-        """Returns bytes that a CUDA kernel needs only while it runs, where the CPU's needs none.
+        """Return bytes that a CUDA kernel needs only while it runs, where the CPU's needs none.
 
         Flash attention's backward pass accumulates dQ in fp32, padded to 128 rows and 32 columns, beside one fp32 sum a row; with
         grouped heads it makes dK and dV for all heads first (flash-attention's `mha_bwd`).
