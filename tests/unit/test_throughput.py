@@ -18,7 +18,6 @@ from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_table, show_scale, show_speed, with_cost
 from sft_play.plan.throughput import flops_per_token
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import energy_kwh as measured_energy
 from tests.plans import CPU, planned
 
@@ -32,15 +31,8 @@ def config_of(name: str = SMALL, mode: Any = "lora", seq: int = 256, **train: An
     )  # fmt: skip
 
 
-def plan_of(
-    hardware: Hardware | str,
-    config: Config | None = None,
-    prepared: Prepared | None = None,
-    calibration: Any = None,
-    **launch: Any,
-) -> Plan:
-    request = LaunchRequest(**({"command_strategy": "auto"} | launch))
-    return planned(config or config_of(), hardware, request, prepared=prepared, calibration=calibration)
+def plan_of(hardware: Hardware | str, config: Config, **launch: Any) -> Plan:
+    return planned(config, hardware, LaunchRequest(**({"command_strategy": "auto"} | launch)))
 
 
 # Operations.
