@@ -94,7 +94,7 @@ def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, w
         if not indices:
             print(f"no row holds `{words}`", file=sys.stderr)
     else:
-        indices = chosen(count, seed, list(rows["source"]))
+        indices = choose_rows(count, seed, list(rows["source"]))
     return [sample_of(index, rows[index], names, tokenizer, special) for index in indices]
 
 
@@ -143,7 +143,7 @@ def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, spec
     return Sample(index=index, row=row["row"], source=name, tokens=len(ids), trained=sum(trained), pieces=tuple(pieces))
 
 
-def chosen(count: int, seed: int, of_source: Sequence[int]) -> list[int]:
+def choose_rows(count: int, seed: int, of_source: Sequence[int]) -> list[int]:
     """Return `count` row indices in order: the same number of each source as far as it has them, chosen by `seed`."""
     by_source: dict[int, list[int]] = {}
     for index, source in enumerate(of_source):
@@ -172,19 +172,19 @@ def show(
     for sample in samples:
         title = f"{split} row {sample.index} of {sample.source}: {sample.tokens} tokens, {sample.trained} {word}"
         console.print(Rule(printable(title), align="left", characters="─" if console.encoding.startswith("utf") else "-"))
-        console.print(Text.assemble(*map(_coloured, sample.pieces)) if colours else Text(_marked(sample)))
+        console.print(Text.assemble(*map(_colour, sample.pieces)) if colours else Text(_mark(sample)))
     lengths = ", ".join(f"{share} of rows have at most {tokens:,}" for share, tokens in manifest["length_quantiles"].items())
-    for line in ("", *(f"mixture: {line}" for line in mixture), f"tokens: {lengths}", *left_out(manifest)):
+    for line in ("", *(f"mixture: {line}" for line in mixture), f"tokens: {lengths}", *skipped_lines(manifest)):
         console.print(printable(line))
     if len(samples) < manifest["split"]["rows"]:
         console.print(f"{len(samples)} of {manifest['split']['rows']:,} rows; more with ROWS=, SEARCH= or HTML=1")
 
 
-def _coloured(piece: Piece) -> Text:
+def _colour(piece: Piece) -> Text:
     return Text(_with_line_ends(piece), style=" ".join([TRAINED] * piece.trained + [SPECIAL] * piece.special))
 
 
-def _marked(sample: Sample) -> str:
+def _mark(sample: Sample) -> str:
     before, after = WITHOUT_COLOUR
     parts = [f"{before}{text}{after}" if piece.trained else text for piece in sample.pieces for text in [_with_line_ends(piece)]]
     return "".join(parts).replace(after + before, "")
@@ -196,7 +196,7 @@ def _with_line_ends(piece: Piece) -> str:
     return text.replace("\n", "↵\n") if piece.trained else text
 
 
-def left_out(manifest: Mapping[str, Any]) -> list[str]:
+def skipped_lines(manifest: Mapping[str, Any]) -> list[str]:
     """Return a line for each reason for which rows of a source were skipped, with the first places, and one for rows that were cut."""
     lines = []
     for source in manifest["sources"]:

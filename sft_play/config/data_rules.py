@@ -193,13 +193,13 @@ NAMING = ("has", "column")
 MISSING = object()
 
 
-def looked_up(row: Row, name: str) -> Any:
+def look_up(row: Row, name: str) -> Any:
     """Return the value of a column, or `MISSING`; a dot leads into a column: `meta.lang`."""
     if name in row:
         return row[name]
     head, _, rest = name.partition(".")
     inner = row.get(head)
-    return looked_up(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
+    return look_up(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
 
 
 class Condition:
@@ -216,7 +216,7 @@ class Condition:
 
     def __call__(self, row: Row) -> bool:
         def column(name: str) -> Any:
-            if (found := looked_up(row, name)) is MISSING:
+            if (found := look_up(row, name)) is MISSING:
                 raise DataError(
                     f"`{self.name}: {self.expression[:200]}` names the column `{name}`, which is missing; "
                     f"the columns are {names_of(row)}",
@@ -226,7 +226,7 @@ class Condition:
 
         names = {
             "__builtins__": {}, "len": len, "blank": lambda value: value is None or not value.strip(), "number": _number,
-            "has": lambda name: looked_up(row, name) not in (None, MISSING), "column": column,
+            "has": lambda name: look_up(row, name) not in (None, MISSING), "column": column,
         }  # fmt: skip
         try:
             found = eval(self._code, names)

@@ -127,7 +127,7 @@ class GlobalBatchSampler:
             turns = _by_turns(packs, shares, self.rank)
         else:
             weights = [sum(sizes[index] for index in pack) for pack in packs]
-            mine = [packs[index] for index in _dealt(weights, shares, self.turns)[self.rank]]
+            mine = [packs[index] for index in _deal(weights, shares, self.turns)[self.rank]]
             turns = _cut(mine, [1] * -(-len(mine) // max(1, shares[self.rank][0])))
         return [[batch[index] for pack in packs_of_turn for index in pack] for packs_of_turn in turns]
 
@@ -141,7 +141,7 @@ def _by_turns(packs: Sequence[Item], shares: Shares, rank: int) -> list[list[Ite
     return [_cut(span, micros)[rank] for span in _cut(packs, [sum(micros)] * turns)]
 
 
-def _dealt(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]:
+def _deal(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]:
     """Return which packs each rank gets, given their tokens, the most first: each goes where tokens per slot are then the fewest."""
     slots = [micro * steps for micro, steps in shares]
     found: list[list[int]] = [[] for _ in shares]

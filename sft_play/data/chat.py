@@ -80,7 +80,7 @@ class Renderer:
             check_written(messages[: last + 1], tools, self.render)
         if loss_on == "all":
             return [self._everything(messages, tools)]
-        wanted = learnt(messages, loss_on)
+        wanted = answers_to_learn(messages, loss_on)
         prompt, answer = self.answer(messages, wanted[-1], tools)
         earlier, alone = [], []
         for index in wanted[:-1]:
@@ -221,7 +221,7 @@ class Renderer:
             ) from error
 
 
-def learnt(messages: Sequence[Message], loss_on: str) -> list[int]:
+def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
     """Return the indices of the answers that are learnt (`train.loss_on: assistant` or `last`). Raise `DataError` for none."""
     for index, message in enumerate(messages):
         if message.get("train") is True and message["role"] != "assistant":
@@ -326,7 +326,7 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
     if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
         return 0
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False]
-    chosen = turns if loss_on == "all" else learnt(messages, loss_on)
+    chosen = turns if loss_on == "all" else answers_to_learn(messages, loss_on)
     thoughts = [thought for index in chosen if (thought := thought_of(messages[index]))]
     text = "\0".join(_learnt_text(row) for row in rows)
     return sum(thought not in text for thought in thoughts)

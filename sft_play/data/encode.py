@@ -26,7 +26,7 @@ from sft_play.data.example import BAD, Example, Message
 from sft_play.data.formats import understand
 from sft_play.data.readers import Placed
 from sft_play.data.templates import adds_bos
-from sft_play.data.tokens import Cut, RowTokens, chunks, cut_tokens, loses_end, split, truncated
+from sft_play.data.tokens import Cut, RowTokens, chunks, cut_tokens, loses_end, split, truncate
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import text_sha256
 from sft_play.model.tokenizer import end_of_turn_ids
@@ -135,7 +135,7 @@ class Encoder:
             if self.policy == "split" and self.loss_on != "last":
                 cut = split(messages, self.limit, encode, count)
             else:
-                cut = truncated(messages, self.limit, encode, count, answers=self.policy == "truncate_answers")
+                cut = truncate(messages, self.limit, encode, count, answers=self.policy == "truncate_answers")
         except DataError as error:
             return Outcome(error=error)
         if cut is None or not cut.rows:

@@ -86,7 +86,7 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [] if text.isspace() else [{"role": "system", "content": text}]
 
 
-def shown(row: Mapping[str, Any]) -> str:
+def show_row(row: Mapping[str, Any]) -> str:
     """Return a row as JSON with long values cut, for messages."""
     values = {
         name: value if len(text := str(value)) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
@@ -144,7 +144,7 @@ class Faults:
             self._first.setdefault(kind, error)
             self._alike[kind] += 1
 
-    def told(self) -> list[DataError]:
+    def errors(self) -> list[DataError]:
         """Return one error for each kind."""
         more = {kind: f" ({rows:,} such rows; the first is here)" if rows > 1 else "" for kind, rows in self._alike.items()}
         return [DataError(one.message + more[kind], place=one.place, hint=one.hint) for kind, one in self._first.items()]
@@ -275,7 +275,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
         raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = parsed(arguments, f"{name}.arguments") if arguments.strip() else {}
+        arguments = parse_json(arguments, f"{name}.arguments") if arguments.strip() else {}
     if not isinstance(arguments, Mapping) and arguments is not None:
         raise DataError(f"`{name}.arguments` is {kind_of(arguments)}; expected a mapping")
     made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
@@ -288,7 +288,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     """Return the functions that a row's conversation may call: a list, or JSON of one in a string. Raises `DataError`."""
     found = row.get("tools")
     if isinstance(found, str) and found.strip():
-        found = parsed(found, "tools")
+        found = parse_json(found, "tools")
     if not found:
         return None
     tools = list(_list(found, "tools", "functions"))
@@ -298,7 +298,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     return tools
 
 
-def parsed(text: str, name: str) -> Any:
+def parse_json(text: str, name: str) -> Any:
     """Return what JSON in a string says. Raises `DataError`."""
     try:
         return json.loads(text)
@@ -339,13 +339,13 @@ def _sharegpt_turn(message: Any, name: str) -> Message:
         if isinstance(message.get("value"), (int, float, Mapping)):  # else it would be called `content`, which the row lacks
             text_of(message["value"], f"{name}.value")
         return chat_turn({**rest, "role": role, "content": message.get("value")}, name)
-    calls = parsed(text_of(message.get("value"), f"{name}.value"), f"{name}.value")
+    calls = parse_json(text_of(message.get("value"), f"{name}.value"), f"{name}.value")
     return chat_turn(
         {**rest, "role": "assistant", "content": None, "tool_calls": [calls] if isinstance(calls, dict) else calls}, name
     )
 
 
-def finished(turns: list[Message]) -> list[Message]:
+def end_at_answer(turns: list[Message]) -> list[Message]:
     """Return the turns up to the last answer, in an order that a conversation can have. Raises `DataError`."""
     before: str | None = None
     for index, turn in enumerate(turns):

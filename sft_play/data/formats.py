@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.config.data_rules import MISSING, NO_CHAT, looked_up
+from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data.example import (
     Example,
@@ -15,9 +15,9 @@ from sft_play.data.example import (
     Message,
     answer_of,
     chat_turns,
-    finished,
+    end_at_answer,
     sharegpt_turns,
-    shown,
+    show_row,
     system_of,
     text_of,
     tools_of,
@@ -32,11 +32,11 @@ Parts = dict[str, Any]
 
 
 def _messages(row: Row) -> Parts:
-    return {"messages": finished([*system_of(row), *chat_turns(row["messages"], "messages")])}
+    return {"messages": end_at_answer([*system_of(row), *chat_turns(row["messages"], "messages")])}
 
 
 def _sharegpt(row: Row) -> Parts:
-    return {"messages": finished([*system_of(row), *sharegpt_turns(row["conversations"], "conversations")])}
+    return {"messages": end_at_answer([*system_of(row), *sharegpt_turns(row["conversations"], "conversations")])}
 
 
 def _prompt(row: Row) -> Parts:
@@ -59,7 +59,7 @@ def _prompt(row: Row) -> Parts:
     answer = chat_turns(completion, "completion")
     if not any(turn["role"] == "assistant" for turn in answer):
         raise DataError("`completion` has no assistant message, so there is nothing to learn")
-    return {"messages": finished([*system_of(row), *context, *answer])}
+    return {"messages": end_at_answer([*system_of(row), *context, *answer])}
 
 
 def _instruction(row: Row) -> Parts:
@@ -171,7 +171,7 @@ def recognise(row: Row) -> str:
     if fitting:
         raise DataError(
             f"the columns fit more than one format: {', '.join(fitting)} (columns: {names_of(row)})",
-            hint=f"set `format` of the source; the row is {shown(row)}",
+            hint=f"set `format` of the source; the row is {show_row(row)}",
         )
     if row.get("chosen") is not None and row.get("rejected") is not None:
         chosen = "completion: chosen" if isinstance(row["chosen"], str) or row.get("prompt") is not None else "messages: chosen"
@@ -193,8 +193,8 @@ def recognise(row: Row) -> str:
     else:
         known = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
         alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(row, form).items()))
-        hint = f"{_renamed(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are {known}"
-    raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {shown(row)}")
+        hint = f"{_suggest_columns(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are {known}"
+    raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {show_row(row)}")
 
 
 def _fitting(row: Row) -> list[str]:
@@ -248,7 +248,7 @@ def _require(row: Row, form: str) -> None:
             f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
             hint=f"this row looks like {others}, but a source has one format: give each format its own source"
             if others
-            else _renamed(row, form),
+            else _suggest_columns(row, form),
         )
 
 
@@ -262,7 +262,7 @@ def _alike(row: Row, form: str) -> dict[str, str]:
     return found
 
 
-def _renamed(row: Row, form: str) -> str:
+def _suggest_columns(row: Row, form: str) -> str:
     """Return the `columns` that would give `row` what a format lacks; what it has no name for is left open."""
     columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | _alike(row, form)
     listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
@@ -311,7 +311,7 @@ def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> lis
         raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
     except UnicodeDecodeError as error:
         raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
-    raise_all(faults.told())
+    raise_all(faults.errors())
     if not any(row.messages for row in rows):
         raise DataError("`INPUT` holds no prompts", place=str(path))
     return rows
@@ -322,7 +322,7 @@ def _row(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     if isinstance(row, DataError):
         raise row
     for names in columns:
-        there = {new: old for new, old in names.items() if "." not in new and looked_up(row, old) is not MISSING}
+        there = {new: old for new, old in names.items() if "." not in new and look_up(row, old) is not MISSING}
         of_turns = {new: old for new, old in names.items() if "." in new and new.partition(".")[0] in {*row, *there}}
         if there or of_turns:
             row = rename(row, {**there, **of_turns})
@@ -333,7 +333,7 @@ def _row(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     if isinstance(row[asks], str) and not row[asks].strip():
         return Question(place, [])
     form, answer = ASKS[asks]
-    example = to_example(_answered(row, asks, answer), form, place=place, source=0)
+    example = to_example(_with_answer(row, asks, answer), form, place=place, source=0)
     *asked, last = example.messages or []
     if not any(turn["role"] == "user" for turn in asked):
         raise DataError(f"`{asks}` holds no turn that could be answered")
@@ -342,7 +342,7 @@ def _row(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     return Question(place, messages, example.tools, None if reference == TO_COME else reference)
 
 
-def _answered(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
+def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
     """Return a row that ends with an answer: its own, or `TO_COME`."""
     said = row[asks]
     if not answer:

@@ -62,7 +62,7 @@ def prepare_data(
     if None in manifests.values():
         _make(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
         manifests = {part.name: read_manifest(part.folder) for part in parts}
-    named = {part.name: _named(manifests[part.name], part) for part in parts}
+    named = {part.name: _name_sources(manifests[part.name], part) for part in parts}
     train, validation = [*(record_of(manifest["split"], PreparedSplit) for manifest in named.values()), None][:2]
     return Prepared(model=model, train=train, validation=validation), named
 
@@ -96,7 +96,7 @@ def _part(name: str, sources: Sequence[DataSource], fraction: float, common: lis
     )
 
 
-def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
+def _name_sources(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
     """Return a manifest with this configuration's names and weights, which the cache does not go by."""
     assert manifest is not None, f"{part.folder} was published a moment ago"
     names = [{"name": source.name or source.path} for source in part.sources]
@@ -145,7 +145,7 @@ class RowProblems:
             self._stream.close()
             what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
             print(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}", file=sys.stderr, flush=True)
-        found = self._faults.told()
+        found = self._faults.errors()
         if not self.drop:
             raise_all([*found, *self.ended])
         for error in found:
@@ -216,7 +216,9 @@ class Gatherer:
         if not len(self.writer.lengths):
             hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if overlong else None
             reasons = sum((tally.dropped for tally in self.tallies), Counter(duplicate=sum(t.duplicates for t in self.tallies)))
-            raise DataError(f"no {kind}row is left of {self.examples:,}: {_told(reasons)}", place=place or None, hint=hint)
+            raise DataError(
+                f"no {kind}row is left of {self.examples:,}: {_list_reasons(reasons)}", place=place or None, hint=hint
+            )
 
     def manifest(self, template: str | None) -> dict[str, Any]:
         writer = self.writer
@@ -287,13 +289,13 @@ def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> No
     reasons = sum((out.counts for out in left), Counter[str]())
     first = next((place for out in left for places in out.places.values() for place in places), None)
     raise DataError(
-        f"the sources hold no row: {_told(reasons)}" if reasons else "the sources hold no row",
+        f"the sources hold no row: {_list_reasons(reasons)}" if reasons else "the sources hold no row",
         place=first or ", ".join(source.path for source in sources),
         hint="pages that are pictures must be read by an OCR program first" if SCANNED in reasons or EMPTY in reasons else None,
     )
 
 
-def _told(reasons: Counter[str]) -> str:
+def _list_reasons(reasons: Counter[str]) -> str:
     return ", ".join(f"{count:,} left out ({reason})" for reason, count in reasons.items() if count)
 
 

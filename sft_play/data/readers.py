@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data.documents import DOCUMENTS, read_document, refuse_wide, utf8
-from sft_play.data.example import LeftOut, shown
+from sft_play.data.example import LeftOut, show_row
 from sft_play.errors import DataError, first_line
 
 Placed = tuple[str, Mapping[str, Any] | DataError]
@@ -50,7 +50,7 @@ def read_file(path: Path, left: LeftOut | None = None) -> Iterator[Placed]:
             hint=f"plain text is `.txt`; all that is read: {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed "
             f"({', '.join(COMPRESSED)})",
         )  # fmt: skip
-    with damage_told(path):
+    with report_damage(path):
         if ending in TEXTS:
             with open_bytes(path) as stream:
                 refuse_wide(stream.read(4), str(path))
@@ -111,7 +111,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"the key `{twice}` is there more than once", hint=f"only the last would be read: {shown(made)}")
+        raise DataError(f"the key `{twice}` is there more than once", hint=f"only the last would be read: {show_row(made)}")
     return made
 
 
@@ -315,7 +315,7 @@ class _Unpacked(io.RawIOBase):
 
 
 @contextmanager
-def damage_told(path: Path) -> Iterator[None]:
+def report_damage(path: Path) -> Iterator[None]:
     """Turn what the libraries raise for a file that cannot be opened, unpacked or decoded into `DataError`."""
     try:
         yield

@@ -9,7 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.data_rules import MISSING, Condition, looked_up
+from sft_play.config.data_rules import MISSING, Condition, look_up
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
 from sft_play.data.datasets import read_builtin, read_hub, saved_files
@@ -95,7 +95,7 @@ def read_source(source: DataSource, *, seed: int = 0, left: LeftOut | None = Non
         elif source.streaming:
             yield from _first(rows, source.rows, left)
         else:
-            yield from _chosen(rows, source.rows, seed, left)
+            yield from _choose(rows, source.rows, seed, left)
     except DataError as error:
         error.place = error.place or source.path
         raise
@@ -166,7 +166,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     of_turns = {*row, *columns}
     within = {new: old for new, old in columns.items() if "." in new and new.partition(".")[0] in of_turns}
     columns = {new: old for new, old in columns.items() if new not in within}
-    row = {**row, **{name: value for name in columns.values() if (value := looked_up(row, name)) is not MISSING}}
+    row = {**row, **{name: value for name in columns.values() if (value := look_up(row, name)) is not MISSING}}
     missing = sorted({name for name in columns.values() if name not in row})
     if missing:
         raise DataError(
@@ -205,7 +205,7 @@ def _first(rows: Iterator[Placed], count: int, left: LeftOut) -> Iterator[Placed
     left.there = number
 
 
-def _chosen(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Iterator[Placed]:
+def _choose(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Iterator[Placed]:
     """Yield `count` rows: those with the smallest of as many random numbers as there are rows, one for each in order.
 
     A row's number depends on the seed and its position alone, so a larger `count` takes the same rows and more. Only the chosen rows

@@ -87,7 +87,7 @@ def check_syntax(text: str, place: str) -> None:
         ) from None
 
 
-def fitted(text: str, name: str, tokenizer: Any) -> str:
+def fit_template(text: str, name: str, tokenizer: Any) -> str:
     """Return a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before a text.
 
     Raise `DataError` where the vocabulary lacks what the template needs.
@@ -100,7 +100,7 @@ def fitted(text: str, name: str, tokenizer: Any) -> str:
         )
     _, end, _ = _header(text)
     if end not in (EOS, *tokenizer.get_vocab()):
-        text = text.replace(f"set end = '{end}'", f"set end = {quoted(tokenizer.eos_token)}")
+        text = text.replace(f"set end = '{end}'", f"set end = {jinja_literal(tokenizer.eos_token)}")
     if "bos_token" not in text and adds_bos(tokenizer):
         text = "{{- bos_token -}}" + text
     return text
@@ -142,7 +142,7 @@ def _header(text: str) -> tuple[list[str], str, bool]:
     return needs.group(1).split() if needs else [], token, token == EOS or bool(end and end.group(2))
 
 
-def styled(template: str, chat: ChatFormat) -> str:
+def add_style(template: str, chat: ChatFormat) -> str:
     """Return a template that first gives every conversation `data.system` and `data.style`."""
     if chat.system is None and not chat.style:
         return template
@@ -150,12 +150,12 @@ def styled(template: str, chat: ChatFormat) -> str:
     if chat.system is not None:
         lines.append(
             "{%- if not messages or messages[0]['role'] not in ['system', 'developer'] -%}"
-            f"{{%- set messages = [{{'role': 'system', 'content': {quoted(chat.system)}}}] + messages -%}}"
+            f"{{%- set messages = [{{'role': 'system', 'content': {jinja_literal(chat.system)}}}] + messages -%}}"
             "{%- endif -%}"
         )
     lines.append("{%- for message in messages -%}")
     for role in ("system", "user"):
-        before, after = (quoted(chat.style.get(f"{role}_{place}", "")) for place in ("prefix", "suffix"))
+        before, after = (jinja_literal(chat.style.get(f"{role}_{place}", "")) for place in ("prefix", "suffix"))
         lines.append(
             f"{{%- if message['role'] == '{role}' and message['content'] is string -%}}"
             f"{{%- set message = dict(message, content={before} + message['content'] + {after}) -%}}"
@@ -165,7 +165,7 @@ def styled(template: str, chat: ChatFormat) -> str:
     return "".join(lines) + template
 
 
-def quoted(text: str) -> str:
+def jinja_literal(text: str) -> str:
     """Return `text` as a literal of Jinja, which reads Python's escapes."""
     escaped = text.encode("unicode_escape").decode("ascii").replace("'", "\\'").replace("{", "\\x7b").replace("}", "\\x7d")
     return f"'{escaped.replace('%', chr(92) + 'x25').replace('#', chr(92) + 'x23')}'"

@@ -190,7 +190,7 @@ class Cut:
         return frozenset([*(f"{role} turns" for role in gone), *(f"the beginning of a {role} turn" for role in shortened), *ends])
 
 
-def truncated(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
+def truncate(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
     """Return the longest end of a conversation that fits; `None` where its last answer does not, unless `answers` may be cut.
 
     Raise `DataError` as `encode` does.
@@ -203,7 +203,7 @@ def truncated(messages: Sequence[Message], limit: int, encode: Encode, count: Co
         rows = encode(kept)
         if _fits(rows, limit):
             return Cut(rows=rows, turns=kept)
-    return _shortened([*system, *_last_learnt(exchanges)], limit, encode, count, answers=answers)
+    return _shorten([*system, *_last_learnt(exchanges)], limit, encode, count, answers=answers)
 
 
 def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> Cut:
@@ -226,7 +226,7 @@ def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count)
             held, fitting = [*held, *exchange], more
             continue
         fitting = []
-        if shortened := _shortened([*system, *exchange], limit, encode, count):
+        if shortened := _shorten([*system, *exchange], limit, encode, count):
             rows, turns = rows + shortened.rows, turns + shortened.turns
     rows, turns = rows + fitting, turns + held
     return Cut(rows=rows, turns=[*system, *(turn for turn in turns if turn["role"] != "system")])
@@ -275,7 +275,7 @@ def chunks(row: Encoded, limit: int) -> list[Encoded]:
     return found
 
 
-def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
+def _shorten(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
     """Return one exchange whose longest read turns lost their beginning, but never all of it; `None` where it does not fit even so.
 
     `messages` end with an answer. `answers` lets an answer that is longer than half a row lose its end: half a row of prompt stays.
@@ -297,7 +297,7 @@ def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: C
         if tokens < 2:
             if messages[0]["role"] != "system":
                 break
-            return _shortened(messages[1:], limit, encode, count, answers=answers)
+            return _shorten(messages[1:], limit, encode, count, answers=answers)
         content = _without_beginning(turns[index]["content"], min(excess, tokens // 2), tokens)
         try:
             fewer = [*turns[:index], {**turns[index], "content": content}, *turns[index + 1 :]]

@@ -129,7 +129,7 @@ def answer_batch(
                 model, prompts, generation, at_once=max(1, settings.batch_size), device=device, enough=enough
             )
         else:
-            batch = _padded(prompts, range(len(prompts)), 0, generation.pad_token_id, device)
+            batch = _pad_left(prompts, range(len(prompts)), 0, generation.pad_token_id, device)
             output = model.generate(
                 input_ids=batch.ids,
                 attention_mask=batch.mask,
@@ -232,13 +232,13 @@ def generate_refilling(
         room = at_once - (len(batch.places) if batch else 0)
         if waiting and room and (batch is None or _refillable(batch.cache)):
             chosen, waiting = waiting[:room], waiting[room:]
-            batch = _admitted(model, batch, _padded(prompts, chosen, most, generation.pad_token_id, device))
+            batch = _admit(model, batch, _pad_left(prompts, chosen, most, generation.pad_token_id, device))
         assert batch is not None, "a batch that is not there yet always admits prompts"
-        batch = _advanced(model, batch, generation, stops, found, more=bool(waiting), cut=cut_when(enough))
+        batch = _advance(model, batch, generation, stops, found, more=bool(waiting), cut=cut_when(enough))
     return [tokens[:most] for tokens in found]
 
 
-def _padded(prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int, pad_token: int, device: Any) -> _Batch:
+def _pad_left(prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int, pad_token: int, device: Any) -> _Batch:
     longest = max(len(prompts[place]) for place in chosen)
     ids = torch.full((len(chosen), longest), pad_token, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -249,7 +249,7 @@ def _padded(prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int, 
     return _Batch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), left=left)
 
 
-def _admitted(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
+def _admit(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
     """Returns `batch` with `new` in it; the keys and values of new prompts are computed here, but for the last token."""
     if batch is None:
         return new
@@ -267,7 +267,7 @@ def _admitted(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
         logits_to_keep=1,
     )
     width = max(batch.ids.shape[1], new.ids.shape[1])
-    one, two = _widened(batch, width), _widened(new, width)
+    one, two = _widen(batch, width), _widen(new, width)
     for mine, theirs in zip(one.cache.layers, two.cache.layers, strict=True):
         mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
     return _Batch(
@@ -279,7 +279,7 @@ def _admitted(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
     )
 
 
-def _widened(batch: _Batch, width: int) -> _Batch:
+def _widen(batch: _Batch, width: int) -> _Batch:
     """Returns the batch with more padding on the left (or less: `width` counts from the right), its cache too."""
     more = width - batch.ids.shape[1]
     if more:
@@ -289,7 +289,7 @@ def _widened(batch: _Batch, width: int) -> _Batch:
     return batch
 
 
-def _advanced(
+def _advance(
     model: Any, batch: _Batch, generation: GenerationConfig, stops: Tensor, found: list[list[int]], *, more: bool,
     cut: StoppingCriteriaList,
 ) -> _Batch | None:  # fmt: skip
@@ -322,7 +322,7 @@ def _advanced(
         rest.cache.batch_select_indices(keep)
         if _refillable(rest.cache):
             # Padding that all have is dropped, so that the batch is never wider than its longest row.
-            return _widened(rest, rest.ids.shape[1] - int(rest.mask.any(dim=0).int().argmax()))
+            return _widen(rest, rest.ids.shape[1] - int(rest.mask.any(dim=0).int().argmax()))
     return rest
 
 

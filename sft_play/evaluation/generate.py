@@ -205,7 +205,7 @@ def score_by_generation(
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
     assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
     references, texts = [rows[index]["reference"] for index, _ in everywhere], [answer.text for _, answer in everywhere]
-    scored = _scored(metrics, references, texts, ranks)
+    scored = _score(metrics, references, texts, ranks)
     predictions = tuple(
         _prediction(tokenizer, rows[index], answer, scores)
         for (index, answer), scores in zip(everywhere, scored.each, strict=True)
@@ -219,7 +219,7 @@ def score_by_generation(
     )
 
 
-def _scored(metrics: Sequence[str], references: Sequence[str], texts: Sequence[str], ranks: Ranks) -> Scored:
+def _score(metrics: Sequence[str], references: Sequence[str], texts: Sequence[str], ranks: Ranks) -> Scored:
     """Returns the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
     found: dict[str, Any] = {}
     if ranks.first:

@@ -118,7 +118,7 @@ def without_words(references: Sequence[str]) -> int:
     return sum(not tokenize(reference) for reference in references)
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Returns `text` in lower case without ASCII punctuation, English articles and extra white space.
 
     `normalize_answer` of SQuAD's evaluation script, v1.1 and v2.0 (https://rajpurkar.github.io/SQuAD-explorer/).
@@ -129,7 +129,7 @@ def normalised(text: str) -> str:
 
 def exact_match(reference: str, answer: str) -> float:
     """Returns 1 where the normalised answer is the normalised reference, else 0."""
-    return float(normalised(reference) == normalised(answer))
+    return float(normalise(reference) == normalise(answer))
 
 
 def token_f1(reference: str, answer: str) -> float:
@@ -137,7 +137,7 @@ def token_f1(reference: str, answer: str) -> float:
 
     Where either text has no words it is 1 if both have none, else 0.
     """
-    wanted, given = normalised(reference).split(), normalised(answer).split()
+    wanted, given = normalise(reference).split(), normalise(answer).split()
     if not wanted or not given:
         return float(wanted == given)
     common = sum((Counter(wanted) & Counter(given)).values())

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sft_play.data.templates import adds_bos, fitted, quoted, styled
+from sft_play.data.templates import add_style, adds_bos, fit_template, jinja_literal
 from sft_play.errors import DataError, UserError, first_line
 from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat
@@ -47,12 +47,14 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
         # Labels are masked by length and never by the padding token, so eos can stand in without being unlearnt.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if chat is not None and chat.template is not None:
-        tokenizer.chat_template = fitted(chat.template, chat.name, tokenizer) if chat.name else chat.template
+        tokenizer.chat_template = fit_template(chat.template, chat.name, tokenizer) if chat.name else chat.template
     if tokenizer.chat_template is None:
         tokenizer.chat_template = default_template(tokenizer)
     if chat is not None:
         own = tokenizer.chat_template
-        tokenizer.chat_template = {n: styled(t, chat) for n, t in own.items()} if isinstance(own, dict) else styled(own, chat)
+        tokenizer.chat_template = (
+            {n: add_style(t, chat) for n, t in own.items()} if isinstance(own, dict) else add_style(own, chat)
+        )
     return tokenizer
 
 
@@ -68,9 +70,9 @@ def default_template(tokenizer: Any) -> str:
             "the tokenizer has no end-of-sequence token, so no answer could end", hint="set `eos_token` in its config"
         )
     return (
-        (f"{{{{ {quoted(tokenizer.bos_token)} }}}}" if adds_bos(tokenizer) else "")
+        (f"{{{{ {jinja_literal(tokenizer.bos_token)} }}}}" if adds_bos(tokenizer) else "")
         + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-        + quoted(end)
+        + jinja_literal(end)
         + " + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
 

@@ -18,7 +18,7 @@ from sft_play.evaluation.scores import (
     check_library_metrics,
     exact_match,
     how_scored,
-    normalised,
+    normalise,
     paired_difference,
     resamples,
     rouge,
@@ -88,7 +88,7 @@ def _with_one_reference(scorer: Any) -> Any:
 def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, match: int, f1: float) -> None:
     assert exact_match(reference, answer) == match
     assert token_f1(reference, answer) == pytest.approx(f1)
-    assert normalised(normalised(answer)) == normalised(answer)
+    assert normalise(normalise(answer)) == normalise(answer)
 
 
 def test_a_metric_that_only_a_runs_configuration_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
