@@ -26,7 +26,7 @@ from sft_play.__main__ import COMMANDS  # noqa: E402
 from sft_play.config.call import Command  # noqa: E402
 from sft_play.config.keys import Key, extra_keys, read_field_docs, schema_keys, sections  # noqa: E402
 from sft_play.config.layers import ALSO_TAKEN  # noqa: E402
-from sft_play.config.reader import Range, describe, fields_of, limits_of, literals, options  # noqa: E402
+from sft_play.config.reader import Range, describe, fields_of, limits_of, literals, options, required_fields  # noqa: E402
 from sft_play.config.schema import DataSource  # noqa: E402
 from sft_play.config.yaml_files import scalar_text  # noqa: E402
 
