@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -31,6 +32,8 @@ FIRST_BYTES = 1 << 16
 """Sent first to see how fast a line is: half a second at 1 Mbit/s."""
 ENOUGH_SECONDS = 0.25
 """A transfer that takes so long says how fast a line is."""
+GET_ADDRESS, GET_MTU = 0x8915, 0x8921
+"""Linux's `ioctl` numbers for an interface, SIOCGIFADDR and SIOCGIFMTU."""
 listeners: list[socket.socket] = []
 
 
@@ -198,26 +201,26 @@ def run_module(words: Sequence[str], config: str = "", variables: Mapping[str, s
 # ---- Network
 
 
-def _ip(*words: str) -> list[dict[str, Any]]:
-    """Return what `ip` says of the network; nothing where there is no such program, or no such way."""
-    return (
-        _known(lambda: json.loads(subprocess.run(["ip", "-j", *words], capture_output=True, timeout=5, check=True).stdout)) or []
-    )
-
-
 def _interfaces() -> dict[str, dict[str, Any]]:
     """Return interface -> its IPv4 address (`None` without one) and MTU."""
     found: dict[str, dict[str, Any]] = {}
-    for one in _ip("address"):
-        addresses = [each["local"] for each in one["addr_info"] if each["family"] == "inet"]
-        found[one["ifname"]] = {"address": addresses[0] if addresses else None, "mtu": one["mtu"]}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            found[name] = {"address": None, "mtu": None}
+            asked = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # without an address the second raises
+                found[name]["mtu"] = struct.unpack("i", fcntl.ioctl(probe.fileno(), GET_MTU, asked)[16:20])[0]
+                found[name]["address"] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), GET_ADDRESS, asked)[20:24])
     return found
 
 
-def _route(towards: str, links: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def _route(towards: str, links: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Return this machine's own address, interface and its MTU on the way to an address; nothing is sent."""
-    for way in _ip("route", "get", _known(lambda: socket.gethostbyname(towards)) or towards):
-        return {"address": way.get("prefsrc"), "interface": way["dev"], "mtu": links[way["dev"]]["mtu"]}
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        own = probe.getsockname()[0]
+        name = next((name for name, link in links.items() if link["address"] == own), None)
+        return {"address": own, "interface": name, "mtu": links[name]["mtu"] if name else None}
     return None
 
 

@@ -22,7 +22,6 @@ from sft_play.plan.hardware import GIB
 from sft_play.text import Finding
 from tests.cluster_facts import OWN
 from tests.conftest import ROOT, Program
-from tests.programs import need
 
 NAMES = ("desktop", "laptop", "old")
 PACKAGES = {"torch": "2.13.0+cu130", "accelerate": "1.15.0"}
@@ -170,7 +169,6 @@ def test_a_machine_without_environment_answers_by_its_own_python(tmp_path: Path,
 @pytest.mark.slow
 def test_this_machine_alone(in_process: Program, tmp_path: Path) -> None:
     """No SSH and no rights are needed: the probe runs here; a port that is held is named with who has it."""
-    need("ip")
     (tmp_path / "c.yaml").write_text("hosts: {here: {address: 127.0.0.1}}\n")
     with socket.create_server(("", 0)) as held:
         done = in_process("cluster-check", f"CLUSTER={tmp_path / 'c.yaml'}", f"MASTER_PORT={held.getsockname()[1]}", "JSON=1")
