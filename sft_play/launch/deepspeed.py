@@ -85,6 +85,8 @@ class UserDeepSpeed:
     source: Node = field(default_factory=lambda: Node({}))
     """As written, with lines; nothing of a run's own settings, which `resume` reads."""
     notices: tuple[str, ...] = ()
+    problems: tuple[UserError, ...] = ()
+    """Keys and values that no plan can mend; raised together with what contradicts the plan."""
 
     @property
     def stage(self) -> int:
@@ -186,6 +188,13 @@ def known_keys() -> Any:
 
 def read_user_json(path: Path) -> UserDeepSpeed:
     """Reads and checks a user's DeepSpeed JSON. Raises `UserError` with every problem, each with `file:line`."""
+    user = load_user_json(path)
+    raise_all(user.problems)
+    return user
+
+
+def load_user_json(path: Path) -> UserDeepSpeed:
+    """Reads a user's DeepSpeed JSON with its `problems`. Raises `UserError` with all of them where no plan can be made."""
     return check_settings(*_read(path), path)
 
 
@@ -201,8 +210,11 @@ def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDe
         hint = "`make train-distributed` trains without sharding" if stage == 0 else ""
         text = f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3"
         problems.append(UserError(text, place=source.place(path, "zero_optimization.stage"), hint=hint))
-    raise_all(problems)
-    return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(_translate(settings, source, path)))
+    sections = [*known_keys()["sections"], "optimizer", "scheduler"]
+    if stage not in (1, 2, 3) or not all(isinstance(_at(settings, name), Mapping | None) for name in sections):
+        raise_all(problems)
+    notices = _translate(settings, source, path)
+    return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(notices), problems=tuple(problems))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Node]:
@@ -285,10 +297,10 @@ def refuse_contradictions(user: UserDeepSpeed | None, plan: Plan, config: Config
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
     """Returns the JSON for the run, in which no `auto` is left, and what the user should know.
 
-    Raises `UserError` with each contradiction, with both values. Its batch is compared with what is asked of the plan and with the rows of
-    a step, which are known before the data are: slots may hold packs, and more than the rows.
+    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared with what is asked of
+    the plan and with the rows of a step, which are known before the data are: slots may hold packs, and more than the rows.
     """
-    settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list[UserError]()
+    settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
     ours = settings_of(plan, clipping=config.train.max_grad_norm, hidden_size=hidden_size)
 
     def refuse(key: str, text: str, hint: str) -> None:

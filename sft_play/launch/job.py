@@ -13,7 +13,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
 from sft_play.config.metrics import missing
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, read_user_json, refuse_contradictions
+from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, load_user_json, refuse_contradictions
 from sft_play.launch.environment import (
     Node,
     WorkerEnvironment,
@@ -148,7 +148,7 @@ def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, com
         raise UserError(
             f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
         )
-    user = read_user_json(Path(path)) if path else choices.deepspeed
+    user = load_user_json(Path(path)) if path else choices.deepspeed
     if user and command in ("zero", "auto") and loaded.typed("launch.strategy"):
         wanted = loaded.config.launch.strategy
         if wanted not in ("auto", f"zero{user.stage}"):

@@ -13,7 +13,7 @@ from sft_play.config.yaml_files import Node as YamlNode
 from sft_play.config.yaml_files import dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import write_text
-from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, read_user_json
+from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, load_user_json
 from sft_play.launch.environment import Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
@@ -200,7 +200,7 @@ def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDee
         for key in sorted(section.keys() & DEEPSPEED_KEYS.keys()):
             dotted = f"deepspeed_config.{key}"
             refuse(dotted, f"`{dotted}` is next to `deepspeed_config_file`, of which accelerate uses only the file")
-        return read_user_json(Path(file))
+        return load_user_json(Path(file))
     value: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     for key, dotted in DEEPSPEED_KEYS.items():
         if section.get(key) not in (None, "none"):
