@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, send_code, send_model
-from sft_play.cluster.hosts import facts_of, settings_to_forward
+from sft_play.cluster.hosts import settings_to_forward
 from sft_play.cluster.install import install, not_installed
 from sft_play.cluster.inventory import Host
 from sft_play.cluster.ssh import last_word
@@ -272,30 +271,6 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
     other = not_installed(host, own, "no room", 1)
     assert other.hint == "to see more: ssh -p 2222 anna@192.0.2.1, cd ~/sft-play, make install"
     assert "ensurepip is not available" in capfd.readouterr().err
-
-
-def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As new as the pins, but without packages: it is installed anew, which fails here since it has no pip; with them it is ready."""
-    here = Host(name="a", address="127.0.0.1")
-    own = facts_of(here)
-    files = [name for name in bring.code_files() if name.startswith(("sft_play/", "scripts/")) or "/" not in name]
-    python = there / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    for options, last in (("-S", "scripts/install.sh ended with code 1: "), ("", f"Python {own.python}, torch ")):
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} {options} "$@"\n')
-        python.chmod(0o755)
-        (there / ".venv" / ".runtime").touch()
-        os.utime(there / ".venv" / ".runtime", (4e9, 4e9))
-        try:
-            found = install(HOST, files, own)
-        except HardwareError as error:
-            found = error.message
-        said = capfd.readouterr().err
-        assert found.startswith(last), (found, said)
-        assert "the environment in .venv is up to date" in said
-        assert ("its versions are others: " in said) == bool(options), said
-    listed = (there / MARKER).read_bytes().count(b"\0")
-    assert listed == len(files)
 
 
 def test_links_and_pipes_do_not_come_from_a_machine(there: Path, tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.cluster.inventory import Host, inventory_path, read_inventory
+from sft_play.cluster.inventory import Host, read_inventory
 from sft_play.cluster.ssh import NO_FOLDER, SSH_FAILED, arguments, in_folder, is_here, trouble
 from sft_play.errors import UserError
-from tests.conftest import ROOT, Program
+from tests.conftest import Program
 
 GOOD = """
 network: 1Gbit
@@ -131,13 +131,6 @@ def test_command_line(tmp_path: Path) -> None:
         assert part in caught.value.render()
 
 
-def test_a_changed_host_key_is_removed_where_it_stands(tmp_path: Path) -> None:
-    said = "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!"
-    for keys, known_as in (("port: 2200", "'[192.0.2.1]:2200'"), ("port: 22", "192.0.2.1"), ("user: me", "192.0.2.1")):
-        inventory = read_inventory(written(tmp_path, f"hosts: {{a: {{address: 192.0.2.1, {keys}}}}}"))
-        assert f"`ssh-keygen -R {known_as}`" in trouble(inventory.master, SSH_FAILED, said).remedy
-
-
 def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
     """The variables reach the inventory; a command without one is told so, and other commands know none of them."""
     path = written(tmp_path, GOOD)
@@ -152,14 +145,6 @@ def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
         in in_process("cluster-check", "CLUSTER=configs/clusters/home_lam.yaml").err
     )
     assert "unknown variable `CLUSTER_HOSTS`" in in_process("train", "CLUSTER_HOSTS=a").err
-
-
-def test_shipped(tmp_path: Path) -> None:
-    inventory = read_inventory(inventory_path("home_lan"))
-    assert [host.name for host in inventory.hosts] == ["desktop", "laptop", "old-desktop"]
-    own = read_inventory(written(tmp_path, "extends: home_lan\n"))
-    assert [host.address for host in own.hosts] == [host.address for host in inventory.hosts]
-    assert inventory_path(str(ROOT / "configs" / "clusters" / "home_lan.yaml")).is_file()
 
 
 def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sft_play.cluster import task
-from sft_play.cluster.hosts import BOOT, program
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.status import run_named
 from sft_play.cluster.task import Task, control_run, controlled_runs
 from sft_play.config.call import Call
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config
-from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.errors import CheckpointError, UserError
 from sft_play.runs.folder import RunFolder
 from tests.cluster_facts import OWN
-from tests.programs import need
 
 MASTER, LAPTOP = Host(name="desktop", address="127.0.0.1"), Host(name="laptop", address="192.0.2.11")
 INVENTORY = Inventory(hosts=(MASTER,), path=Path("home.yaml"))
@@ -75,23 +70,6 @@ def test_every_fault_is_told_also_of_hosts_that_answer_where_others_do_not(
     assert caught.value.exit_code == 3
 
 
-def test_an_elastic_run_leaves_out_what_is_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need("rsync")
-    for name, folder in (("RUNS_DIR", "runs"), ("SFT_PLAY_CACHE", "cache"), ("PATH", "bin")):
-        monkeypatch.setenv(
-            name, f"{tmp_path / folder}{os.pathsep if name == 'PATH' else ''}{os.environ['PATH'] if name == 'PATH' else ''}"
-        )
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host x port 22: Connection refused' >&2; exit 255\n")
-    (tmp_path / "bin" / "ssh").chmod(0o755)
-    assert list(task.choose_machines(task_of(tmp_path, ("launch.elastic", "1:2")))) == ["desktop"]
-    assert "skipped: host `laptop`: `192.0.2.11` is there, but no sshd listens" in capsys.readouterr().err
-    with pytest.raises(HardwareError, match="no sshd listens"):
-        task.choose_machines(task_of(tmp_path, ("launch.elastic", "2:2")))
-
-
 def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: Path) -> None:
     asked = task_of(tmp_path, resuming=True)
     assert task.take_over(asked) is asked, "there is no folder"
@@ -130,53 +108,6 @@ def test_a_command_that_is_stopped_before_its_workers_live_says_so(tmp_path: Pat
 
 
 # ---- A launcher on another machine
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Any]:
-    """Starts the program beside a launcher, as SSH would; ends what is left of it."""
-    found: list[subprocess.Popen[bytes]] = []
-
-    def start(script: str, store: object = None, silent_seconds: float = 1.0) -> subprocess.Popen[bytes]:
-        setup = {"folder": str(tmp_path), "variables": {"RUNS_DIR": str(tmp_path)}}
-        request = {"do": "launch", "seconds": 0, "node": 0, "run": "one", "stream": True, "words": ["-c", script]}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, "-u", "-c", BOOT], stdin=pipe, stdout=pipe, stderr=pipe)
-        found.append(process)
-        assert process.stdin is not None
-        request |= {"store": store, "silent_seconds": silent_seconds}
-        process.stdin.write(f"{program()}{json.dumps(setup)}\n{json.dumps(request)}\n".encode())
-        process.stdin.flush()
-        return process
-
-    yield start
-    for process in found:
-        process.kill()
-        process.communicate(timeout=20)
-
-
-def told(process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    out, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, b"")
-    return [json.loads(line) for line in out.splitlines()]
-
-
-def test_the_program_beside_a_launcher_ends_well_while_somebody_listens(started: Any) -> None:
-    process = started("import os; os.write(1, b'trained\\n'); os._exit(4)")
-    assert process.wait(timeout=60) == 0
-    lines = told(process)
-    assert "started" in lines[0] and {"out": "trained\n"} in lines and lines[-1] == {"ended": 4, "left": 0}
-
-
-def test_a_launcher_outlives_its_connection_while_the_store_answers(started: Any) -> None:
-    """A home uplink that stalls ends no run; a machine that is without its master ends by itself."""
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        process = started("import time; time.sleep(60)", store=store.getsockname())
-        process.stdin.close()
-        process.stdin = None
-        time.sleep(4)
-        assert process.poll() is None
-    assert told(process)[-1] == {"ended": -15, "left": 0}
 
 
 def test_a_run_is_found_while_its_data_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

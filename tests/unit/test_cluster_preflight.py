@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -109,18 +107,6 @@ def ways(bad: set[tuple[str, str]] | None = None, mbit: float = 940.0, **more: A
     ]
 
 
-@pytest.mark.parametrize(
-    ("bad", "expected"),
-    [
-        ({("desktop", "old"), ("laptop", "old")}, {"old": "ports-closed"}),
-        ({("desktop", "laptop")}, {"laptop": "ports-closed"}),
-    ],
-)
-def test_whose_ports_are_closed(bad: set[tuple[str, str]], expected: dict[str, str]) -> None:
-    findings = judged(*(seen(k) for k in range(3)), pairs=ways(bad))
-    assert {name: some[0].id for name, some in findings.items() if some} == expected
-
-
 def test_slow_network_is_told_once_and_in_seconds() -> None:
     """A 100 Mbit/s line between gigabit ones: the machine behind it, and what a step would wait."""
     pairs = [dataclasses.replace(p, mbit=94.0) if "old" in (p.source, p.target) else p for p in ways()]
@@ -164,20 +150,6 @@ def test_a_machine_without_environment_answers_by_its_own_python(tmp_path: Path,
     laptop.trouble = trouble(laptop.host, NO_PROGRAM, "")
     findings = judged(seen(0), laptop)["laptop"]
     assert [one.id for one in findings] == ["no-environment", "gpus"]
-
-
-@pytest.mark.slow
-def test_this_machine_alone(in_process: Program, tmp_path: Path) -> None:
-    """No SSH and no rights are needed: the probe runs here; a port that is held is named with who has it."""
-    (tmp_path / "c.yaml").write_text("hosts: {here: {address: 127.0.0.1}}\n")
-    with socket.create_server(("", 0)) as held:
-        done = in_process("cluster-check", f"CLUSTER={tmp_path / 'c.yaml'}", f"MASTER_PORT={held.getsockname()[1]}", "JSON=1")
-    here = json.loads(done.out)["hosts"]["here"]
-    fails = {one["id"]: one["text"] for one in here["findings"] if one["severity"] == "fail"}
-    assert done.code == 3 and fails.keys() - {"disk-low"} == {"port-taken"}
-    assert f"(process {os.getpid()})" in fails["port-taken"]
-    assert abs(here["skew_seconds"]) < 0.5 and here["facts"]["interfaces"]["lo"]["address"] == "127.0.0.1"
-    assert isinstance(here["doctor"], list)
 
 
 # ---- BENCH=1

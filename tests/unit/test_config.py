@@ -101,15 +101,6 @@ def test_parents_that_are_none(write: Write, text: str, expected: str) -> None:
     assert expected in refused(write(text))
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_preset_loads_and_can_be_extended_by_its_name(write: Write, preset: Path) -> None:
-    shipped = load(preset)
-    key = "name" if shipped.config.model.init == "pretrained" else "tokenizer"  # from scratch there is no model to name
-    mine = load(write(f"extends: {preset.stem}\nmodel: {{{key}: another/model}}\n"))
-    assert getattr(mine.config.model, key) == "another/model" and mine.config.train == shipped.config.train
-    assert shipped.config.data.sources and shipped.config.data.validation
-
-
 # ---- Environment
 
 
@@ -124,24 +115,6 @@ def test_every_preset_loads_and_can_be_extended_by_its_name(write: Write, preset
 )
 def test_ambient_variables_that_nearly_are_keys(write: Write, name: str, expected: str) -> None:
     assert expected in refused(write(""), environ={name: "1"})
-
-
-def test_ambient_variables_of_others_and_of_the_program_count_for_nothing(write: Write) -> None:
-    ambient = {
-        "SFT_PLAY_CACHE": "x",
-        "SFT_PLAY_TEST_CACHE": "x",
-        "SFT_MODE": "x",
-        "TRAIN_SEED": "9",
-        "LEARNING_RATE": "9",
-        "SFT_": "x",
-    }
-    assert load(write(""), environ=ambient).config == load(write("")).config
-
-
-def test_a_timeout_of_ones_own_makes_the_old_variable_idle_with_a_notice(write: Write) -> None:
-    loaded = load(write(""), "LAUNCH_TIMEOUT_SECONDS=60", environ={"NCCL_TIMEOUT": "5", "SFT_LAUNCH_TIMEOUT_SECONDS": "70"})
-    assert loaded.config.launch.timeout_seconds == 60
-    assert any("NCCL_TIMEOUT" in notice and "SFT_LAUNCH_TIMEOUT_SECONDS" in notice for notice in loaded.notices)
 
 
 # ---- Values typed as text

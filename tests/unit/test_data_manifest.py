@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataSource
-from sft_play.data.example import LeftOut
 from sft_play.data.manifest import SourceTally, split_manifest, summary
-from sft_play.data.prepare import refuse_nothing
-from sft_play.errors import DataError
 
 
 def told(name: str, sources: list[DataSource], tallies: list[SourceTally], of_source: list[int]) -> str:
@@ -25,13 +22,6 @@ def told(name: str, sources: list[DataSource], tallies: list[SourceTally], of_so
 
 def read(count: int, form: str = "text") -> SourceTally:
     return SourceTally(rows_read=count, kept=count, format=form)
-
-
-def test_fewer_rows_than_were_asked_for_are_told() -> None:
-    tally = read(3)
-    tally.there = 3
-    assert "rows: 1,000 asked, 3 there" in told("training", [DataSource(path="a", rows=1000)], [tally], [0, 0, 0])
-    assert "asked" not in told("training", [DataSource(path="a", rows=3)], [read(3)], [0, 0, 0])
 
 
 def test_answers_and_thoughts_that_are_not_learnt_are_told() -> None:
@@ -52,18 +42,3 @@ def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
 def test_a_source_without_a_row_in_the_split_is_said_so(name: str, said: str) -> None:
     lines = told(name, [DataSource(path="a"), DataSource(path="docs")], [read(2), SourceTally()], [0, 0]).splitlines()
     assert lines[-1] == f"  docs: {said}"
-
-
-def test_sources_that_hold_only_documents_without_text_say_why() -> None:
-    left = LeftOut()
-    left.add("no text", "b.txt")
-    left.add("pictures without text: it must be read by OCR first", "scan.pdf")
-    with pytest.raises(DataError) as caught:
-        refuse_nothing([DataSource(path="folder")], [left])
-    assert (
-        caught.value.message
-        == "the sources hold no row: 1 left out (no text), 1 left out (pictures without text: it must be read by OCR first)"
-    )
-    assert caught.value.place == "b.txt"
-    with pytest.raises(DataError, match="the sources hold no row"):
-        refuse_nothing([DataSource(path="folder")], [LeftOut()])

@@ -80,21 +80,6 @@ def test_each_kind_is_read_through_each_compression(ending: str, kind: str, tmp_
     assert [p for p, _ in read_file(path)][1] in (f"{path}:2", f"{path}:3", f"{path}, row 2")
 
 
-@pytest.mark.parametrize("ending", PACK)
-@pytest.mark.parametrize("damage", ["cut", "no", "flipped"])
-def test_a_damaged_compressed_file_is_named(ending: str, damage: str, tmp_path: Path) -> None:
-    packed = bytearray(PACK[ending](LINES * 20))
-    if damage == "cut":
-        packed = packed[: len(packed) // 2]
-    elif damage == "no":
-        packed = bytearray(LINES)
-    else:
-        packed[len(packed) // 2] ^= 0xFF
-    path = write(tmp_path / f"rows.jsonl.{ending}", bytes(packed))
-    error = refused(path)
-    assert (error.place or "").startswith(str(path))
-
-
 def test_a_parquet_file_with_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     bad = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"a\xff"], pyarrow.binary()).buffers())
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
@@ -169,16 +154,6 @@ def test_a_folder_gives_its_tables_else_its_documents(tmp_path: Path) -> None:
     assert left.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
         "nothing is passed over in silence"
     )
-
-
-def test_a_text_file_is_one_document_and_an_empty_one_is_counted(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt.xz", lzma.compress("ä\nb".encode()))
-    write(tmp_path / "b.txt", b"\n")
-    left = LeftOut()
-    rows = [row for _, row in read_source(DataSource(path=str(tmp_path)), left=left)]
-    assert [row["text"] for row in rows if not isinstance(row, DataError)] == ["ä\nb"]
-    assert left.counts == {"no text": 1}
-    assert left.places == {"no text": [str(tmp_path / "b.txt")]}
 
 
 # ---- Columns, filter, rows

@@ -69,27 +69,6 @@ def test_every_removed_key_is_refused_by_name_and_line(tmp_path: Path) -> None:
         assert "ds.json:" in message
 
 
-def test_all_problems_at_once_with_suggestions(tmp_path: Path) -> None:
-    text = """{
-  "zero_optimization": {
-    "stage": 2,
-    "reduce_bukket_size": 5e8,
-    "overlap_comm": "yes"
-  },
-  "elasticity": {},
-  "gradient_cliping": 1.0,
-  "tensor_parallel": {"autotp_size": 2}
-}"""
-    message = refusal(tmp_path, text)
-    assert "ds.json:4: unknown DeepSpeed key `zero_optimization.reduce_bukket_size`" in message
-    assert "did you mean `zero_optimization.reduce_bucket_size`?" in message
-    assert "ds.json:5: `zero_optimization.overlap_comm` is `yes`; expected true or false" in message
-    assert "ds.json:7: `elasticity`" in message
-    assert "ds.json:8: unknown DeepSpeed key `gradient_cliping`" in message
-    assert "did you mean `gradient_clipping`?" in message
-    assert "ds.json:9: `tensor_parallel` is not supported here" in message
-
-
 @pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
 def test_states_on_nvme_are_refused_since_no_checkpoint_could_hold_them(part: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"

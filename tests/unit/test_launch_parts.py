@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError
 from sft_play.launch.attempt import show_launch, worker_arguments
-from sft_play.launch.commands import finish
 from sft_play.launch.environment import Node, worker_environment
 from sft_play.launch.run_folder import find_run, lock_run, record_event, reserve_folder
 from sft_play.launch.runs import holders
-from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_deepspeed_json import make_plan
 
@@ -35,13 +32,6 @@ def test_an_existing_name_is_refused_and_nothing_is_lost(runs: Path) -> None:
     assert caught.value.exit_code == 2
     assert "make resume RUN=a" in caught.value.render()
     assert (runs / "a" / "precious").exists()
-
-
-def test_a_failure_before_the_workers_leaves_no_trace(runs: Path) -> None:
-    with pytest.raises(RuntimeError), reserve_folder("b") as run:
-        run.config.write_text("{}")
-        raise RuntimeError
-    assert not runs.exists()
 
 
 def test_a_failure_after_the_start_keeps_the_run() -> None:
@@ -131,27 +121,3 @@ def test_a_disk_without_locks_refuses_no_run(
         (found,) = holders(run)
         assert found.process is not None and found.process.pid == os.getpid(), "`make stop` finds it all the same"
     assert holders(run) == []
-
-
-def test_a_run_that_another_launcher_holds_is_refused(runs: Path) -> None:
-    run = RunFolder(runs / "mine")
-    run.path.mkdir(parents=True)
-    with lock_run(run), pytest.raises(UserError, match=f"is in use: process {os.getpid()} trains it"), lock_run(run):
-        pytest.fail("two launchers have one run")
-
-
-def test_the_last_words_announce_a_model_only_where_it_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunFolder(runs / "two")
-    run.path.mkdir(parents=True)
-    call = Call(command="train-distributed", options={"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.168.1.10"})
-    assert finish(call, run, Outcome(code=0)) == 0
-    assert capsys.readouterr().out == f"\ndone: {run.path}\n  the model is on node 0 (192.168.1.10)\n"
-    run.model.mkdir()
-    assert finish(call, run, Outcome(code=0)) == 0
-    told = capsys.readouterr().out
-    assert (
-        f"  model    {run.model}\n" in told
-        and "make infer RUN=two" in told
-        and "make eval RUN=two" in told
-        and "node 0" not in told
-    )

@@ -53,24 +53,6 @@ def test_the_earliest_permanent_error_is_named(tmp_path: Path) -> None:
     assert "rank1.log" in outcome.message
 
 
-def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None:
-    run = run_with(tmp_path, {0: record(75, 1.0, "RuntimeError: Connection closed by peer") | {"cause": "peer"}})
-    outcome = judge(run, range(2), agent_code=1, agent_log=summary({1: -9, 0: 1}))
-    assert (outcome.code, outcome.rank) == (75, 1)
-    assert f"rank 1 ({socket.gethostname()}) was killed by SIGKILL" in outcome.message
-    assert "rank1.log" in outcome.message
-
-
-def test_a_rank_that_never_joined_is_told_as_such_although_torchrun_ended_it(tmp_path: Path) -> None:
-    said = "error: rank 1 of 2 did not join within 1 s; there are: 0 (vm)"
-    run = run_with(tmp_path, {0: record(75, 1.0, said) | {"cause": "not_joined", "blames": 1}})
-    outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: 75, 1: -15}))
-    assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "not_joined")
-    assert outcome.message.startswith("error: rank 1 of 2 did not join within 1 s; there are: 0 (vm); all ranks were stopped")
-    short = judge(run, range(2), agent_code=1, agent_log=summary({0: 75, 1: -9}), memory_kill="oom_kill rose")
-    assert short.cause == "out_of_memory", "evidence comes before silence"
-
-
 def test_a_rank_that_torchrun_ended_is_not_to_blame(tmp_path: Path) -> None:
     run = run_with(tmp_path, {0: record(3, 1.0, "error: no memory")})
     outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: 3, 1: -15}))
@@ -173,21 +155,6 @@ def everybody(folder: Path) -> list[int]:
 
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
-def test_a_signal_stops_workers_cleanly_and_leaves_no_process(
-    supervised: tuple[subprocess.Popen[bytes], Path],
-) -> None:
-    process, folder = supervised
-    pids = everybody(folder)
-    process.send_signal(signal.SIGTERM)
-    output, error = process.communicate(timeout=30)
-    assert process.returncode == 143, error
-    assert b"save a checkpoint" in error
-    assert json.loads((folder / "logs" / "exit-rank1.json").read_text())["code"] == 143  # it left by itself
-    assert b"ready" in output
-    assert alive(pids) == []
 
 
 @pytest.mark.parametrize("supervised", ["1"], indirect=True)

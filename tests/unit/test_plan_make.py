@@ -46,14 +46,6 @@ def test_cpu_processes_share_threads_and_memory() -> None:
     assert plan_of(command_strategy="fsdp2").strategy == "fsdp2"
 
 
-def test_gpus_are_bf16_nccl_and_every_card() -> None:
-    plan = plan_of("4xH100", name=LLAMA, command_strategy="auto")
-    assert (plan.world_size, plan.backend, plan.precision, plan.weights_dtype) == (4, "nccl", "bf16", "bfloat16")
-    assert [rank.device for rank in plan.ranks] == [f"cuda:{i}" for i in range(4)]
-    assert plan_of("2xH100", name=LLAMA, command_strategy="auto", num_nodes=3).world_size == 6
-    assert plan_of("4xH100", name=LLAMA, mode="full", command_strategy="zero").weights_dtype == "float32"
-
-
 @pytest.mark.parametrize(
     ("machine", "shown", "words", "wanted"),
     [
@@ -167,18 +159,6 @@ def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
 
 
 # Strategies and their contradictions.
-
-
-@pytest.mark.parametrize(
-    ("command", "configured", "chosen"),
-    [
-        ("auto", "auto", "ddp"), ("auto", "fsdp2", "fsdp2"), ("zero", "auto", "zero2"),
-    ],
-)  # fmt: skip
-def test_strategies(command: Any, configured: Any, chosen: str) -> None:
-    plan = plan_of(command_strategy=command, num_gpus=2, strategy=configured)
-    assert plan.strategy == chosen
-    assert any(reason.startswith(f"strategy {chosen}: ") for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(

@@ -47,20 +47,6 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     assert off.global_batch_size == 24
 
 
-def test_what_is_typed_stays_equal() -> None:
-    plan = planned(CARDS + "@1Gbit", batch_size=1)
-    assert {(rank.micro_batch, rank.accumulation) for rank in plan.ranks} == {(1, 8)}
-    assert not any(one.startswith("shares by speed") for one in plan.reasons)
-
-
-@pytest.mark.parametrize("command", ["zero", "fsdp2"])
-def test_engines_that_meet_in_every_micro_step_have_as_many(command: Any) -> None:
-    plan = planned("RTX4090+RTX3090+RTX3090", SMALL, "lora", max_seq_len=512, global_batch_size=120, command_strategy=command)
-    assert len({rank.accumulation for rank in plan.ranks}) == 1
-    assert counts(plan)[0] > max(counts(plan)[1:]) and sum(counts(plan)) == 120
-    assert gain(plan) > 1.1
-
-
 # When fewer would be faster.
 
 
@@ -73,16 +59,6 @@ def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
 
 
 # Machines.
-
-
-def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
-    plan = planned(CARDS + "@1Gbit", num_nodes=3)
-    assert (plan.world_size, plan.num_nodes, plan.node_ranks) == (3, 3, ())
-    assert [rank.device for rank in plan.ranks] == ["cuda:0"] * 3 and [r.device_name for r in plan.ranks][1] == "RTX3070Ti"
-    assert "3 nodes with 3 ranks in all (0: RTX5070TiLaptop, 1: RTX3070Ti, 2: RTX4070Laptop)" in plan.reasons
-    together = planned(CARDS + "@1Gbit")
-    assert counts(plan) == counts(together) and plan.seconds_per_step == pytest.approx(together.seconds_per_step)
-    assert planned(CARDS, num_nodes=3).world_size == 9, "cards of one machine, as far as anybody said"
 
 
 def gpu(name: str, gib: float, flops: float, free: float | None = None) -> Device:

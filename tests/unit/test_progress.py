@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from transformers import TrainerState
 
-from sft_play.launch.environment import dump_variables
 from sft_play.training import faults, metrics
 from sft_play.training.metrics import Sampler
 from tests.conftest import ROOT
-from tests.unit.test_plan_make import plan_of
 from tests.waiting import until
 
 
@@ -96,14 +94,6 @@ def test_operations_are_counted_over_all_groups_and_kept_as_json(tmp_path: Path)
         distributed.destroy_process_group()
     kept = json.loads((tmp_path / "trace.json").read_text())
     assert "gloo:all_reduce" in json.dumps(kept["entries"])
-
-
-def test_nccls_own_dumps_go_to_the_logs_of_the_run(tmp_path: Path) -> None:
-    several = plan_of("2xH100", command_strategy="auto")
-    ours = dump_variables(several, tmp_path, {})
-    assert ours == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl-dump-rank"}
-    assert "TORCH_FR_DUMP_TEMP_FILE" not in dump_variables(several, tmp_path, {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"})
-    assert dump_variables(plan_of(), tmp_path, {}) == {}
 
 
 BEGIN = """

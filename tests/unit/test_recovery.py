@@ -75,14 +75,7 @@ def test_the_real_errors_of_torch() -> None:
 # ---- What the launcher makes of it
 
 
-SHORT = {"code": 75, "time": 2.0, "error": "error: memory ran out in step 3", "cause": OUT_OF_MEMORY, "doing": {"step": 3}}
 GONE = {"code": 75, "time": 2.5, "error": "RuntimeError: Connection closed by peer", "cause": "peer"}
-
-
-def test_the_rank_that_ran_out_is_named_and_not_its_peers(tmp_path: Path) -> None:
-    outcome = judge(run_with(tmp_path, {0: GONE, 1: SHORT}), range(2), agent_code=1, agent_log=summary({0: -9}))
-    assert (outcome.code, outcome.rank, outcome.cause, outcome.doing) == (75, 1, OUT_OF_MEMORY, {"step": 3})
-    assert "rank 1 (" in outcome.message and ") ran out of memory" in outcome.message
 
 
 def test_sigkill_is_want_of_memory_only_with_evidence(tmp_path: Path) -> None:
@@ -150,14 +143,6 @@ def test_halving_down_to_one_row_then_recomputation_then_an_answer(typed: dict[s
     assert isinstance(refusal, str)
     assert "the micro-batch is 1 already and gradient checkpointing is on already" in refusal
     assert "MODEL_MAX_SEQ_LEN=256" in refusal
-
-
-def test_a_typed_false_is_kept_and_proposed() -> None:
-    settings = config(batch_size=1, gradient_checkpointing=False)
-    refusal = next_after(settings, REQUEST)
-    assert isinstance(refusal, str)
-    assert "off as configured" in refusal
-    assert "TRAIN_GRADIENT_CHECKPOINTING=true" in refusal
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,6 @@ import pytest
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
-from sft_play.errors import UserError
-from sft_play.launch.job import read_options
-from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.request import DoesNotFitError, Remedy
 from tests import plans
@@ -68,49 +65,6 @@ def test_a_remedy_gives_what_it_promises(name: str) -> None:
         if not any(word.startswith(("TRAIN_BATCH_SIZE", "TRAIN_GRAD_ACCUM")) for word in words):
             words.append("TRAIN_BATCH_SIZE=1")  # the memory that is said is of the rows that did not fit
         assert outcome(config, hardware, words, request) == (remedy.fits, remedy.need_bytes), remedy.override
-
-
-COMMANDS_OF = {"train": "single", "train-distributed": "auto", "train-deepspeed": "zero", "train-fsdp": "fsdp2"}
-
-
-def typed_plan(command: str, words: list[str], hardware: str) -> Plan:
-    """Returns the plan of a command line, read as training reads it."""
-    call = parse_call([command, *words], COMMANDS)
-    options, loaded = read_options(call, call.load_config(), COMMANDS_OF[command], rehearsal=True)  # type: ignore[arg-type]
-    return plans.planned(loaded, hardware, options.request)
-
-
-@pytest.mark.parametrize("hardware", ["8GB", "2x6GB"])
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-@pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
-def test_every_remedy_of_every_preset_is_taken_when_it_is_typed(preset: str, mode: str, hardware: str) -> None:
-    command = "train-distributed"
-    words = [f"CONFIG={preset}", f"TUNING_MODE={mode}"]
-    try:
-        typed_plan(command, words, hardware)
-    except DoesNotFitError as error:
-        found = error.remedies
-    except UserError:
-        return  # refused for another reason, as random weights and adapters are
-    else:
-        return
-    for remedy in found:
-        parts = remedy.override.split()
-        other, more = (parts[1], parts[2:]) if parts[0] == "make" else (command, parts)
-        names = {word.partition("=")[0] for word in more}
-        try:
-            typed_plan(other, [word for word in words if word.partition("=")[0] not in names] + more, hardware)
-        except DoesNotFitError:
-            assert not remedy.fits, remedy.override
-        else:
-            assert remedy.fits, remedy.override
-
-
-def test_what_came_nearest_is_shown() -> None:
-    config, launch = ROOT / "configs" / "run_bnb.yaml", LaunchRequest(command_strategy="auto")
-    with pytest.raises(DoesNotFitError, match="with weights shared out by fsdp2; a whole replica needs") as error:
-        planned(config, "8x20GB", ["TUNING_MODE=full"], launch)
-    assert error.value.setup.strategy == "fsdp2" and error.value.need_bytes - error.value.capacity_bytes < 5 * GIB
 
 
 def test_the_example_in_the_docs_is_what_the_plan_says() -> None:

@@ -12,7 +12,6 @@ import pytest
 from sft_play.config.call import Call
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, load_config, save_config
-from sft_play.errors import UserError
 from sft_play.launch.job import read_options
 from sft_play.launch.resume import as_resume, launch_facts, options_of_run, with_its_batch
 from sft_play.launch.run_folder import record_event
@@ -78,17 +77,6 @@ def test_nodes_and_processes_may_be_others(
     assert (request.command_strategy, request.num_nodes, request.num_gpus) == expected
     said = capsys.readouterr().err
     assert ("and continues with" in said) == (first.get("NUM_NODES", "1") != options.get("NUM_NODES", "1"))
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "options"),
-    [("train-distributed", "train-fsdp", {"NUM_GPUS": "2"}), ("train-deepspeed", "train-distributed", {"NUM_GPUS": "2"}),
-     ("train", "train-distributed", {})],
-)  # fmt: skip
-def test_another_way_to_train_is_refused(tmp_path: Path, before: str, now: str, options: dict[str, str]) -> None:
-    run = begun(tmp_path, before, {})
-    with pytest.raises(UserError, match=f"was started by `make {before}`, not by `make {now}`"):
-        again(tmp_path, run, now, options)
 
 
 def loaded(folder: Path, *typed: str, **train: object) -> tuple[LoadedConfig, Call]:

@@ -11,7 +11,6 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
 from sft_play.errors import DataError
-from sft_play.evaluation.evaluate import kept_scores
 from sft_play.evaluation.scores import ROUGE as METRICS
 from sft_play.evaluation.scores import (
     LibraryMetric,
@@ -26,7 +25,6 @@ from sft_play.evaluation.scores import (
     token_f1,
 )
 from sft_play.evaluation.scores import mean_interval as bootstrap
-from sft_play.files import write_json, write_text
 from tests.library_metric import library_metric
 
 PAIRS = [
@@ -163,23 +161,3 @@ def test_the_interval_is_of_resampled_means() -> None:
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
     assert found.verdict == "too few to compare", "n = 4"
     assert paired_difference(first * 5, second * 5).verdict == "undecided"
-
-
-INTERVAL = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
-SCORES = {"step": 2, "loss": 1.0, "bleu": INTERVAL, "answers": 3, "speed": {"mean": 1.0}, "settings": {"key": "k"}}
-
-
-def write(folder: Path, **changed: object) -> Path:
-    write_json(folder / "scores.json", SCORES | changed)
-    write_text(folder / "predictions.jsonl", '{"row": 1}\n')
-    return folder
-
-
-def test_what_is_not_whole_or_not_the_same_is_made_again(tmp_path: Path) -> None:
-    assert kept_scores(tmp_path / "none", {"key": "k"}) is None
-    assert kept_scores(write(tmp_path), {"key": "other"}) is None
-    assert kept_scores(write(tmp_path, complete=False), {"key": "k"}) is None, "a time budget ended it early"
-    (write(tmp_path) / "predictions.jsonl").unlink()
-    assert kept_scores(tmp_path, {"key": "k"}) is None, "its answers are gone"
-    write_text(tmp_path / "scores.json", "{")
-    assert kept_scores(tmp_path, {"key": "k"}) is None

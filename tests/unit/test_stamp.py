@@ -139,15 +139,6 @@ def test_an_altered_configuration_is_refused_with_the_keys_to_put_back(tmp_path:
     assert compare(made, make_stamp(same, simple_plan(), prepared()), "resume") == []
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"backend": "bnb"}', "3"])
-def test_no_stamp_or_half_of_one_is_refused(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "stamp.json").write_text(content)
-    with pytest.raises(CheckpointError) as caught:
-        Stamp.load(tmp_path)
-    assert caught.value.place == str(tmp_path / "stamp.json")
-
-
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize(("old", "new"), [("bnb", "unsloth"), ("unsloth", "bnb")])
 def test_bnb_and_unsloth_never_read_each_others_checkpoints(purpose: Any, old: str, new: str) -> None:

@@ -17,12 +17,10 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import UserError
-from sft_play.launch.process import stop_code
 from sft_play.launch.resume import changes, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events
-from sft_play.launch.verdict import describe_stop, record_stop, stop_facts
+from sft_play.launch.verdict import record_stop, stop_facts
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import seal
 from sft_play.runs.stamp import CHANGEABLE
 from tests.conftest import ROOT
 from tests.plans import simple_plan
@@ -38,7 +36,6 @@ request = process.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=0, activity
 request.listen()
 {body}
 """
-LOADING = "print('ready', flush=True); time.sleep(60)"
 UNSAVED = "request.step = 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
 
 
@@ -57,16 +54,6 @@ def start(folder: Path, body: str) -> tuple[subprocess.Popen[str], str]:
 def record(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "logs" / "exit-rank0.json").read_text())
     return found
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
-def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path, number: int, code: int) -> None:
-    process, _ = start(tmp_path, LOADING)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=50)  # its patience is 60 s
-    assert process.returncode == code == stop_code(number)
-    assert "Traceback" not in error and "nothing is lost" in error
-    assert record(tmp_path)["stop"] == {"signal": signal.Signals(number).name, "phase": "loading", "step": 0, "saved": None}
 
 
 def test_what_is_lost_without_checkpoints_is_said(tmp_path: Path) -> None:
@@ -90,34 +77,6 @@ def test_nohup_is_obeyed() -> None:
 
 
 STOPPED: dict[str, Any] = {"code": 143, "time": 1.0, "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7}}
-
-
-DAMAGE = "step-000008: `weights` has 9 bytes, not 12"
-
-
-def test_what_the_event_says(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    for step in (7, 8):
-        run.checkpoint(step).mkdir(parents=True)
-        (run.checkpoint(step) / "weights").write_text("as they were")
-        seal(run.checkpoint(step), ranks=())
-    (run.checkpoint(8) / "weights").write_text("as they w")
-    found = stop_facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
-    assert found == {
-        "signal": "SIGUSR1",
-        "step": 7,
-        "phase": "training",
-        "saved": "step-000007",
-        "note": f"left late; damaged: {DAMAGE}",
-    }
-    assert (
-        describe_stop(found)
-        == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is complete; left late; damaged: " + DAMAGE
-    )
-    assert (
-        describe_stop(stop_facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), []))
-        == "stopped by SIGINT; there is no complete checkpoint"
-    )
 
 
 def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,6 @@ def with_ram(hardware: str, gib: int) -> Hardware:
 
 
 # The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
-
-
-def test_shards_where_replicas_do_not_fit_and_the_quantised_way_is_told() -> None:
-    plan = plan_of("4x12GB", name=QWEN, max_seq_len=512, command_strategy="auto")
-    why = reason(plan, "strategy fsdp2: ")
-    assert "a whole replica on each needs" in why and "(TUNING_MODE=qlora would fit whole: " in why
-    assert plan.optim == "adamw_torch_fused"  # a typed mode is kept, and so is the optimizer
 
 
 def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
@@ -53,13 +45,6 @@ def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
     message(HardwareError, "2x24GB", **FULL_8B)  # its memory is not known
 
 
-def test_quantising_is_proposed_first_and_never_done() -> None:
-    text = message(HardwareError, "2x24GB", **FULL_8B)
-    hint = text.split("hint: ")[1]
-    assert hint.startswith("TUNING_MODE=")
-    assert plan_of("2x24GB", **{**FULL_8B, "mode": "lora"}).strategy == "ddp"
-
-
 # Slow networks.
 
 
@@ -74,14 +59,6 @@ def test_a_pipeline_over_a_slow_network_where_weights_would_travel() -> None:
     assert "`auto` does not share out weights over a network of 118 MB/s" in text
     assert "LAUNCH_STRATEGY=fsdp2 LAUNCH_SLOW_NETWORK=allow forces it" in text
     assert text.split("hint: ")[1].startswith("TUNING_MODE=qlora: ")
-
-
-def test_the_forecasts_of_what_was_not_taken_are_told() -> None:
-    plan = plan_of("8xH100", **FULL_8B)
-    assert plan.strategy == "fsdp2"
-    assert re.search(
-        r"by forecast a step: fsdp2 [\d.]+ s, tensor_parallel 2 [\d.]+ s, pipeline [\d.]+ s", reason(plan, "strategy fsdp2")
-    )
 
 
 # Several machines: each plans by itself, from its own GPUs, and all must come to the same run.

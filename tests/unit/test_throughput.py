@@ -12,7 +12,7 @@ from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
 from sft_play.errors import UserError
 from sft_play.files import write_json
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import Calibration, Link, StepFit, calibration_path, load_calibration
+from sft_play.plan.calibration import Calibration, Link, StepFit, load_calibration
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_table, show_scale, show_speed, with_cost
@@ -109,18 +109,6 @@ def test_a_number_that_does_not_work_says_why() -> None:
     assert all(row["problem"] for row in rows) and "does not work: not even one row" in text
 
 
-def test_a_speed_far_from_the_forecast_has_a_cause(tmp_path: Path) -> None:
-    def told(speed: float) -> str:
-        forecast = {"tokens_per_second": 1000.0, "basis": "a prior, not measured here"}
-        write_json(
-            RunFolder(tmp_path).training_metrics, {"tokens_per_second": speed, "training_seconds": 5.0, "forecast": forecast}
-        )
-        return beside_forecast(RunFolder(tmp_path))
-
-    assert "`make bench` measures it" in told(80.0) and "start-up counts in so short a run" in told(80.0)
-    assert "unlike the forecast" not in told(900.0)
-
-
 def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
     write_json(RunFolder(tmp_path).training_metrics, {"energy_kwh": 0.75, "forecast": {"energy_kwh": 1.0}})
     assert beside_forecast(RunFolder(tmp_path)) == "  energy   0.75 kWh, forecast 1 kWh (-25%)\n"
@@ -157,13 +145,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
 
-def test_it_is_kept_and_found_again(tmp_path: Path) -> None:
-    path = calibration().save()
-    assert path == tmp_path / "cache" / "calibration" / "a-cpu.json" == calibration_path("a CPU")
-    assert load_calibration(cpu()) == calibration()
-    assert load_calibration(cpu("another CPU")) is None
-
-
 @pytest.mark.parametrize(
     ("measured", "described", "same"),
     [
@@ -176,12 +157,3 @@ def test_it_is_kept_and_found_again(tmp_path: Path) -> None:
 def test_described_hardware_gets_it_only_by_the_same_name(measured: str, described: str, same: bool) -> None:
     calibration(measured, "cuda").save()
     assert (load_calibration(parse_hardware(described)) is not None) == same
-
-
-@pytest.mark.parametrize("damage", ["{", '{"format": 0}', '{"format": 1, "links": {}, "steps": [{}]}'])
-def test_a_file_that_makes_no_sense_counts_as_none(damage: str) -> None:
-    path = calibration().save()
-    path.write_text(damage, encoding="utf-8")
-    assert load_calibration(cpu()) is None
-    calibration().save()
-    assert load_calibration(cpu()) is not None
