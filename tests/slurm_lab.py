@@ -3,7 +3,7 @@
     with slurm_lab() as slurm:
         slurm.run("sinfo", "-N")
 
-Only what this started is ended, by its pid files; the folder is removed. Tests skip with the reason where Slurm is not installed, where
+Only what this started is ended, by its configuration's name; the folder is removed. Tests skip with the reason where Slurm is not installed, where
 they are not root, or where its daemons do not come up here.
 """
 
@@ -12,19 +12,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from sft_play.launch.environment import free_port
-from tests.conftest import environment
 from tests.programs import SLURM, need, unavailable
 
 NODES = ("n1", "n2")
@@ -68,17 +66,16 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preem
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SlurmLab:
     """The cluster, as a user of its login node has it."""
 
     folder: Path
-    variables: Mapping[str, str]
-    """`SLURM_CONF` and `PATH` for programs that talk to it."""
 
-    def environment(self, cache: Path, runs: Path, **extra: str) -> dict[str, str]:
-        """Returns what a command of a test inherits."""
-        return environment(cache, runs, {**self.variables, "OMP_NUM_THREADS": "1", **extra})
+    @property
+    def variables(self) -> dict[str, str]:
+        """What programs need that talk to it."""
+        return {"SLURM_CONF": str(self.folder / "etc" / "slurm.conf"), "PATH": os.environ["PATH"]}
 
     def run(self, *words: str, timeout: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs one of Slurm's programs."""
@@ -124,23 +121,18 @@ class SlurmLab:
 @contextlib.contextmanager
 def slurm_lab() -> Iterator[SlurmLab]:
     """Starts the cluster, and ends it however the body ends."""
-    _skip_unless_possible()
+    need(*SLURM)
+    if os.geteuid() != 0:
+        unavailable("Slurm's daemons need root")
     folder = Path(tempfile.mkdtemp(prefix=f"slurm-lab-{os.getpid()}-", dir="/tmp"))
     try:
         _write(folder)
-        variables = {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "PATH": os.environ["PATH"]}
-        lab = SlurmLab(folder=folder, variables=variables)
+        lab = SlurmLab(folder)
         _start(lab)
         yield lab
     finally:
         _end(folder)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _skip_unless_possible() -> None:
-    need(*SLURM)
-    if os.geteuid() != 0:
-        unavailable("Slurm's daemons need root")
 
 
 def _write(folder: Path) -> None:
@@ -179,38 +171,20 @@ def _start(lab: SlurmLab) -> None:
         if said[1::2] == ["idle"] * len(NODES):
             return
         if time.monotonic() > deadline:
-            logs = "\n".join(
-                path.read_text(errors="replace")[-600:] for path in sorted((lab.folder / "log").glob("slurmd-*.log"))
-            )
-            unavailable(f"Slurm's nodes do not come up here: {' '.join(said)}\n{logs}")
+            unavailable(f"Slurm's nodes do not come up here: {' '.join(said)}\n{lab.logs()}")
         time.sleep(0.2)
 
 
 def _end(folder: Path) -> None:
-    """Ends the daemons by their pid files, nodes first, and what jobs of this cluster have left."""
-    files = [*sorted((folder / "run").glob("slurmd-*.pid")), folder / "run" / "slurmctld.pid", folder / "run" / "munged.pid"]
-    family: list[psutil.Process] = []
-    for path in files:
-        with contextlib.suppress(OSError, ValueError, psutil.Error):
-            daemon = psutil.Process(int(path.read_text()))
-            if daemon.name() in ("slurmd", "slurmctld", "munged"):
-                family.append(daemon)
-    family += _steps(folder)
-    for process in family:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGTERM)
+    """Ends the daemons and what jobs of this cluster have left: each process of it knows its configuration."""
+    family = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("SLURM_CONF") == str(folder / "etc" / "slurm.conf") and process.pid != os.getpid():
+                process.terminate()
+                family.append(process)
     _, alive = psutil.wait_procs(family, timeout=5)
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(alive, timeout=5)
-
-
-def _steps(folder: Path) -> list[psutil.Process]:
-    """Returns the jobs' shepherds (slurmstepd) of this cluster with all that they started: each knows its configuration."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("SLURM_CONF") == str(folder / "etc" / "slurm.conf") and process.pid != os.getpid():
-                found.append(process)
-    return found

@@ -73,12 +73,7 @@ def read_by_operator(document: Document) -> Any:
 def problem(document: Document) -> str | None:
     """Returns what the schema of any of our documents says."""
     read = {"PyTorchJob": read_by_operator, "TrainJob": read_by_trainer, "TrainingRuntime": read_by_trainer}.get(document["kind"])
-    if read is None:
-        return builtin_problem(document)
-    try:
-        return next(lost(document, read(document)), None)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # pydantic's own error is a ValueError
-        return str(error)
+    return next(lost(document, read(document)), None) if read else builtin_problem(document)
 
 
 def missed(found: Sequence[Document]) -> list[str]:

@@ -13,7 +13,6 @@ import pytest
 from sft_play.errors import UserError
 from sft_play.schedulers.entry import complete_command, supervise
 from tests.conftest import ROOT
-from tests.waiting import until
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
 TWO = (*WORDS, "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456")
@@ -44,17 +43,14 @@ def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
     [
         (PYTORCHJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-master-0"}),
         (PYTORCHJOB, WORDS, {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456", "NUM_GPUS": "1"}),
-        ({k: v for k, v in PYTORCHJOB.items() if not k.startswith("PET_")}, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-master-0"}),
         ({**PYTORCHJOB, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4", "PET_NNODES": ""}, (*WORDS, "NUM_GPUS=4"),
          {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456"}),
         (TRAINJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-node-0-0.demo"}),
         (JOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-0.demo"}),
         (SKYPILOT, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.4"}),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "demo-master-0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, WORDS, {}),
-        ({}, WORDS, {}),
     ],
-    ids=["pytorchjob", "pytorchjob, short", "pytorchjob, old", "pytorchjob, four processes", "trainjob", "job", "skypilot",
-         "one pod", "nobody"],
+    ids=["pytorchjob", "pytorchjob, short", "pytorchjob, four processes", "trainjob", "job", "skypilot", "one pod"],
 )  # fmt: skip
 def test_each_scheduler_becomes_our_own_words(environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]) -> None:
     assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true", "ACCELERATE_CONFIG": "none"}
@@ -73,22 +69,16 @@ def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
     assert "MASTER_ADDR" not in added((*TWO, "MASTER_ADDR=127.0.0.1"), environ), "what was typed stays"
 
 
+def test_what_does_not_agree_is_refused() -> None:
+    with pytest.raises(UserError, match="`NODE_RANK` is 0, but the operator says 1"):
+        complete_command((*TWO, "NODE_RANK=0"), PYTORCHJOB)
+
+
 @pytest.mark.parametrize(
-    ("environ", "words", "said"),
-    [
-        (PYTORCHJOB, (*WORDS, "NUM_NODES=3"), "`NUM_NODES` is 3, but the operator says 2"),
-        (PYTORCHJOB, (*TWO, "NODE_RANK=0"), "`NODE_RANK` is 0, but the operator says 1"),
-    ],
-)  # fmt: skip
-def test_what_does_not_agree_is_refused(environ: dict[str, str], words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        complete_command(words, environ)
-    assert said in caught.value.message
-
-
-def test_the_programs_code_is_the_entrys() -> None:
-    for program, code in (("pass", 0), ("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)):
-        assert supervise([sys.executable, "-c", program]) == code
+    ("program", "code"), [("pass", 0), ("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_the_programs_code_is_the_entrys(program: str, code: int) -> None:
+    assert supervise([sys.executable, "-c", program]) == code
 
 
 def entry(*words: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -100,19 +90,17 @@ def entry(*words: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_master_without_an_address_is_worth_another_try_and_a_wrong_word_is_not() -> None:
+def test_a_master_without_an_address_is_worth_another_try() -> None:
     lost = entry(*TWO, "LAUNCH_JOIN_SECONDS=1", env={**PYTORCHJOB, "PET_MASTER_ADDR": "nobody.invalid"})
-    wrong = entry(*WORDS, "NO_SUCH=1", env=dict.fromkeys(PYTORCHJOB, ""))
     _, said = lost.communicate(timeout=60)
     assert lost.returncode == 175, said
-    assert (
-        "waiting up to 1 s for the name `nobody.invalid`" in said
-        and "has no address after 1 s" in said
-        and "kubectl get pods" in said
-    ), said
+    assert "waiting up to 1 s for the name `nobody.invalid`" in said and "kubectl get pods" in said, said
+
+
+def test_a_wrong_word_is_worth_none() -> None:
+    wrong = entry(*WORDS, "NO_SUCH=1", env=dict.fromkeys(PYTORCHJOB, ""))
     _, said = wrong.communicate(timeout=60)
-    assert wrong.returncode == 2, said
-    assert "NO_SUCH=1 LAUNCH_AUTO_RESUME=true" in said and "unknown variable" in said, said
+    assert wrong.returncode == 2 and "unknown variable" in said, said
 
 
 def test_a_signal_while_it_waits_ends_it_at_once() -> None:
@@ -120,27 +108,17 @@ def test_a_signal_while_it_waits_ends_it_at_once() -> None:
     assert waiting.stderr is not None
     assert "waiting up to" in waiting.stderr.readline()
     waiting.send_signal(signal.SIGTERM)
-    assert waiting.wait(timeout=60) == 143
-    waiting.communicate()
+    waiting.communicate(timeout=60)
+    assert waiting.returncode == 143
 
 
-def test_a_signal_reaches_the_program(tmp_path) -> None:
-    mark = tmp_path / "mark"
-    program = (
-        "import pathlib, signal, sys, time\n"
-        f"mark = pathlib.Path({str(mark)!r})\n"
-        "def end(number, frame):\n    mark.write_text(str(number)); sys.exit(75)\n"
-        "signal.signal(signal.SIGUSR1, end)\nmark.write_text('ready')\ntime.sleep(60)\n"
-    )
+def test_a_signal_reaches_the_program() -> None:
+    program = "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\nprint('ready', flush=True)\ntime.sleep(60)"
     outer = (
-        f"import sys\nfrom sft_play.schedulers.entry import supervise\nsys.exit(supervise([sys.executable, '-c', {program!r}]))\n"
+        f"import sys\nfrom sft_play.schedulers.entry import supervise\nsys.exit(supervise([sys.executable, '-c', {program!r}]))"
     )
-    process = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    try:
-        until(lambda: mark.is_file() and mark.read_text() == "ready")
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=30) == 75
-        assert mark.read_text() == str(int(signal.SIGUSR1))
-    finally:
-        process.kill()
-        process.wait()
+    process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 75

@@ -39,13 +39,10 @@ def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> 
     }  # fmt: skip
     assert spec["runPolicy"] == {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": 604800}, "backoffLimit would be no limit"
     assert {environment(one["template"])["SFT_PLAY_MAX_RESTARTS"] for one in replicas.values()} == {"10"}
-    never = of_kind(documents("KUBERNETES_MAX_RESTARTS=0"), "PyTorchJob")["spec"]["pytorchReplicaSpecs"]
-    assert {one["restartPolicy"] for one in never.values()} == {"Never"}
+    never = of_kind(documents("KUBERNETES_MAX_RESTARTS=0", "HARDWARE=4xL40S"), "PyTorchJob")["spec"]
+    assert never["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never" and never["nprocPerNode"] == "4"
     alone = of_kind(documents("NUM_NODES=1", "CONFIG=configs/l40s_single.yaml"), "PyTorchJob")["spec"]["pytorchReplicaSpecs"]
     assert set(alone) == {"Master"} and container(alone["Master"]["template"])["args"][0] == "train"
-    four = of_kind(documents("HARDWARE=4xL40S"), "PyTorchJob")["spec"]
-    assert four["nprocPerNode"] == "4"
-    assert container(four["pytorchReplicaSpecs"]["Worker"]["template"])["resources"]["limits"]["nvidia.com/gpu"] == "4"
 
 
 def test_a_trainjob_has_a_runtime_of_its_own() -> None:
@@ -75,10 +72,11 @@ def test_a_job_finds_its_first_pod_by_a_service() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
-    taints = "[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}, {key: spot, value: 'true', effect: NoExecute, tolerationSeconds: 60}]"
+    toleration = {"key": "spot", "value": "true", "effect": "NoExecute", "tolerationSeconds": 60}
     result = rendered(
         f"KUBERNETES_KIND={kind}", "KUBERNETES_TRACKING_CLAIM=aim", "KUBERNETES_TOKEN_SECRET=hub", "KUBERNETES_PORT=23456",
-        f"KUBERNETES_TOLERATIONS={taints}", "KUBERNETES_PULL_SECRET=registry", "KUBERNETES_QUEUE=team-a", "KUBERNETES_ENV={NCCL_DEBUG: INFO}",
+        f"KUBERNETES_TOLERATIONS=[{toleration}]", "KUBERNETES_PULL_SECRET=registry", "KUBERNETES_QUEUE=team-a",
+        "KUBERNETES_ENV={NCCL_DEBUG: INFO}",
     )  # fmt: skip
     found = documents_of(result.files)
     for template in pods(found):
@@ -88,13 +86,11 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
             "train-distributed", "CONFIG=/config/config.json", "RUN_NAME=l40s-pair", "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456",
             "LAUNCH_JOIN_SECONDS=600",
         ]  # fmt: skip
-        assert one["resources"]["requests"] == one["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
-        assert (
-            env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}
-            and env["MASTER_KEY"]["secretKeyRef"]["optional"]
-        )
-        assert env["RUNS_DIR"] == "/runs" and env["AIM_REPO"] == "/tracking" and env["NCCL_IB_DISABLE"] == "1"
-        assert env["NCCL_DEBUG"] == "INFO", "a variable of one's own wins over ours"
+        assert one["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
+        assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}
+        assert env["MASTER_KEY"]["secretKeyRef"]["optional"]
+        wanted = {"RUNS_DIR": "/runs", "AIM_REPO": "/tracking", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+        assert wanted.items() <= env.items(), "a variable of one's own wins over ours"
         mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
         assert mounts == {"/config": "config", "/dev/shm": "shm", "/models": "models", "/runs": "runs", "/tracking": "tracking"}
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
@@ -102,10 +98,9 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
         assert volumes["tracking"]["persistentVolumeClaim"] == {"claimName": "aim"}
         assert one["ports"][0]["containerPort"] == 23456 and spec["terminationGracePeriodSeconds"] >= 120
         assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
-        assert spec["tolerations"][1]["tolerationSeconds"] == 60 and spec["imagePullSecrets"] == [{"name": "registry"}]
+        assert spec["tolerations"] == [toleration] and spec["imagePullSecrets"] == [{"name": "registry"}]
     job = of_kind(found, {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "Job"}[kind])
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
-    assert any("create secret docker-registry registry" in note for note in result.notes)
 
 
 def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_path: Path) -> None:
@@ -126,20 +121,11 @@ def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
     ]  # fmt: skip
 
 
-OFFLOADED = (
-    "CONFIG=configs/l40s_single.yaml",
-    "DEEPSPEED_CONFIG=deepspeed/zero3_offload.json",
-    "TUNING_MODE=full",
-    "HARDWARE=2xL40S",
-)
-ON_CPU = ("CONFIG=configs/quickstart.yaml", "HARDWARE=cpu", "NUM_GPUS=2", "KUBERNETES_SHM=64Mi")
-
-
-@pytest.mark.parametrize(("words", "short", "enough"), [(OFFLOADED, "20Gi", "900Gi"), (ON_CPU, "1Gi", "64Gi")])
-def test_what_the_plan_keeps_in_memory_must_fit_the_pod(words: tuple[str, ...], short: str, enough: str) -> None:
-    words = (*words, "NUM_NODES=1")
-    assert noted((*words, f"KUBERNETES_MEMORY={short}"), "a pod's memory", f"kubernetes.memory is {short}, /dev/shm included")
-    assert not noted((*words, f"KUBERNETES_MEMORY={enough}"), "a pod's memory")
+def test_what_the_plan_keeps_in_memory_must_fit_the_pod() -> None:
+    offloaded = ("DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "TUNING_MODE=full")
+    words = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=2xL40S", "NUM_NODES=1", *offloaded)
+    assert noted((*words, "KUBERNETES_MEMORY=20Gi"), "a pod's memory", "kubernetes.memory is 20Gi, /dev/shm included")
+    assert not noted((*words, "KUBERNETES_MEMORY=900Gi"), "a pod's memory")
 
 
 def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
@@ -147,15 +133,10 @@ def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
         return [one["spec"]["accessModes"][0] for one in yaml.safe_load_all(rendered(*CLAIMS, *words).files["claims.yaml"])]
 
     files = rendered(*CLAIMS, "KUBERNETES_TRACKING_CLAIM=aim").files
-    claims = list(yaml.safe_load_all(files["claims.yaml"]))
-    assert [(one["metadata"]["name"], one["spec"]["storageClassName"]) for one in claims] == [
-        ("models", "nfs"),
-        ("runs", "nfs"),
-        ("aim", "nfs"),
-    ]
+    claims = [(one["metadata"]["name"], one["spec"]["storageClassName"]) for one in yaml.safe_load_all(files["claims.yaml"])]
+    assert claims == [("models", "nfs"), ("runs", "nfs"), ("aim", "nfs")]
     assert "PersistentVolumeClaim" not in files["pytorchjob.yaml"]
     assert modes() == ["ReadWriteMany"] * 2 and modes("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models") == ["ReadWriteOnce"]
-    assert modes("NUM_NODES=1", "KUBERNETES_ACCESS_MODE=ReadWriteMany") == ["ReadWriteMany"] * 2
     assert noted((*CLAIMS, "KUBERNETES_ACCESS_MODE=ReadWriteOnce"), "must be on one node")
     [template] = pods(documents("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models"))
     assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
@@ -164,10 +145,8 @@ def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
 def test_infiniband_when_asked() -> None:
     words = ("KUBERNETES_INFINIBAND=true", "KUBERNETES_HCA=mlx5", "KUBERNETES_RDMA_RESOURCE=rdma/hca", "KUBERNETES_RDMA_COUNT=4")
     template = pods(documents(*words))[0]
-    assert environment(template)["NCCL_IB_HCA"] == "mlx5" and environment(template)["NCCL_IB_DISABLE"] == "0"
-    assert (
-        container(template)["resources"]["limits"]["rdma/hca"] == container(template)["resources"]["requests"]["rdma/hca"] == "4"
-    )
+    assert {"NCCL_IB_HCA": "mlx5", "NCCL_IB_DISABLE": "0"}.items() <= environment(template).items()
+    assert container(template)["resources"]["limits"]["rdma/hca"] == "4"
     assert container(template)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
@@ -184,17 +163,14 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("KUBERNETES_CREATE_CLAIMS=true",), "KUBERNETES_CREATE_CLAIMS=true: `kubernetes.create_claims` is `true`, and"),
         (("KUBERNETES_HCA=mlx5",), "which needs `kubernetes.infiniband: true`"),
         (("KUBERNETES_MEMORY=64",), "`kubernetes.memory` is `64`; expected a quantity such as `64Gi`; a number alone is in bytes"),
-        (("KUBERNETES_SHM=64Gi",), "uses all of `kubernetes.memory`"),
         ((UNLIKE, "KUBERNETES_KIND=job"), "one template for all its pods\n\nhint: kubernetes.kind: pytorchjob"),
         (("HARDWARE=A100+L40S@10Gbit",), "A100 and L40S, and nothing says which pod gets which"),
-        (("KUBERNETES_KIND=skypilot", "HARDWARE=48GB"), "needs the GPU's name"),
         ((f"KUBERNETES_ENV={{WHERE: {TOKEN_LIKE}}}",), "looks like an access token"),
         (("KUBERNETES_ENV={MASTER_ADDR: x}",), "`MASTER_ADDR`, which the manifests or the operator set"),
-        (("KUBERNETES_QUEUE=a b",), "`kubernetes.queue` is `a b`"), (("RUN_NAME=My_Run",), "`RUN_NAME` is `My_Run`"),
-        (("KUBERNETES_KIND=pod",), "`kubernetes.kind`"), (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
+        (("RUN_NAME=My_Run",), "`RUN_NAME` is `My_Run`"),
+        (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which has no `kubernetes.queue`"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
-        (("KUBERNETES_TOLERATIONS=[{key: a, effect: NoExecute, tolerationSeconds: long}]",), "`tolerationSeconds` is an integer"),
     ],
 )  # fmt: skip
 def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], said: str) -> None:
@@ -219,24 +195,19 @@ def test_a_skypilot_task_writes_its_configuration_and_runs_the_entry_point() -> 
     assert task["run"].splitlines()[-1].startswith(".venv/bin/python -m sft_play.schedulers.entry train-distributed CONFIG=/tmp/")
     words = ("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1")
     image = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
-    assert image["resources"]["image_id"] == "docker:reg.example/x:1" and "workdir" not in image and "setup" not in image
+    assert image["resources"]["image_id"] == "docker:reg.example/x:1" and "setup" not in image
     assert image["run"].splitlines()[-1].startswith("/opt/venv/bin/python -m "), "an ssh login has not the image's PATH"
-    assert noted(words, "USER root")
 
 
 def test_a_skypilot_task_keeps_runs_on_a_volume_only_where_one_is_named() -> None:
     """Most clouds have no volumes: then the machine's disk, and no endless tries on disks that forget the count."""
     words = ("KUBERNETES_KIND=skypilot",)
     task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
-    assert "volumes" not in task and "job_recovery" not in task["resources"]
-    assert not {"RUNS_DIR", "HF_HOME", "SFT_PLAY_CACHE"} & set(task["envs"])
-    assert 'export RUNS_DIR="$runs"' in task["run"] and "$HOME/sft-play/models" in task["run"]
-    assert noted(words, "a replaced machine starts from step 0") and noted(
-        words, "the 2 machines share no disk", "ZeRO and FSDP2"
-    )
+    assert "volumes" not in task and "job_recovery" not in task["resources"] and "RUNS_DIR" not in task["envs"]
+    assert 'export RUNS_DIR="$runs"' in task["run"]
+    assert noted(words, "a replaced machine starts from step 0") and noted(words, "the 2 machines share no disk")
     words = (*words, "KUBERNETES_RUNS_CLAIM=team-runs", "KUBERNETES_MODELS_CLAIM=null")
     task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
     assert task["volumes"] == {"/runs": "team-runs"} and task["envs"]["RUNS_DIR"] == "/runs"
     assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [175]}
     assert task["envs"]["SFT_PLAY_MAX_RESTARTS"] == "10" and "HF_HOME" not in task["envs"]
-    assert noted(words, "Kubernetes and RunPod only): team-runs")

@@ -44,7 +44,6 @@ def test_it_is_pinned_and_holds_no_secret() -> None:
 
 
 def test_the_image_is_what_the_manifests_expect() -> None:
-    """Presets are found beside the package, in a folder of the same name in both stages."""
     build, runtime = TEXT.split(" AS runtime")
     last = dict(instructions(runtime))
     assert last["ENTRYPOINT"] == "[" + ", ".join(f'"{word}"' for word in ENTRY) + "]"

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.schedulers.slurm import BatchJob, options, render, submit
 from tests.conftest import Done, Program
 from tests.programs import need
-from tests.waiting import until
 
 EVIL = "a $(touch x)`touch x` 'single' \"double\" \\ %j #; | & $HOME @JOB@"
 TOKEN = "hf_" + "abcdefghij" * 3
@@ -55,27 +53,16 @@ def test_what_is_asked_of_the_scheduler() -> None:
         "--open-mode=append", "--output=/work/place/logs/slurm-%A_%a.out", "--exclusive", "--mail-type=END", '--comment="two words"',
         "--export=NIL",
     ]  # fmt: skip
-    asked = options(batch_job(gpus=False, processes=3))
-    assert "--cpus-per-task=24" in asked
-    assert not any(option.startswith(("--gpu", "--mem", "--partition", "--account", "--array")) for option in asked)
-
-
-SWEEP = {1: ("demo-01", ["TRAIN_SEED=1"]), 3: ("demo-03", ["MODEL_NAME=a b"])}
-BLOCK = ["module load cuda/12", "if true; then", "  :", "fi"]
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"nodes": 1}, {"slurm": SlurmConfig(array="1,3"), "tasks": SWEEP}, {"slurm": SlurmConfig(array="0-3", setup=BLOCK)}],
-)
+    "changes", [{}, {"slurm": SlurmConfig(array="3", setup=["if true; then", "  :", "fi"]), "tasks": {3: ("demo-03", ["MODEL_NAME=a b"])}}]
+)  # fmt: skip
 def test_bash_and_shellcheck_have_nothing_to_say(changes: dict[str, Any]) -> None:
-    text = render(batch_job(**changes))
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False, timeout=30)
-    assert (done.returncode, done.stderr) == (0, "")
     need("shellcheck")
-    words = ["shellcheck", "--shell=bash", "-"]
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stdout
+    for words in (["bash", "-n"], ["shellcheck", "--shell=bash", "-"]):
+        done = subprocess.run(words, input=render(batch_job(**changes)), capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 # ---- The script runs, with stand-ins for Slurm's programs
@@ -92,13 +79,10 @@ esac""",
     "srun": r"""
 printf '%s\n' "$*" >"$LAB/srun"
 while [[ $1 == --* ]]; do shift; done
-[[ -z ${KILL_BY:-} ]] || kill -s "$KILL_BY" $$
-trap 'for one in "${all[@]}"; do kill -USR1 "$one"; done' USR1
 for ((i = 0; i < SLURM_NNODES; i++)); do SLURM_NODEID=$i "$@" & all+=("$!"); done
 worst=0
 for one in "${all[@]}"; do
   wait "$one"; code=$?
-  while kill -0 "$one" 2>/dev/null; do wait "$one"; code=$?; done
   ((code > worst)) && worst=$code
 done
 exit "$worst" """,
@@ -108,11 +92,6 @@ for word in "$@"; do [[ $word == NODE_RANK=* ]] && node=${word#NODE_RANK=}; done
 printf '%s\0' "$@" >"$LAB/words-$node"
 env >"$LAB/env-$node"
 if [[ -e $LAB/cause-$node ]]; then cp "$LAB/cause-$node" "$SFT_PLAY_CAUSE_FILE"; fi
-if [[ -e $LAB/hold ]]; then
-  trap 'exit 143' TERM
-  touch "$LAB/ready-$node"
-  while :; do sleep 0.02; done
-fi
 exit "$(cat "$LAB/code-$node")" """,
 }
 """Slurm's programs, and what stands in for our own command on a node: writes down what it was given, and ends as it is told."""
@@ -129,9 +108,12 @@ class Bench:
             (folder / "bin" / name).chmod(0o755)
         (folder / "state").write_text("RUNNING")
 
-    def start(self, codes: tuple[int, ...] = (0, 0), job: BatchJob | None = None, **variables: str) -> subprocess.Popen[str]:
-        for node, code in enumerate(codes):
-            (self.folder / f"code-{node}").write_text(str(code))
+    def run(
+        self, codes: tuple[int, ...], code: int, job: BatchJob | None = None, *, requeued: bool = False, **variables: str
+    ) -> str:
+        """Runs a script whose nodes end with `codes`; returns what it said, which ended with `code`, after it was queued again or not."""
+        for node, its_code in enumerate(codes):
+            (self.folder / f"code-{node}").write_text(str(its_code))
         job = job or batch_job(self.folder)
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         words = (str(self.folder / "bin" / "node"), *job.words[1:])
@@ -143,23 +125,21 @@ class Bench:
             "HOME": str(self.folder), "PATH": os.environ["PATH"], "LAB": str(self.folder), "SLURM_JOB_ID": "1234567",
             "SLURM_NNODES": str(job.nodes), "SLURM_JOB_NODELIST": "n[1-2]", **variables,
         }  # fmt: skip
-        return subprocess.Popen(
-            ["bash", str(script)], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder
+        done = subprocess.run(
+            ["bash", script],
+            check=False,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            timeout=30,
         )
-
-    def end(self, process: subprocess.Popen[str], code: int, *, requeued: bool = False) -> str:
-        """Returns what the script said, which ended with `code`, after it was queued again or not."""
-        try:
-            out, _ = process.communicate(timeout=30)
-        finally:
-            process.kill()
-        assert (process.returncode, any(line.startswith("requeue 1234567") for line in self.asked())) == (code, requeued), out
-        return out
-
-    def run(
-        self, codes: tuple[int, ...], code: int, job: BatchJob | None = None, *, requeued: bool = False, **variables: str
-    ) -> str:
-        return self.end(self.start(codes, job, **variables), code, requeued=requeued)
+        assert (done.returncode, any(line.startswith("requeue 1234567") for line in self.asked())) == (code, requeued), (
+            done.stdout
+        )
+        assert not list(self.logs.glob("*.??????")), "codes are left behind"
+        return done.stdout
 
     def asked(self) -> list[str]:
         """What scontrol was asked."""
@@ -192,18 +172,20 @@ def test_every_node_gets_the_command_that_a_person_would_type(bench: Bench) -> N
     asked = (bench.folder / "srun").read_text()
     for option in ("--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--ntasks-per-node=1", "--cpus-per-task=32"):
         assert f"{option} " in asked
-    assert not list(bench.logs.glob("*.??????")), "codes are left behind"
     bench.run((0,), 0, batch_job(bench.folder, nodes=1))
     assert bench.words(0) == common and "MASTER_KEY" not in bench.environment(0)
 
 
-def test_a_shell_interprets_nothing_of_the_users_values(bench: Bench) -> None:
+def test_a_shell_interprets_nothing_of_the_users_values_and_each_task_of_a_sweep_has_its_own(bench: Bench) -> None:
     folder = bench.folder / EVIL.replace("/", "")
     folder.mkdir()
     environment = {"HF_HOME": EVIL, "RUNS_DIR": EVIL}
-    logs = bench.folder / "logs $(touch x) #"
-    bench.run((0,), 0, batch_job(folder, logs=logs, nodes=1, words=("python", f"CONFIG={EVIL}"), environment=environment))
-    assert bench.words(0)[0] == f"CONFIG={EVIL}"
+    job = batch_job(
+        folder, logs=bench.folder / "logs $(touch x) #", nodes=1, words=("python", f"CONFIG={EVIL}"), environment=environment,
+        slurm=SlurmConfig(array="3"), tasks={3: ("demo-03", [f"MODEL_NAME={EVIL}"])},
+    )  # fmt: skip
+    bench.run((0,), 0, job, SLURM_ARRAY_JOB_ID="1234567", SLURM_ARRAY_TASK_ID="3")
+    assert bench.words(0) == [f"CONFIG={EVIL}", f"MODEL_NAME={EVIL}", "RUN_NAME=demo-03", "LAUNCH_AUTO_RESUME=true"]
     assert environment.items() <= bench.environment(0).items()
     assert not list(bench.folder.rglob("x"))
 
@@ -211,8 +193,8 @@ def test_a_shell_interprets_nothing_of_the_users_values(bench: Bench) -> None:
 def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -> None:
     """One task has the array's own number as its job id, and that alone names all tasks. Variables of keys come from setup lines only."""
     job = batch_job(bench.folder, slurm=SlurmConfig(array="0-3", setup=["export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID"]))
-    array = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3"}
-    said = bench.run((143, 143), 143, job, requeued=True, SFT_TRAIN_EPOCHS="7", **array)
+    task = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3", "SFT_TRAIN_EPOCHS": "7"}
+    said = bench.run((143, 143), 143, job, requeued=True, **task)
     assert {"requeue 1234567_3", "show job 1234567_3 --oneliner"} <= set(bench.asked())
     assert not any(asked.split()[-1] == "1234567" for asked in bench.asked())
     assert "slurm job 1234567_3: turn 0" in said and (bench.logs / "slurm-1234567_3.node1.out").exists()
@@ -220,17 +202,10 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
     assert "RUN_NAME=demo-3" in bench.words(1)
 
 
-def test_each_task_of_a_sweep_has_its_own_name_and_values(bench: Bench) -> None:
-    job = batch_job(bench.folder, slurm=SlurmConfig(array="3"), tasks={3: ("demo-03", [f"MODEL_NAME={EVIL}"])}, nodes=1)
-    bench.run((0,), 0, job, SLURM_ARRAY_JOB_ID="1234567", SLURM_ARRAY_TASK_ID="3")
-    assert bench.words(0)[-3:] == [f"MODEL_NAME={EVIL}", "RUN_NAME=demo-03", "LAUNCH_AUTO_RESUME=true"]
-
-
 @pytest.mark.parametrize(
     ("codes", "code", "requeued"),
     [
-        ((143, 143), 143, True), ((75, 75), 75, True), ((0, 75), 75, True), ((4, 75), 4, False), ((1, 1), 1, False), ((3, 75), 3, False),
-        ((137, 75), 75, True),
+        ((143, 143), 143, True), ((0, 75), 75, True), ((137, 75), 75, True), ((4, 75), 4, False),
     ],
 )  # fmt: skip
 def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
@@ -239,46 +214,27 @@ def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
     bench.run(codes, code, requeued=requeued)
 
 
-@pytest.mark.parametrize(("cause", "requeued"), [("out_of_memory", False), ("peer", True)])
-def test_memory_that_ran_out_takes_no_other_turn(bench: Bench, cause: str, requeued: bool) -> None:
+def test_memory_that_ran_out_takes_no_other_turn(bench: Bench) -> None:
     (bench.folder / "cause-0").write_text("peer\n")
-    (bench.folder / "cause-1").write_text(f"{cause}\n")
-    assert ("because memory ran out" in bench.run((75, 75), 75, requeued=requeued)) is not requeued
-    assert not list(bench.logs.glob("*.??????")), "codes are left behind"
+    (bench.folder / "cause-1").write_text("out_of_memory\n")
+    assert "because memory ran out" in bench.run((75, 75), 75)
 
 
-@pytest.mark.parametrize(("turn", "requeued"), [("1", True), ("2", False)])
-def test_there_is_a_last_turn(bench: Bench, turn: str, requeued: bool) -> None:
+def test_there_is_a_last_turn(bench: Bench) -> None:
     job = batch_job(bench.folder, slurm=SlurmConfig(max_requeues=2))
-    said = bench.run((143, 143), 143, job, requeued=requeued, SLURM_RESTART_COUNT=turn)
-    assert ("slurm.max_requeues" in said) is not requeued
+    assert "slurm.max_requeues" in bench.run((143, 143), 143, job, SLURM_RESTART_COUNT="2")
 
 
-@pytest.mark.parametrize("state", ["CANCELLED", ""])
-def test_a_job_that_somebody_has_ended_stays_as_it_is(bench: Bench, state: str) -> None:
-    (bench.folder / "state").write_text(state)
+def test_a_job_that_somebody_has_ended_stays_as_it_is(bench: Bench) -> None:
+    (bench.folder / "state").write_text("CANCELLED")
     bench.run((143, 143), 143)
 
 
-def test_the_early_warning_reaches_all_nodes_and_takes_another_turn(bench: Bench) -> None:
-    (bench.folder / "hold").touch()
-    process = bench.start()
-    until(lambda: all((bench.folder / f"ready-{node}").exists() for node in (0, 1)), process=process)
-    process.send_signal(signal.SIGUSR1)
-    bench.end(process, 143, requeued=True)
-
-
-@pytest.mark.parametrize(
-    ("setup", "named"),
-    [
-        (["module() { return 7; }", "module load cuda/99", "export B=1"], "module load cuda/99"),
-        (["set -e", "(exit 9)"], "(exit 9)"),
-    ],
-)  # fmt: skip
-def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench, setup: list[str], named: str) -> None:
+def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench) -> None:
+    setup = ["module() { return 7; }", "module load cuda/99", "export B=1"]
     said = bench.run((0, 0), 3, batch_job(bench.folder, slurm=SlurmConfig(setup=setup)))
-    number = (bench.folder / "job.sbatch").read_text().splitlines().index(named) + 1
-    assert "slurm.setup failed with code" in said and f"in line {number} of this script: {named}" in said, said
+    number = (bench.folder / "job.sbatch").read_text().splitlines().index(setup[1]) + 1
+    assert "slurm.setup failed with code" in said and f"in line {number} of this script: {setup[1]}" in said, said
     assert not (bench.folder / "words-0").exists()
 
 
@@ -299,11 +255,8 @@ def config_file(folder: Path, *lines: str) -> Path:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ('constraint: "$(id)"', "slurm.constraint"),
-
-        ("time: 25:99", "expected a time as sbatch takes it"),
-        ("time: '2'", "the job ends after 120 s"), ("options: ['--nodes=3']", "NUM_NODES"),
-        ("options: ['--export=ALL']", "not for the script"), (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
+        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ("time: 25:99", "expected a time as sbatch takes it"),
+        ("time: '2'", "the job ends after 120 s"), ("options: ['--nodes=3']", "NUM_NODES"), (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
     ],
 )  # fmt: skip
 def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, line: str, words: str) -> None:
@@ -314,34 +267,35 @@ def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, li
     assert text.count("error: ") == 1 or TOKEN in line
 
 
-def test_a_time_needs_no_quotes_and_a_resumed_run_may_have_another(tmp_path: Path) -> None:
-    for given in ("12:30:00", "59:59", "90", "2-30", "2-12:59:59", "100:59:59"):
-        assert load_config(config_file(tmp_path, f"time: {given}"), environ={}).config.slurm.time == given
+@pytest.mark.parametrize("time", ["12:30:00", "90", "2-12:59:59"])
+def test_a_time_needs_no_quotes(tmp_path: Path, time: str) -> None:
+    assert load_config(config_file(tmp_path, f"time: {time}"), environ={}).config.slurm.time == time
+
+
+def test_a_resumed_run_may_have_another_time() -> None:
     key = Override(key="slurm.time", text="48:00:00", origin="SLURM_TIME=48:00:00")
     check_overrides(Call(command="resume", overrides=(key,)))  # raises nothing
 
 
 @pytest.mark.parametrize(
-    ("said", "key", "hint"),
+    ("said", "hint", "place"),
     [
-        ("Batch job submission failed: Invalid partition name specified", "slurm.partition", "SLURM_PARTITION=NAME"),
-        ("QOSMaxSubmitJobPerUserLimit\nJob violates accounting/QOS policy (user's size and/or time limits)", None, "your limits"),
-        ("Requested time limit is invalid (missing or exceeds some limit)", "slurm.time", "SLURM_TIME="),
+        ("QOSMaxSubmitJobPerUserLimit\nJob violates accounting/QOS policy (user's size and/or time limits)", "your limits", "job.sbatch"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "SLURM_TIME=", "demo.yaml:7"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_placed_where_its_key_was_written(
-    said: str, key: str | None, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, hint: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for sbatch that refuses in these words; at the script where nobody wrote the key."""
-    program, script = tmp_path / "sbatch", tmp_path / "job.sbatch"
+    """With a stand-in for sbatch that refuses in these words."""
+    program = tmp_path / "sbatch"
     program.write_text(f"#!/bin/bash\necho {shlex.quote('sbatch: error: ' + said)} >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for origin, place in (("demo.yaml:7", "demo.yaml:7" if key else str(script)), ("default", str(script))):
-        with pytest.raises(UserError) as caught:
-            submit(script, {key or "slurm.time": origin})
-        assert caught.value.place == place
-        assert said in caught.value.message and hint in (caught.value.hint or "")
+    with pytest.raises(UserError) as caught:
+        submit(tmp_path / "job.sbatch", {"slurm.time": "demo.yaml:7"})
+    assert str(caught.value.place).endswith(place)
+    assert said in caught.value.message and hint in (caught.value.hint or "")
 
 
 # ---- The command
@@ -381,9 +335,8 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
     assert "plan: " in done.out and "1 node, 4 GPUs each, 32 cores each, 24:00:00, tasks 0-3: runs demo-INDEX" in done.out
     assert f"submit   sbatch {script}" in done.out
     assert script.with_name("first.config.json").is_file() and not (tmp_path / "runs").exists()
-    again = in_process(
-        "slurm", f"CONFIG={config_file(tmp_path)}", "NUM_GPUS=2", "NUM_NODES=2", f"OUT={script}", env={"CUDA_VISIBLE_DEVICES": ""}
-    )
+    words = (f"CONFIG={config_file(tmp_path)}", "NUM_GPUS=2", "NUM_NODES=2", f"OUT={script}")
+    again = in_process("slurm", *words, env={"CUDA_VISIBLE_DEVICES": ""})
     assert again.code == 0, again.err  # its own script is written anew
     assert "planned for nodes like this machine; HARDWARE=4xH100 describes the cluster's nodes" in again.err
     assert "slurm: 2 nodes, 2 processes each, 16 cores each, " in again.out
@@ -393,7 +346,7 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
     ("words", "code", "said"),
     [
         (["OUT=FOREIGN"], 2, "was not written by `make slurm`"),
-        (['SLURM_SETUP=["echo \'open"]'], 2, "`slurm.setup` is not valid shell text"), (["SUBMIT=1"], 3, "there is no `sbatch` here"),
+        (["SUBMIT=1"], 3, "there is no `sbatch` here"),
         (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"), (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "different GPUs"),
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
@@ -414,9 +367,9 @@ def test_bad_input_is_one_error_and_loses_nothing(
     assert (tmp_path / "runs").exists() == ("SUBMIT=1" in words)
 
 
-@pytest.mark.parametrize(("begun", "hardware", "target"), [
-        ("fsdp2", "4xH100", "train-fsdp"), ("zero", "1xH100", "train-deepspeed"), ("single", "2xH100", "train-distributed"),
-    ])  # fmt: skip
+@pytest.mark.parametrize(
+    ("begun", "hardware", "target"), [("fsdp2", "4xH100", "train-fsdp"), ("single", "2xH100", "train-distributed")]
+)
 def test_a_run_that_has_started_goes_on_by_its_own_command(
     in_process: Program, tmp_path: Path, begun: str, hardware: str, target: str
 ) -> None:
