@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import urllib.error
 import urllib.request
@@ -50,6 +51,7 @@ GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(
     r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+"
 )
+LONGEST_BUILD_SECONDS = 1800
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = GIB
 MIN_RAM_BYTES = 8 * GIB
@@ -64,7 +66,7 @@ def main(call: Call) -> int:
 def report(model: str | None = None, *, as_json: bool) -> int:
     """Print the findings, errors first; return the exit code. `model`: the configuration's, where one was given."""
     checks: list[Callable[[], Iterable[Finding]]] = [
-        python_version, packages, shadowed_libraries, compilers, gpus, hidden, folders, memory, open_files, variables, port, hub,
+        python_version, packages, shadowed_libraries, compilers, build_locks, gpus, hidden, folders, memory, open_files, variables, port, hub,
         partial(token, model),
     ]  # fmt: skip
     findings = sorted((finding for check in checks for finding in check()), key=lambda one: SEVERITIES.index(one.severity))
@@ -168,6 +170,19 @@ def compilers() -> Iterator[Finding]:
             text="`ninja` is missing; DeepSpeed needs it to compile its extension",
             remedy="make install, or pip install ninja",
         )
+
+
+def build_locks() -> Iterator[Finding]:
+    """Locks of torch's extension builder that a killed process left: whoever loads DeepSpeed's extension waits for them."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for path in Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions").rglob("lock"):
+        if time.time() - path.stat().st_mtime > LONGEST_BUILD_SECONDS:
+            yield Finding(
+                "stale-build-lock",
+                "warning",
+                text=f"`{path}` is older than a build takes: train-deepspeed would wait for whoever made it",
+                remedy=f"rm {path}",
+            )
 
 
 # GPUs and the driver.

@@ -257,6 +257,16 @@ def test_stray_variables_and_accelerates_default_file(doctor: Doctor) -> None:
     assert "PET_NNODES, RANK" in found["stray-variables"]["text"] and "accelerate-default-config" in found
 
 
+def test_a_lock_that_a_killed_build_left(doctor: Doctor) -> None:
+    lock = doctor.folder / "extensions" / "py311_cpu" / "op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    doctor.environment["TORCH_EXTENSIONS_DIR"] = str(doctor.folder / "extensions")
+    assert "stale-build-lock" not in doctor.findings()
+    os.utime(lock, (0, 0))
+    assert doctor.findings()["stale-build-lock"]["remedy"] == f"rm {lock}"
+
+
 def test_few_open_files(doctor: Doctor) -> None:
     found = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
     assert "256 files" in found["open-files"]["text"]
