@@ -1,4 +1,4 @@
-"""One of several ranks that exchange gradients or weights over gloo, and say what came of it: run by `test_compression.py` and others.
+"""One of two ranks that exchange gradients or weights over gloo, and say what came of it: run by `test_compression.py`.
 
     python -m tests.numerics.exchange_ranks RANK WORLD MEETING_FILE OUT_FILE
 
@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.training.ranks import Ranks
-from sft_play.training.slow_network import LocalSteps, PowerSgd, exchange_of
+from sft_play.training.slow_network import LocalSteps, exchange_of
 from tests.contexts import context_of
 from tests.plans import simple_plan
 
 WIDTH = 256
-STEPS = 6
+STEPS = 14
+"""PowerSGD's first steps are plain."""
 
 
 def sent_bytes() -> int:
@@ -34,65 +34,38 @@ def sent_bytes() -> int:
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
-def model_of(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
+def model_of() -> Any:
+    torch.manual_seed(0)
     return Sequential(Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, 1))
 
 
-def target(x: Tensor) -> Tensor:
-    return (x[:, :8] * torch.linspace(-1, 1, 8)).sum(1, keepdim=True)
-
-
-def wrapped(kind: str) -> tuple[Any, PowerSgd | None]:
-    """Returns a model under DDP with its hook, and PowerSGD's states."""
+def sent_by(kind: str, ranks: Ranks) -> int:
+    """Returns what a later backward pass under DDP sends with this compression."""
     ddp = DistributedDataParallel(model_of(), bucket_cap_mb=0.1)
-    context = context_of(
-        Path(), Ranks(distributed.get_rank(), distributed.get_world_size()),
-        plan=simple_plan(strategy="ddp", world_size=distributed.get_world_size(), warmup_steps=None),
-        launch={"compression": kind, "powersgd_rank": 4}, train={"seed": 1},
-    )  # fmt: skip
+    plan = simple_plan(strategy="ddp", world_size=ranks.world, warmup_steps=None)
+    context = context_of(Path(), ranks, plan=plan, launch={"compression": kind, "powersgd_rank": 4}, train={"seed": 1})
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(fp16=False), model=ddp.module, model_wrapped=ddp, state=SimpleNamespace(global_step=0)
     )
-    found = exchange_of(context, trainer, lambda: None)
-    assert found is None or isinstance(found, PowerSgd)
-    return ddp, found
-
-
-def train(kind: str, rank: int, *, steps: int) -> dict[str, Any]:
-    """Returns losses over both ranks' rows, bytes of a later step, and the weights' sum."""
-    ddp, powersgd = wrapped(kind)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
-    rows = torch.Generator().manual_seed(100 + rank)
-    losses, sent = [], []
-    for step in range(steps):
-        if powersgd is not None:
-            powersgd.step = step
+    powersgd = exchange_of(context, trainer, lambda: None)
+    sent = 0
+    for step in range(STEPS):
+        if kind == "powersgd":
+            powersgd.step = step  # type: ignore[union-attr]
         distributed.barrier()
         before = sent_bytes()
-        x = torch.randn(32, WIDTH, generator=rows)
-        loss = (ddp(x) - target(x)).pow(2).mean()
-        loss.backward()
+        ddp(torch.randn(32, WIDTH)).pow(2).mean().backward()
         distributed.barrier()
-        sent.append(sent_bytes() - before)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach()
-        distributed.all_reduce(total)
-        losses.append(float(total) / distributed.get_world_size())
-    weights = [float(parameter.detach().double().sum()) for parameter in ddp.parameters()]
-    return {"losses": losses, "sent": sent[-1], "weights": weights, "error": _norms(powersgd)}
+        sent = sent_bytes() - before
+    return sent
 
 
-def _norms(powersgd: PowerSgd | None) -> dict[str, float]:
-    return {name: float(error.norm()) for name, error in powersgd.error.items()} if powersgd else {}
-
-
-def outer(rank: int, world: int) -> dict[str, Any]:
+def outer(ranks: Ranks) -> dict[str, Any]:
     """Three outer steps from weights and token counts that differ, beside torch's own Nesterov on the weighted mean."""
+    rank, world = ranks.rank, ranks.world
     launch = {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     trainer: Any = SimpleNamespace(model=model_of(), model_wrapped=SimpleNamespace())
-    local = LocalSteps(context_of(Path(), Ranks(rank, world), launch=launch), trainer)
+    local = LocalSteps(context_of(Path(), ranks, launch=launch), trainer)
     reference = [one.detach().clone().requires_grad_() for one in local.parameters]
     nesterov = torch.optim.SGD(reference, lr=0.7, momentum=0.9, nesterov=True)
     gaps, back = [], True
@@ -103,14 +76,13 @@ def outer(rank: int, world: int) -> dict[str, Any]:
                 parameter.add_(torch.randn(parameter.shape, generator=chance), alpha=0.01)
         local.window, local.tokens = 4, (turn + 1) * (rank + 1)
         own = [one.detach().clone() for one in local.parameters]
-        shares = [(one + 1) / sum(range(1, world + 1)) for one in range(world)]
+        share = (rank + 1) / sum(range(1, world + 1))
         for old, mine in zip(reference, own, strict=True):
-            mean = mine * shares[rank]
+            mean = mine * share
             distributed.all_reduce(mean)
             old.grad = old.detach() - mean
         with local.averaged():
-            seen = [old.detach() - old.grad for old in reference if old.grad is not None]
-            gaps.append(_gap(local.parameters, seen))
+            gaps.append(_gap(local.parameters, [old.detach() - old.grad for old in reference if old.grad is not None]))
         back = back and all(torch.equal(one, kept) for one, kept in zip(local.parameters, own, strict=True))
         nesterov.step()
         local.synchronise()
@@ -122,24 +94,12 @@ def _gap(mine: Any, others: Any) -> float:
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(mine, others, strict=True))
 
 
-def main(arguments: list[str]) -> None:
-    """Runs every case."""
-    rank, world, meeting, out = int(arguments[0]), int(arguments[1]), arguments[2], Path(arguments[3])
+if __name__ == "__main__":
+    this = Ranks(int(sys.argv[1]), int(sys.argv[2]))
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    cases: dict[str, Callable[[], dict[str, Any]]] = {
-        kind: lambda kind=kind: train(kind, rank, steps=STEPS)  # type: ignore[misc]
-        for kind in ("none", "fp16", "bf16")
-    }
-    cases["powersgd"] = lambda: train("powersgd", rank, steps=60)
-    cases["plain60"] = lambda: train("none", rank, steps=60)
-    cases["outer"] = lambda: outer(rank, world)
+    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=this.rank, world_size=this.world)
+    sent = {kind: sent_by(kind, this) for kind in ("none", "fp16", "bf16", "powersgd")}
     numbers = sum(parameter.numel() for parameter in model_of().parameters())
-    found = {"numbers": numbers, **{name: case() for name, case in cases.items()}}
-    out.write_text(json.dumps(found))
+    Path(sys.argv[4]).write_text(json.dumps({"numbers": numbers, "sent": sent, "outer": outer(this)}))
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

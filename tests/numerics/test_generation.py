@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import partial
 from pathlib import Path
@@ -39,17 +40,6 @@ def rows(count: int = 13) -> list[dict[str, Any]]:
         }
         for index in range(count)
     ]
-
-
-class Ticks:
-    """A clock that goes on by so many seconds whenever it is read."""
-
-    def __init__(self, seconds: float) -> None:
-        self.now, self.seconds = 0.0, seconds
-
-    def __call__(self) -> float:
-        self.now += self.seconds
-        return self.now
 
 
 LOSS = HeldOut(loss=1.5, label_tokens=99, sources={}, rows=9, seconds=1.0)
@@ -117,7 +107,7 @@ def test_answers_never_outgrow_the_context(tmp_path: Path) -> None:
 
 def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(folder: Path, tmp_path: Path) -> None:
     def scored(seconds: float | None, seed: int = 0) -> Any:
-        budget = Budget(seconds=seconds, seed=seed, clock=Ticks(1.0))
+        budget = Budget(seconds=seconds, seed=seed, clock=itertools.count(1.0).__next__)
         return score_by_generation(*load(folder), rows(40), AnswerSettings(batch_size=4, max_new_tokens=4), budget=budget)
 
     part, whole = scored(3.0), scored(None)

@@ -153,11 +153,7 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_evaluating_does_not_change_a_quantised_model(quantization: str, tmp_path: Path) -> None:
-    tiny = build_tiny_llama(tmp_path)
-    tuning = TuningConfig(mode="qlora", quantization=quantization, lora=LoraSettings(r=4))
-    config = Config(model=ModelConfig(name=str(tiny)), tuning=tuning)
-    model, _ = load_for_training(config, simple_plan(), prepared_model(tiny))
-    model.train()
+    model = load(build_tiny_llama(tmp_path), mode="qlora", quantization=quantization).train()
     ids = torch.arange(4, 40)[None]
     before = model(input_ids=ids).logits.detach()
     model.eval()

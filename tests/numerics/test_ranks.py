@@ -45,15 +45,19 @@ def work(rank: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_values_arrive_as_they_were_and_a_pickle_is_refused(tmp_path: Path) -> None:
+def start_ranks(target: Any, *arguments: Any) -> None:
     forked = multiprocessing.get_context("fork")
-    children = [forked.Process(target=work, args=(rank, tmp_path)) for rank in range(WORLD)]
+    children = [forked.Process(target=target, args=(rank, *arguments)) for rank in range(WORLD)]
     for child in children:
         child.start()
     for child in children:
         child.join(60)
     assert [child.exitcode for child in children] == [0] * WORLD
+
+
+@pytest.mark.slow
+def test_values_arrive_as_they_were_and_a_pickle_is_refused(tmp_path: Path) -> None:
+    start_ranks(work, tmp_path)
     for rank in range(WORLD):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seen["gathered"] == VALUES and seen["first"] == VALUES[0] and seen["nothing"] is None
@@ -76,13 +80,7 @@ def meet(rank: int, folder: Path, stranger: int) -> None:
 
 @pytest.mark.parametrize("stranger", [None, 0, 2])
 def test_a_rank_that_does_not_know_the_runs_key_is_found(stranger: int | None, tmp_path: Path) -> None:
-    forked = multiprocessing.get_context("fork")
-    children = [forked.Process(target=meet, args=(rank, tmp_path, stranger)) for rank in range(WORLD)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0] * WORLD
+    start_ranks(meet, tmp_path, stranger)
     for rank in set(range(WORLD)) - {stranger}:
         told = tmp_path / f"{rank}.txt"
         assert told.exists() == (stranger is not None)

@@ -27,20 +27,26 @@ def loss_of(logits: Any) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), IDS.roll(-1, 1).flatten())
 
 
-def deviation(family: str, **own: int) -> float:
-    """Returns how far loss and gradients of two stages are from the whole model's."""
-    model = tiny_model(family, **own).train()
+def two_stages(model: Any) -> list[Stage]:
+    """Returns the two halves of a model's layers."""
     layers = model.config.get_text_config().num_hidden_layers
-    whole = loss_of(model(**INPUTS, use_cache=False).logits)
-    whole.backward()
-    wanted = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    model.zero_grad()
-    stages = []
-    for first, last in ((0, max(1, layers // 2)), (max(1, layers // 2), layers)):
+    middle, stages = max(1, layers // 2), []
+    for first, last in ((0, middle), (middle, layers)):
         part = copy.deepcopy(model)
         cut(part, first, last)
         freeze_others(part)
         stages.append(Stage(part, first, last))
+    return stages
+
+
+def deviation(family: str, **own: int) -> float:
+    """Returns how far loss and gradients of two stages are from the whole model's."""
+    model = tiny_model(family, **own).train()
+    whole = loss_of(model(**INPUTS, use_cache=False).logits)
+    whole.backward()
+    wanted = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    stages = two_stages(model)
     sent, _ = stages[0].run_layers(INPUTS, None)
     given = sent.detach().requires_grad_()
     loss = loss_of(stages[1].model(**stages[1].inputs_of(INPUTS, given), use_cache=False).logits)
@@ -62,14 +68,8 @@ def deviation(family: str, **own: int) -> float:
 def answering_deviation(family: str) -> float:
     """Returns how far the logits of two stages with a cache each are from the model's: of a prompt padded on the left, and four tokens."""
     model = tiny_model(family).eval()
-    layers = model.config.get_text_config().num_hidden_layers
-    middle, mask = max(1, layers // 2), torch.ones_like(IDS)
+    stages, mask = two_stages(model), torch.ones_like(IDS)
     mask[0, :5] = 0
-    stages = []
-    for first, last in ((0, middle), (middle, layers)):
-        part = copy.deepcopy(model)
-        cut(part, first, last)
-        stages.append(Stage(part, first, last))
     caches: list[dict[str, Any]] = [{}, {}, {}]
     gap = 0.0
     with torch.no_grad():
@@ -103,12 +103,7 @@ def test_stages_answer_as_the_model_does(families: list[str]) -> None:
 
 @pytest.mark.slow
 def test_rows_in_one_line_stay_apart_to_the_bit() -> None:
-    model, found = tiny_model("llama").train(), []
-    stages = []
-    for first, last in ((0, 1), (1, 2)):
-        part = copy.deepcopy(model)
-        cut(part, first, last)
-        stages.append(Stage(part, first, last))
+    stages, found = two_stages(tiny_model("llama").train()), []
     for token in (5, 6):
         rows = [[token, *ROWS[0][1:]], *ROWS[1:]]
         batch = Collator("flattened", 0, "sdpa", "cpu")(

@@ -24,38 +24,31 @@ from tests.families import tiny_config
 from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN
 
 WIDE = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
+MIXTURE = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=64).to_dict()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("quantization", "changes"),
+    [
+        ("nf4", {}), ("nf4", BF16), ("int8", {}), ("int8", BF16),
+        ("nf4", {"architecture": MIXTURE, "layout": "unmasked", "nf4_experts": True}),
+    ],
+    ids=["nf4 fp32", "nf4 bf16", "int8 fp32", "int8 bf16", "experts in nf4"],
+)  # fmt: skip
 def test_bitsandbytes_holds_what_its_stand_in_does(
-    quantization: str, precision: dict[str, Any], checkpointing: bool, tmp_path: Path
+    quantization: str, changes: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:
     case = replace(
-        PLAIN, architecture=ARCHITECTURES["llama"] | WIDE, gradient_checkpointing=checkpointing, **(MODES[quantization] | precision)
+        PLAIN, **({"architecture": ARCHITECTURES["llama"] | WIDE, "gradient_checkpointing": checkpointing} | MODES[quantization] | changes)
     )  # fmt: skip
-    traced, real = (_highest(peaks) for peaks in (observe(case, model_of(case))[0], _real_step(case, tmp_path)))
-    for part in ("frozen", "quant_state", "adapters", "gradients", "optimizer"):
-        assert traced.parts[part] == real.parts[part], part
-    assert traced.total == pytest.approx(real.total, rel=0.01)
-    assert traced.total == real.total
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_experts_in_nf4_take_what_their_stand_ins_do(checkpointing: bool, tmp_path: Path) -> None:
-    settings = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=64).to_dict()
-    case = replace(
-        PLAIN, architecture=settings, layout="unmasked", gradient_checkpointing=checkpointing, nf4_experts=True, **MODES["nf4"]
-    )  # fmt: skip
-    traced, real = (_highest(peaks) for peaks in (observe(case, model_of(case))[0], _real_step(case, tmp_path)))
+    traced, real = (
+        max(peaks.values(), key=lambda peak: peak.total)
+        for peaks in (observe(case, model_of(case))[0], _real_step(case, tmp_path))
+    )
     for part in ("frozen", "quant_state", "adapters", "gradients", "optimizer"):
         assert traced.parts[part] == real.parts[part], part
     assert traced.total == real.total
-
-
-def _highest(peaks: dict[str, Peak]) -> Peak:
-    return max(peaks.values(), key=lambda peak: peak.total)
 
 
 def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
@@ -90,24 +83,21 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
     tracker = StorageTracker(device="cpu", logit_width=settings.vocab_size)
     for parameter in model.parameters():
         tracker.hold(parameter.data, "adapters" if parameter.requires_grad else "frozen")
-        for tensor in _quantisation_state(parameter):
+    experts = [module for module in model.modules() if isinstance(module, Bnb4bitParametrization)]
+    for owner in (*model.parameters(), *experts):
+        for tensor in _quantisation_state(owner):
             tracker.hold(tensor, "quant_state")
-    for module in model.modules():
-        if isinstance(module, Bnb4bitParametrization):
-            for tensor in _quantisation_state(module):
-                tracker.hold(tensor, "quant_state")
     for buffer in model.buffers():
         tracker.hold(buffer, "frozen")
-    steps = StepTrace(model, decoder_layers(model), case, tracker)
-    batch = batch_of(case, "cpu")
+    steps, batch = StepTrace(model, decoder_layers(model), case, tracker), batch_of(case, "cpu")
     with tracker, real_branches(case):
         steps.run(batch)
     return tracker.peaks
 
 
-def _quantisation_state(parameter: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
-    state = getattr(parameter, "quant_state", None)
+def _quantisation_state(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
+    state = getattr(owner, "quant_state", None)
     if state is None:
-        scales = getattr(parameter, "SCB", None)
+        scales = getattr(owner, "SCB", None)
         return [] if scales is None else [scales]
     return [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,21 +89,3 @@ def test_a_resumed_run_continues_in_the_tracker(tiny: Path, tmp_path: Path, name
         assert found, [str(path) for path in run.path.rglob("*")][:50]
     sent = [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not sent
-
-
-@pytest.mark.cold
-def test_a_server_that_is_killed_ends_no_run(tiny: Path, tmp_path: Path) -> None:
-    """It takes the metrics of some steps, and is gone at the third."""
-    pytest.importorskip("mlflow")
-    command = [sys.executable, str(Path(__file__).with_name("mlflow_server.py")), "3"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        run = make_run(tmp_path / "one", tiny, Trial(settings=("train.report_to: mlflow", "train.logging_steps: 1")))
-        done = train(run, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{port}", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
-        server.kill()
-        taken = server.stdout.read().split()
-    assert server.returncode == -signal.SIGKILL and {"1", "2", "3"} <= set(taken)
-    assert done.returncode == 0 and len(rows(run)) == 8
-    assert (done.stdout + done.stderr).count("warning: the tracker `mlflow`") == 1, done.stdout + done.stderr
-    assert not Path(".cometml-runs").exists(), "Comet, where it is installed, does not follow MLflow's runs"
