@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,22 +17,12 @@ from sft_play.__main__ import main
 from sft_play.config.load import load_config
 from sft_play.runs.prepared import lookup
 from tests.conftest import ROOT, Done, environment
+from tests.contract.test_prepare import pairs, write_rows
 from tests.training_runs import nested_yaml
 
 pytestmark = pytest.mark.slow
 
 Data = Callable[..., Done]
-
-
-def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
-    return [
-        {"prompt": f"Question {i}?", "completion": f"Answer {i}.", "author": f"a{i % 7}"} for i in range(start, start + count)
-    ]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -100,17 +88,15 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
 
 def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [*pairs(1500), *pairs(20)])
-    found = []
-    for number in (1, 2):
-        lines = [f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}"]
-        found.append(data(*lines, cache=f"cache-{number}").json)
-    for other in found[1:]:
-        for split in ("train", "validation"):
-            assert other[split]["split"].pop("path") != found[0][split]["split"].get("path")
-            assert {**other[split]["split"], "path": None} == {**found[0][split]["split"], "path": None}
-            assert other[split]["sources"] == found[0][split]["sources"]
-    assert found[0]["train"]["split"]["rows"] + found[0]["validation"]["split"]["rows"] == 1500
-    assert sum(found[0][split]["sources"][0]["duplicates"] for split in ("train", "validation")) == 20
+    one, two = (
+        data(f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}", cache=f"cache-{number}").json
+        for number in (1, 2)
+    )
+    for split in ("train", "validation"):
+        assert one[split]["split"].pop("path") != two[split]["split"].pop("path")
+    assert one == two
+    assert one["train"]["split"]["rows"] + one["validation"]["split"]["rows"] == 1500
+    assert sum(one[split]["sources"][0]["duplicates"] for split in ("train", "validation")) == 20
 
 
 def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
@@ -156,14 +142,14 @@ class Running:
             time.sleep(0.02)
         assert len(self.workers) == 2
 
-    def ended(self) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Waits for its end, and for that of its processes."""
         err = self.process.communicate(timeout=60)[1]
         assert not psutil.wait_procs(self.workers, timeout=10)[1], "its processes end with it"
         return self.process.returncode, err
 
-    def left(self) -> list[Path]:
-        return [path for path in (self.cache / "data").iterdir() if path.name.startswith(".")]
+    def left(self) -> int:
+        return sum(path.name.startswith(".") for path in (self.cache / "data").iterdir())
 
 
 @pytest.fixture
@@ -177,7 +163,7 @@ def running(tmp_path: Path, tiny: Path, variables: Mapping[str, str]) -> Callabl
 def test_a_signal_leaves_nothing(number: int, code: int, running: Callable[[], Running]) -> None:
     started = running()
     os.kill(started.process.pid, number)
-    assert started.ended()[0] == code
+    assert started.end()[0] == code
     assert not list((started.cache / "data").iterdir())
 
 
@@ -185,16 +171,16 @@ def test_a_signal_leaves_nothing(number: int, code: int, running: Callable[[], R
 def test_a_killed_process_is_told_and_a_killed_preparation_is_cleared(running: Callable[[], Running]) -> None:
     started = running()
     started.workers[1].kill()
-    code, err = started.ended()
+    code, err = started.end()
     assert code == 3
     assert "error: a process that prepares the data was killed" in err
     assert "DATA_NUM_PROC=1" in err
-    assert not started.left()
+    assert started.left() == 0
     again = running()
     again.process.kill()
-    again.ended()
-    assert len(again.left()) == 1, "a killed process cannot clear up; the next one does"
+    again.end()
+    assert again.left() == 1, "a killed process cannot clear up; the next one does"
     last = running()
-    assert len(last.left()) == 1
+    assert last.left() == 1
     os.kill(last.process.pid, signal.SIGTERM)
-    assert last.ended()[0] == 143
+    assert last.end()[0] == 143

@@ -20,7 +20,7 @@ from sft_play import prepare
 from sft_play.config.load import load_config, save_config
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, lookup
-from tests.conftest import Program, environment
+from tests.conftest import environment
 from tests.training_runs import nested_yaml
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,9 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
-    return [{"prompt": f"Question {i}?", "completion": f"Answer {i}."} for i in range(start, start + count)]
+    return [
+        {"prompt": f"Question {i}?", "completion": f"Answer {i}.", "author": f"a{i % 7}"} for i in range(start, start + count)
+    ]
 
 
 def rows_of(path: str) -> Any:
@@ -93,38 +95,28 @@ def rows_of(path: str) -> Any:
     return datasets.load_from_disk(path)
 
 
-def test_the_program_writes_what_the_run_needs(tmp_path: Path, tiny: Path) -> None:
-    """In a process of its own, as the launcher starts it; the second run takes everything from the cache, without torch."""
+def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(tmp_path: Path, tiny: Path) -> None:
+    """In a process of its own, as the launcher starts it."""
     data = write_rows(tmp_path / "rows.jsonl", pairs(40))
-    lines = [f"model.name: {tiny}", "model.max_seq_len: 64", f"data.train_path: {data}", "data.validation: 0.2"]
     env = environment(tmp_path / "cache", tmp_path / "runs") | {"PYTHONPROFILEIMPORTTIME": "1"}
-    told, found = [], []
+    found = []
     for name in ("first", "second"):
-        run = write_run(tmp_path / "runs" / name, lines)
+        run = write_run(
+            tmp_path / "runs" / name,
+            [f"model.name: {tiny}", "model.max_seq_len: 64", f"data.train_path: {data}", "data.validation: 0.2"],
+        )
         done = subprocess.run(
             [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)],
             capture_output=True, text=True, timeout=200, env=env, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        told.append([line for line in done.stderr.splitlines() if not line.startswith("import time:")])
         found.append(Prepared.load(run.prepared))
         imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-        assert ("transformers" in imported) == (name == "first"), "a cached preparation needs no heavy package"
-    assert found[0] == found[1]
+        assert ("transformers" in imported) == (name == "first")
     prepared = found[0]
-    assert prepared.train and prepared.validation
-    assert prepared.train.rows + prepared.validation.rows == 40
-    assert prepared.validation.rows > 0
-    assert prepared.model.source == "folder"
-    assert Path(prepared.model.path) == tiny.resolve()
-    shown = [line for line in told[1] if line]
-    assert shown[0] == f"model: {tiny}, from the folder {tiny.resolve()}"
-    assert shown[1].startswith(f"training data: {prepared.train.rows} rows, {prepared.train.tokens:,} tokens, ")
-    train, held = prepared.train.rows, prepared.validation.rows
-    assert shown[2].startswith(f"  {data}: {train} read as prompt_completion, {train} kept; {prepared.train.tokens:,} tokens, ")
-    assert shown[3].startswith(f"validation data: {held} rows, ")
-    assert shown[4].startswith(f"  {data}: {held} read as prompt_completion, {held} kept; ")
-    assert len(shown) == 5
+    assert prepared == found[1] and prepared.train and prepared.validation
+    assert prepared.train.rows + prepared.validation.rows == 40 and prepared.validation.rows > 0
+    assert (prepared.model.source, prepared.model.path) == ("folder", str(tiny.resolve()))
 
 
 def test_an_empty_list_of_validation_sources_is_none(prepared_by: Prepare, tmp_path: Path) -> None:
@@ -236,62 +228,39 @@ LONG = {"prompt": "Question?", "completion": "a long answer that goes on and on,
 LONG_PROMPT = {"prompt": "a long question that goes on and on, " * 30, "completion": "yes"}
 
 
-def test_overlong_rows_are_refused_unless_told(prepared_by: Prepare, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [*pairs(3), LONG])
-    outcome = prepared_by(f"data.train_path: {data}")
-    assert outcome.code == 4
-    assert f"error: {data}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has " in outcome.told
-    assert "DATA_OVERLONG=drop" in outcome.told
-    assert not outcome.run.prepared.exists()
-
-
-def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [*pairs(3), LONG])
-    outcome = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
-    assert outcome.prepared.train
-    assert (outcome.prepared.train.rows, outcome.prepared.train.dropped, outcome.prepared.train.truncated) == (3, 1, 0)
-    assert "4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); " in outcome.told
-    assert "warning" not in outcome.told
-    data = write_rows(tmp_path / "rows.jsonl", [pairs(1)[0], LONG, LONG_PROMPT])
-    few = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
-    assert "warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them" in few.told
-    assert "; 1 were too long (" in outcome.told
-
-
-def test_when_no_row_is_left_the_run_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT])
-    outcome = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
-    assert outcome.code == 4
-    assert "no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)" in outcome.told
-    assert "raise MODEL_MAX_SEQ_LEN" in outcome.told
-
-
-def test_a_fraction_that_leaves_nothing_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
-    outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(2))}", "data.validation: 0.0001")
-    assert outcome.code == 4
-    assert "`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of each" in outcome.told
-
-
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("rows", "lines", "code", "said"),
     [
-        ("", "the file holds no row"),
-        ('{"prompt": "q", "completion": "a"}\n{"prompt": "q"\n', ":2:15: is not JSON"),
+        (
+            [*pairs(3), LONG], (), 4,
+            ("error: {data}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has ", "DATA_OVERLONG=drop"),
+        ),
+        (
+            [*pairs(3), LONG], ("data.overlong: drop",), 0,
+            ("4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); ", "; 1 were too long ("),
+        ),
+        (
+            [*pairs(1), LONG, LONG_PROMPT], ("data.overlong: drop",), 0,
+            ("warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them",),
+        ),
+        (
+            [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT], ("data.overlong: drop",), 4,
+            ("no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)", "raise MODEL_MAX_SEQ_LEN"),
+        ),
+        (
+            pairs(2), ("data.validation: 0.0001",), 4,
+            ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of each",),
+        ),
     ],
-)
-def test_bad_rows_end_a_training_command_with_code_4_and_leave_nothing(
-    content: str, said: str, program: Program, tiny: Path, tmp_path: Path
+)  # fmt: skip
+def test_rows_that_are_too_long_or_too_few_are_counted_or_refused(
+    rows: list[dict[str, Any]], lines: tuple[str, ...], code: int, said: tuple[str, ...], prepared_by: Prepare, tmp_path: Path
 ) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text(content)
-    document = tmp_path / "x.yaml"
-    document.write_text(nested_yaml([f"model.name: {tiny}", "model.max_seq_len: 64", f"data.train_path: {data}"]))
-    done = program("train", f"CONFIG={document}", "RUN_NAME=bad")
-    assert done.code == 4, done.err
-    assert said in done.err
-    assert str(data) in done.err
-    assert "Traceback" not in done.err
-    assert not list((tmp_path / "runs").glob("*"))
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    outcome = prepared_by(f"data.train_path: {data}", *lines)
+    assert outcome.code == code and outcome.run.prepared.exists() == (code == 0)
+    assert all(text.format(data=data) in outcome.told for text in said), outcome.told
+    assert ("warning" in outcome.told) == said[0].startswith("warning")
 
 
 def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(prepared_by: Prepare, tmp_path: Path) -> None:

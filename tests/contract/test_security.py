@@ -23,11 +23,15 @@ from sft_play.config.layers import Override
 from sft_play.config.load import load_config, read_config, save_config
 from sft_play.config.reader import options
 from sft_play.config.schema import DataSource, ModelConfig
+from sft_play.data.chat import template_sha256
 from sft_play.data.sources import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, mask, without_tokens
+from sft_play.evaluation.answering import prompt_ids
 from sft_play.files import read_json
+from sft_play.model import tokenizer as tokenizer_module
 from sft_play.model.load import read_model
 from sft_play.model.resolve import check_folder, check_trained, refuse_foreign_code
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.runs.checkpoints import model_files, weights_folder
 from sft_play.runs.folder import CONSENT, RunFolder, may_run
 from sft_play.runs.manifest import damage, describe, verify
@@ -129,17 +133,19 @@ def test_what_is_no_token_is_left_alone(text: str) -> None:
 
 @pytest.mark.parametrize("word", ["HF_TOKEN", "train.api_key", "TRAIN_PASSWORD"])
 def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(word: str, in_process: Program, tmp_path: Path) -> None:
-    done = in_process("config", "CONFIG=quickstart", f"{word}=hunter2hunter2")
-    assert done.code == 2 and "hunter2" not in done.out + done.err
-    done = in_process("runs", f"{word}=hunter2hunter2")
-    assert done.code == 2 and "hunter2" not in done.out + done.err
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"model: {{name: x/y}}\n{word.lower()}: hunter2hunter2\ndata: {{sources: [{{path: x, {word.lower()}: hunter2hunter2}}]}}\n"
+    )
+    for words in (
+        ("config", "CONFIG=quickstart", typed := f"{word}=hunter2hunter2"),
+        ("runs", typed),
+        ("config", f"CONFIG={path}"),
+    ):
+        done = in_process(*words)
+        assert done.code == 2 and "hunter2" not in done.out + done.err
     done = in_process("config", "CONFIG=quickstart", env={f"SFT_{word.upper().replace('.', '_')}": "hunter2hunter2"})
     assert "hunter2" not in done.out + done.err
-    path = tmp_path / "c.yaml"
-    for text in (f"{word.lower()}: hunter2hunter2", f"data: {{sources: [{{path: x, {word.lower()}: hunter2hunter2}}]}}"):
-        path.write_text(f"model: {{name: x/y}}\n{text}\n")
-        done = in_process("config", f"CONFIG={path}")
-        assert done.code == 2 and "hunter2" not in done.out + done.err
 
 
 @pytest.mark.parametrize(
@@ -225,42 +231,30 @@ def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_code_in_a_model_folder_does_not_run_unasked(with_code: Path, program: Program, tmp_path: Path) -> None:
-    data = tmp_path / "d.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
-    config = tmp_path / "c.yaml"
-    config.write_text(f"model: {{name: {with_code}, max_seq_len: 64}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n")
-    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", "TRAIN_MAX_STEPS=1", stdin="y\ny\ny\n", timeout=120)
-    assert done.code == 4 and "comes with its own Python code" in done.err, f"{done.out}\n{done.err}"
-    assert "Traceback" not in done.err and "accelerate launch" not in done.out
-    assert not (with_code / "ran").exists(), "not even when somebody answers `y` to whatever is asked"
-
-
-@pytest.mark.slow
-def test_a_run_folder_brings_no_consent(with_code: Path, program: Program, tmp_path: Path) -> None:
-    """A copied run whose configuration trusts its base's code; only this user's own words let it run, and then for that code alone."""
+def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, program: Program, tmp_path: Path) -> None:
+    """Not unasked, nor for a copied run whose configuration trusts its base's code."""
     data, mark, config = tmp_path / "d.jsonl", with_code / "ran", tmp_path / "c.yaml"
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
-    cache = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "RUNS_DIR": str(tmp_path / "runs")}
     config.write_text(
-        f"model: {{name: {with_code}, max_seq_len: 64, trust_remote_code: true}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n"
+        f"model: {{name: {with_code}, max_seq_len: 64}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n"
         "train: {max_steps: 1, global_batch_size: 4, eval_strategy: 'no'}\n"
     )
+    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", stdin="y\ny\ny\n", timeout=120)
+    assert done.code == 4 and "comes with its own Python code" in done.err, f"{done.out}\n{done.err}"
+    assert "Traceback" not in done.err and "accelerate launch" not in done.out
+    assert not mark.exists(), "not even when somebody answers `y` to whatever is asked"
+    cache = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "RUNS_DIR": str(tmp_path / "runs")}
+    config.write_text(config.read_text().replace("max_seq_len: 64", "max_seq_len: 64, trust_remote_code: true"))
     done = program("train", f"CONFIG={config}", "RUN_NAME=demo", env=cache, timeout=200)
     assert done.code == 0 and mark.exists(), done.err
     mark.unlink()
     stranger = cache | {"SFT_PLAY_CACHE": str(tmp_path / "another-users-cache"), "SFT_PLAY_CONSENT": "model"}
-    for command in (
-        ["infer", "RUN=demo", "PROMPT=a"],
-        ["merge", "RUN=demo"],
-        ["data", f"CONFIG={tmp_path}/runs/demo/config.json"],
-    ):
+    infer = ("infer", "RUN=demo", "PROMPT=a")
+    for command in (infer, ("merge", "RUN=demo"), ("data", f"CONFIG={tmp_path}/runs/demo/config.json")):
         done = program(*command, env=stranger, timeout=120)
         assert done.code == 4 and "MODEL_TRUST_REMOTE_CODE=true" in done.err and not mark.exists(), (command, done.err)
-    assert program("infer", "RUN=demo", "PROMPT=a", env=cache, timeout=120).code == 0, (
-        "the same code as the user's own YAML trusted"
-    )
-    done = program("infer", "RUN=demo", "PROMPT=a", "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=120)
+    assert program(*infer, env=cache, timeout=120).code == 0, "the same code as the user's own YAML trusted"
+    done = program(*infer, "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=120)
     assert done.code == 0 and mark.exists(), done.err
 
 
@@ -297,6 +291,21 @@ def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path
         with pytest.raises(DataError, match="another repository"):
             refuse_foreign_code(tmp_path)
         (tmp_path / file).unlink()
+
+
+@pytest.mark.parametrize(("template", "said"), [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "was not done after"),
+    ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),
+])  # fmt: skip
+def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = template
+    turns = [{"role": "user", "content": "a"}]
+    for act in (lambda: prompt_ids(tokenizer, turns), lambda: end_of_turn_ids(tokenizer), lambda: template_sha256(tokenizer)):
+        with pytest.raises(UserError, match=said) as caught:
+            act()
+        assert caught.value.exit_code == 4
 
 
 # ---- Pickles
@@ -379,16 +388,13 @@ def test_links_in_a_folder_of_data_do_not_lead_out(outside: Path) -> None:
     assert len(rows(outside)) == 1, "what the user names is the user's wish"
 
 
-@pytest.mark.parametrize("name", ["LICENSE.txt", "notes.md"])
-def test_links_in_a_model_folder_do_not_lead_out(
-    name: str, tiny: Path, outside: Path, in_process: Program, tmp_path: Path
-) -> None:
+def test_links_in_a_model_folder_do_not_lead_out(tiny: Path, outside: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "model")
-    (folder / name).symlink_to(outside)
+    (folder / "LICENSE.txt").symlink_to(outside)
     for check in (lambda: check_folder(folder, "x"), lambda: check_trained(folder)):
         with pytest.raises(UserError, match="outside of the folder"):
             check()
-    assert model_files(folder) and name not in {path.name for path in model_files(folder)}
+    assert model_files(folder) and "LICENSE.txt" not in {path.name for path in model_files(folder)}
 
 
 def test_a_pipe_or_a_device_in_a_folder_ends_no_command_in_waiting(tiny: Path, tmp_path: Path) -> None:
@@ -417,13 +423,7 @@ def test_a_models_own_attention_setting_does_not_overrule_the_plan(tiny: Path, t
     assert model.config._attn_implementation == "sdpa"
 
 
-def zstd_open(path: Path, _: str) -> Any:
-    import pyarrow
-
-    return pyarrow.CompressedOutputStream(pyarrow.OSFile(str(path), "wb"), "zstd")
-
-
-@pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open), (".zst", zstd_open)])
+@pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
 def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, tmp_path: Path) -> None:
     path = tmp_path / f"rows.jsonl{ending}"
     with opener(path, "wb") as stream:

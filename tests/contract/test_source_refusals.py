@@ -16,7 +16,12 @@ from tests.hub import COMMIT, DatasetHandler, serve
 pytestmark = pytest.mark.slow
 
 
-def prepare(folder: Path, model: Path, sources: list[dict[str, Any]], *words: str, env: Mapping[str, str] | None = None) -> Done:
+NO_PROXIES = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"), "")
+
+
+def prepare(
+    folder: Path, model: Path | str, sources: list[dict[str, Any]], *words: str, env: Mapping[str, str] | None = None
+) -> Done:
     config = folder / "x.yaml"
     config.write_text(
         f"model: {{name: {json.dumps(str(model))}, max_seq_len: 256}}\ndata: {{sources: {json.dumps(sources)}}}\n",
@@ -83,13 +88,12 @@ def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: P
     hub = {"path": "nobody/small"}
     files = {"data/train.jsonl": rows, "README.md": b"# Small\n"}
     with serve(DatasetHandler, name="nobody/small", files=files) as address:
-        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"), "")
         env = {
             "HF_ENDPOINT": address,
             "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HOME": str(tmp_path / "hf"),
-            **proxies,
+            **NO_PROXIES,
         }
         sources: list[dict[str, Any]] = [
             {**hub, "name": "a", "config": "default", "revision": COMMIT, "split": "train[:5]"},
@@ -106,3 +110,25 @@ def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: P
     assert done.code == 4
     for said in ("404", "Unknown split", "'nope' not found. Available: ['default']"):
         assert said in done.err, done.err
+
+
+def test_faults_of_rows_and_of_their_text_are_told_together_and_one_that_moves_only_once(tiny: Path, tmp_path: Path) -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "note", "user", "assistant", "note")]
+    stop = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>b"}]
+    data = write(tmp_path / "a.jsonl", [{"messages": turns} for turns in (chat[:3], chat[3:], [*chat[:2], *chat[3:]], stop)])
+    done = prepare(tmp_path, tiny, [{"path": data}])
+    assert done.code == 4 and done.err.count("error: ") == 2, done.err
+    assert "`messages[2].role` is `note` (3 such rows; the first is here)" in done.err
+    assert f"error: {data}:4: the answer of turn 2 holds `<|im_end|>`" in done.err
+
+
+@pytest.mark.parametrize("what", ["model", "data"])
+@pytest.mark.parametrize(
+    "env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}], ids=["offline", "closed"]
+)
+def test_a_hub_id_without_a_network_is_refused(what: str, env: dict[str, str], tiny: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}])
+    model, path = ("nobody/nothing", data) if what == "model" else (tiny, "nobody/nothing")
+    done = prepare(tmp_path, model, [{"path": path}], env={"HF_HOME": str(tmp_path / "hf"), **NO_PROXIES, **env})
+    assert done.code == 4
+    assert "error: nobody/nothing: " in done.err and "the hub cannot be reached" in done.err
