@@ -40,13 +40,6 @@ def test_a_smaller_card_skips_what_does_not_fit_it(cache: Path, tmp_path: Path) 
     assert "skipped: needs a card of 100 GiB (0 of 240 s, " in text and ", commit abc)" in text
 
 
-def test_a_torch_that_cannot_use_the_card_is_refused(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with on_machine(environment(cache, tmp_path, emulated(tmp_path / "machine", "cpu_torch", torch=True))):
-        assert main([f"FOLDER={tmp_path / 'work'}"]) == 3
-    assert "torch 2.13.0+cpu is a build without CUDA" in capsys.readouterr().err
-    assert not (tmp_path / "work").exists()
-
-
 @pytest.mark.slow
 def test_a_failed_step_is_reported_and_a_later_call_adds_to_the_page(accept, tiny: Path, tmp_path: Path) -> None:
     work, written = tmp_path / "work", tmp_path / "page.md"

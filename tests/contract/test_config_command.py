@@ -86,17 +86,10 @@ def test_every_preset_fits_the_schema_for_editors(preset: Path) -> None:
 
 def test_the_schema_for_editors_knows_the_types_of_a_source() -> None:
     schema = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
-    source = {
-        "path": "a.jsonl",
-        "weight": 0.5,
-        "rows": 10,
-        "columns": {"question": "frage"},
-        "name": None,
-        "split": "${data.split}",
-    }
+    source = {"path": "a.jsonl", "weight": 0.5, "columns": {"question": "frage"}, "name": None, "split": "${data.split}"}
     check = jsonschema.Draft7Validator(schema)
     assert check.is_valid({"data": {"sources": [source]}})
-    for wrong in ({"weight": "much"}, {"rows": 0}, {"format": "parquet"}, {"colums": {}}):
+    for wrong in ({"weight": "much"}, {"rows": 0}, {"colums": {}}):
         assert not check.is_valid({"data": {"sources": [source | wrong]}}), wrong
 
 

@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 
-from tests.nvml_double import A100_SPLIT, MACHINES, MISMATCH, RTX4090, Machine
-
-ROOT = Path(__file__).parents[2]
-TOOLS = ("env", "sh", "cat")
+from tests.conftest import ROOT, run_program
+from tests.launcher import can_mount
+from tests.nvml_double import A100_SPLIT, MACHINES, RTX4090, Machine
 
 
 class Doctor:
@@ -33,7 +32,7 @@ class Doctor:
         self.folder = folder
         self.bin = folder / "bin"
         self.bin.mkdir()
-        for tool in TOOLS:
+        for tool in ("env", "sh", "cat"):
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         for tool in ("c++", "ninja"):
             self.tool(tool, "exit 0")
@@ -56,11 +55,7 @@ class Doctor:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
-    def machine(self, machine: Machine) -> None:
-        """Moves to a machine with these GPUs."""
-        self.environment |= machine.environment(self.folder / "machine")
-
-    def torch(self, *, cuda: str | None, architectures: str = "", fails: str = "", broken: str = "") -> None:
+    def torch(self, *, cuda: str | None, fails: str = "", broken: str = "") -> None:
         """Puts another torch in front of the installed one; `fails` is what it says of every GPU, `broken` of being imported."""
         package = self.folder / "stubs" / "torch"
         package.mkdir(parents=True)
@@ -71,7 +66,7 @@ class Doctor:
                     raise OSError({broken!r})
                 __version__ = "2.13.0"
                 version = N(cuda={cuda!r})
-                _C = N(_cuda_getArchFlags=lambda: {architectures!r})
+                _C = N(_cuda_getArchFlags=lambda: "sm_80 sm_86 sm_89 sm_90")
                 def ones(size, device):
                     if {fails!r}:
                         raise RuntimeError({fails!r})
@@ -81,10 +76,10 @@ class Doctor:
         self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{self.environment['PYTHONPATH']}"
 
     def findings(
-        self, *arguments: str, code: int | None = None, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
+        self, code: int | None = None, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
     ) -> Mapping[str, Mapping[str, Any]]:
         """Runs it; returns id -> finding."""
-        command = [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1", *arguments]
+        command = [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1"]
         process = subprocess.run(
             command,
             cwd=self.working,
@@ -105,6 +100,9 @@ class Doctor:
             assert finding["text"]
             assert finding["remedy"]
         return {finding["id"]: finding for finding in report["findings"]}
+
+
+Spoil = Callable[[Doctor], object]
 
 
 @pytest.fixture
@@ -133,21 +131,6 @@ def test_missing_packages(doctor: Doctor) -> None:
     assert "make install" in found["package-missing"]["remedy"]
 
 
-def test_other_version_than_the_pin(doctor: Doctor) -> None:
-    info = doctor.folder / "stubs" / "accelerate-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 0.1.0\n")
-    doctor.environment["PYTHONPATH"] = f"{info.parent}{os.pathsep}{ROOT}"
-    assert "accelerate 0.1.0 (tested: " in doctor.findings(code=0)["package-version"]["text"]
-
-
-@pytest.mark.parametrize("path", ["deepspeed/__init__.py", "datasets.py"])
-def test_a_file_that_hides_a_library(doctor: Doctor, path: str) -> None:
-    (doctor.working / path).parent.mkdir(exist_ok=True)
-    (doctor.working / path).touch()
-    assert path in doctor.findings(code=3)["shadowed-library"]["text"]
-
-
 def test_no_compiler_and_no_ninja(doctor: Doctor) -> None:
     (doctor.bin / "c++").unlink()
     (doctor.bin / "ninja").unlink()
@@ -156,88 +139,81 @@ def test_no_compiler_and_no_ninja(doctor: Doctor) -> None:
     assert {"no-compiler", "no-ninja"} <= set(doctor.findings())
 
 
-def test_broken_driver(doctor: Doctor) -> None:
-    doctor.tool("nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9')
-    assert "could not communicate" in doctor.findings(code=3)["driver-broken"]["text"]
+def another_version(doctor: Doctor) -> None:
+    info = doctor.folder / "stubs" / "accelerate-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 0.1.0\n")
+    doctor.environment["PYTHONPATH"] = f"{info.parent}{os.pathsep}{ROOT}"
 
 
-@pytest.mark.parametrize(
-    ("machine", "stub", "finding", "text"),
-    [
-        (MACHINES["h200"], {"cuda": None}, "torch-without-cuda", "without CUDA"),
-        (
-            replace(MACHINES["h200"], cuda=12040), {"cuda": "13.0", "fails": "The NVIDIA driver on your system is too old"},
-            "driver-too-old", "13.0",
-        ),
-        (
-            Machine(cards=(replace(RTX4090, capability=(6, 1)),)),
-            {"cuda": "13.0", "fails": "CUDA error: no kernel image is available for execution on the device"},
-            "torch-lacks-architecture", "",
-        ),
-        (MACHINES["h200"], {"cuda": None, "broken": "libcudart.so.13: cannot open shared object file"}, "torch-broken", "libcudart"),
-    ],
-)  # fmt: skip
-def test_a_torch_that_cannot_use_the_card(
-    doctor: Doctor, machine: Machine, stub: dict[str, Any], finding: str, text: str
-) -> None:
-    doctor.machine(machine)
-    doctor.torch(architectures="sm_80 sm_90", **stub)
-    found = doctor.findings(code=3)
-    assert text in found[finding]["text"]
-    assert len({"torch-without-cuda", "driver-too-old", "torch-lacks-architecture", "torch-broken"} & set(found)) == 1
+def blocked(variable: str) -> Spoil:
+    """Puts a folder below a file."""
+    return lambda doctor: doctor.environment.update({variable: str(doctor.bin / "sh" / "inside")})
 
 
-def test_a_card_that_torch_cannot_use_for_another_reason(doctor: Doctor) -> None:
-    doctor.machine(Machine(cards=(A100_SPLIT, A100_SPLIT)))
-    doctor.torch(cuda="13.0", architectures="sm_80", fails="CUDA error: CUDA-capable device(s) is/are busy or unavailable")
-    text = doctor.findings(code=3)["gpu-unusable"]["text"]  # one slice is all that a process sees of cards that MIG splits
-    assert text == (
-        "torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): "
-        "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
-    )
+def gpus(machine: Machine, **torch: Any) -> Spoil:
+    """Moves to a machine, with another torch where `torch` says something of it."""
+
+    def spoil(doctor: Doctor) -> None:
+        doctor.environment |= machine.environment(doctor.folder / "machine")
+        if torch:
+            doctor.torch(**torch)
+
+    return spoil
 
 
-def test_another_makers_gpu_is_named(doctor: Doctor) -> None:
-    doctor.environment |= Machine(cards=(), system="Darwin").environment(doctor.folder / "machine")
-    assert "Apple's GPUs (MPS) are not supported" in doctor.findings(code=0)["other-gpu"]["text"]
+NO_IMAGE = "CUDA error: no kernel image is available for execution on the device"
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+FINDINGS: dict[str, tuple[Spoil, int, str, str]] = {
+    "another version": (another_version, 0, "package-version", "accelerate 0.1.0 (tested: "),
+    "hidden library": (lambda doctor: (doctor.working / "datasets.py").touch(), 3, "shadowed-library", "datasets.py"),
+    "driver": (
+        lambda doctor: doctor.tool("nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9'),
+        3, "driver-broken", "could not communicate",
+    ),
+    "runs": (blocked("RUNS_DIR"), 3, "runs-folder", ""),
+    "cache": (blocked("SFT_PLAY_CACHE"), 3, "cache-folder", ""),
+    "CPU build": (gpus(MACHINES["h200"], cuda=None), 3, "torch-without-cuda", "without CUDA"),
+    "old driver": (
+        gpus(replace(MACHINES["h200"], cuda=12040), cuda="13.0", fails="The NVIDIA driver on your system is too old"),
+        3, "driver-too-old", "13.0",
+    ),
+    "old card": (
+        gpus(Machine(cards=(replace(RTX4090, capability=(6, 1)),)), cuda="13.0", fails=NO_IMAGE), 3, "torch-lacks-architecture", "",
+    ),
+    "broken torch": (
+        gpus(MACHINES["h200"], cuda=None, broken="libcudart.so.13: cannot open shared object file"), 3, "torch-broken", "libcudart",
+    ),
+    "busy slice": (  # one slice is all that a process sees of cards that MIG splits
+        gpus(Machine(cards=(A100_SPLIT, A100_SPLIT)), cuda="13.0", fails=BUSY),
+        3, "gpu-unusable", f"torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): {BUSY}",
+    ),
+    "lost card": (
+        gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), 3, "gpus-refused", "GPU 1 of 2 does not answer: GPU is lost",
+    ),
+    "unlike cards": (gpus(MACHINES["unlike_pair"], cuda="13.0"), 0, "mixed-gpus", ""),
+    "another maker": (gpus(Machine(cards=(), system="Darwin")), 0, "other-gpu", "Apple's GPUs (MPS) are not supported"),
+}  # fmt: skip
+TORCH = {"torch-without-cuda", "driver-too-old", "torch-lacks-architecture", "torch-broken", "gpu-unusable"}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_each_condition_is_its_finding(name: str, doctor: Doctor) -> None:
+    spoil, code, finding, text = FINDINGS[name]
+    spoil(doctor)
+    found = doctor.findings(code=code)
+    assert text in found[finding]["text"], found
+    assert TORCH & set(found) == TORCH & {finding}, "one cause is one finding"
 
 
 def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
-    doctor.machine(MACHINES["rtx3090_pair"])
-    doctor.torch(cuda="13.0", architectures="sm_86")
+    gpus(MACHINES["rtx3090_pair"], cuda="13.0")(doctor)
     doctor.environment["CUDA_VISIBLE_DEVICES"] = "0,5"
     assert "names 5," in doctor.findings(code=3)["gpus-refused"]["text"]
     doctor.environment["CUDA_VISIBLE_DEVICES"] = "GPU-1111"
     assert "gpus-refused" not in doctor.findings(code=0)
     doctor.environment["CUDA_VISIBLE_DEVICES"] = ""
     assert "gpus-hidden" in doctor.findings(code=0)
-
-
-@pytest.mark.parametrize(
-    ("machine", "text"),
-    [
-        (MACHINES["mig_without_rights"], "none of its slices can be used here: Insufficient Permissions"),
-        (Machine(cards=(RTX4090, replace(RTX4090, lost=True))), "GPU 1 of 2 does not answer: GPU is lost"),
-        (Machine(cards=(RTX4090,), broken=MISMATCH), "the NVIDIA driver fails: RM has detected an NVML/RM version mismatch."),
-    ],
-)
-def test_gpus_that_every_launch_refuses(doctor: Doctor, machine: Machine, text: str) -> None:
-    doctor.machine(machine)
-    assert text in doctor.findings(code=3)["gpus-refused"]["text"]
-
-
-def test_mixed_cards(doctor: Doctor) -> None:
-    doctor.machine(MACHINES["unlike_pair"])
-    doctor.torch(cuda="13.0", architectures="sm_89")
-    assert "mixed-gpus" in doctor.findings(code=0)
-
-
-@pytest.mark.parametrize(("variable", "finding"), [("RUNS_DIR", "runs-folder"), ("SFT_PLAY_CACHE", "cache-folder")])
-def test_folders_that_cannot_be_written(doctor: Doctor, variable: str, finding: str) -> None:
-    blocker = doctor.folder / "file"
-    blocker.touch()
-    doctor.environment[variable] = str(blocker / "inside")
-    assert variable in doctor.findings(code=3)[finding]["remedy"]
 
 
 def test_a_taken_port(doctor: Doctor) -> None:
@@ -248,12 +224,13 @@ def test_a_taken_port(doctor: Doctor) -> None:
         assert "port-29500" in doctor.findings()
 
 
-def test_stray_variables_and_accelerates_default_file(doctor: Doctor) -> None:
+def test_stray_variables_accelerates_default_file_and_few_open_files(doctor: Doctor) -> None:
     doctor.environment |= {"PET_NNODES": "2", "RANK": "0"}
     default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.touch()
-    found = doctor.findings(code=0)
+    found = doctor.findings(code=0, limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
+    assert "256 files" in found["open-files"]["text"]
     assert "PET_NNODES, RANK" in found["stray-variables"]["text"] and "accelerate-default-config" in found
 
 
@@ -265,18 +242,6 @@ def test_a_lock_that_a_killed_build_left(doctor: Doctor) -> None:
     assert "stale-build-lock" not in doctor.findings()
     os.utime(lock, (0, 0))
     assert doctor.findings()["stale-build-lock"]["remedy"] == f"rm {lock}"
-
-
-def test_few_open_files(doctor: Doctor) -> None:
-    found = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
-    assert "256 files" in found["open-files"]["text"]
-
-
-def can_mount() -> bool:
-    if os.geteuid() != 0 or not shutil.which("unshare"):
-        return False
-    test = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m none /mnt"]
-    return subprocess.run(test, capture_output=True, timeout=10, check=False).returncode == 0
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
@@ -294,20 +259,14 @@ def test_the_command_reads_a_configuration(doctor: Doctor) -> None:
     config = doctor.working / "gated.yaml"
     config.write_text("model:\n  name: meta-llama/Llama-3.1-8B-Instruct\ndata:\n  train_path: x.jsonl\n")
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [doctor.python, "-m", "sft_play", "doctor", f"CONFIG={config}", *arguments]
-        return subprocess.run(
-            command, cwd=doctor.working, env=doctor.environment, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    report = json.loads(run("JSON=1").stdout)
+    words = ["doctor", f"CONFIG={config}"]
+    report = run_program([*words, "JSON=1"], doctor.environment, cwd=doctor.working).json
     (missing,) = [f for f in report["findings"] if f["id"] == "token-missing"]
     assert "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct" in missing["remedy"]
     doctor.environment["HF_TOKEN"] = "hf_x"
-    spoken = run()
-    assert spoken.returncode == 0, spoken.stderr
-    assert "token-missing" not in spoken.stdout
-    assert "checks: 0 errors" in spoken.stdout
+    spoken = run_program(words, doctor.environment, cwd=doctor.working)
+    assert spoken.code == 0, spoken.err
+    assert "token-missing" not in spoken.out and "checks: 0 errors" in spoken.out
 
 
 def test_every_finding_is_documented() -> None:

@@ -69,15 +69,3 @@ def test_a_chip_that_shares_the_machines_memory(program: Program, tmp_path: Path
     assert device["device"] == "cuda:0" and device["processes"] == [] and device["free_bytes"] > 0
     plan = program("plan", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env).json
     assert plan["device"] == "cuda" and 0 < plan["ranks"][0]["capacity_bytes"] < facts["cpu"]["memory_bytes"]
-
-
-def test_a_full_card_is_named_and_left_out(program: Program, tmp_path: Path) -> None:
-    """What a user with three cards, one of them taken by another program, sees of it."""
-    full = Gpu("NVIDIA H200", 139.8, 1.0, (9, 0))
-    env = Machine(cards=(H200, full, H200)).environment(tmp_path / "nvml")
-    words = ("CONFIG=configs/run_bnb.yaml", "TUNING_MODE=lora")
-    done = program("plan", *words, env=env)
-    assert done.code == 3 and "GPU 1 (NVIDIA H200) is full: 1.0 of 139.8 GiB free = 0.7%" in done.err
-    assert "CUDA_VISIBLE_DEVICES=0,2 skips full GPUs: 260.0 GiB free on 2 of 3 GPUs" in done.err
-    moved = program("plan", *words, env=env | {"CUDA_VISIBLE_DEVICES": "2,1"})  # by the driver's numbers, whatever is hidden
-    assert moved.code == 3 and "GPU 1 (NVIDIA H200) is full" in moved.err and "CUDA_VISIBLE_DEVICES=2 skips" in moved.err

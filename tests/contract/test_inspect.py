@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +49,13 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
 
 def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "SEARCH=NOBODY", "JSON=1")
-    found = [sample for split in (done.json,) for sample in split["samples"]]
-    assert [sample["source"] for sample in found] == ["pairs"]
-    pieces = found[0]["pieces"]
+    [found] = done.json["samples"]
+    pieces = found["pieces"]
+    assert found["source"] == "pairs"
     assert "".join(piece["text"] for piece in pieces if piece["trained"]) == "Nobody.<|im_end|>"
-    assert sum(piece["tokens"] for piece in pieces) == found[0]["tokens"]
-    assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == found[0]["trained"]
+    assert sum(piece["tokens"] for piece in pieces) == found["tokens"]
+    assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == found["trained"]
     assert "no row holds `zebra`" in in_process(*arguments, "SEARCH=zebra").err
-
-
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_the_page_holds_both_splits_and_needs_nothing_else(in_process: Program, arguments: list[str], tmp_path: Path) -> None:
@@ -76,14 +63,12 @@ def test_the_page_holds_both_splits_and_needs_nothing_else(in_process: Program, 
     done = in_process(*arguments, "HTML=1", f"OUT={path}")
     assert done.code == 0, done.err
     assert str(path) in done.out
-    page = _Page()
-    page.feed(path.read_text(encoding="utf-8"))
-    assert not [tag for tag, attributes in page.tags if tag == "script" or {"src", "href"} & set(attributes)], (
-        "nothing is loaded from elsewhere"
-    )
-    assert len(re.findall(r"^(?:train|validation) row \d+ of ", page.text, re.M)) == 12 + 1, "every row of both splits"
-    assert "training data: " in page.text and "95% of rows have at most" in page.text
-    assert "<b>sure</b>" in page.text and not [tag for tag, _ in page.tags if tag == "b"], "text of rows is never markup"
+    page = path.read_text(encoding="utf-8")
+    assert not re.search(r"<script|<[^>]* (?:src|href)=", page), "nothing is loaded from elsewhere"
+    assert "<b>" not in page, "text of rows is never markup"
+    text = html.unescape(re.sub(r"<[^>]*>", "", page))
+    assert len(re.findall(r"^(?:train|validation) row \d+ of ", text, re.M)) == 12 + 1, "every row of both splits"
+    assert "training data: " in text and "95% of rows have at most" in text and "<b>sure</b>" in text
 
 
 @pytest.mark.parametrize(

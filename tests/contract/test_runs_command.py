@@ -60,10 +60,7 @@ def hold(run: RunFolder, end: str = "stopped", **variables: str) -> subprocess.P
 
 def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    states = {
-        "done": ("started", "finished"), "broken": ("started", "failed"), "asked": ("started", "stopped"), "gone": ("started",),
-        "none": (),
-    }  # fmt: skip
+    states = {"done": ("started", "finished"), "broken": ("started", "failed"), "gone": ("started",), "none": ()}
     for name, events in states.items():
         make_run(runs, name, *events, best="rougeL" if name == "done" else "loss")
     held_run = make_run(runs, "now", "started")
@@ -75,7 +72,7 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert {name: row["state"] for name, row in listed.items()} == {
-        "done": "finished", "broken": "failed", "asked": "stopped", "gone": "killed", "none": "never started", "now": "running"
+        "done": "finished", "broken": "failed", "gone": "killed", "none": "never started", "now": "running"
     }  # fmt: skip
     assert (listed["done"]["step"], listed["done"]["steps"], listed["done"]["loss"]) == (2, 8, 1.5)
     assert (listed["done"]["best"], listed["gone"]["best"]) == (0.2, 3.0)
@@ -104,14 +101,6 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     assert names("WHERE=name!=a and data='sums.jsonl'", "SORT=name") == ["b", "c"]
     [first] = in_process("runs", "JSON=1", "WHERE=name=a", "PRICE_PER_HOUR=3", runs=runs).json
     assert (first["cost"], first["energy_kwh"], first["seconds"], first["eval_rougeL"]) == (3.0, 2.0, 1800.0, 0.9)
-    for step in (2, 4):
-        measured = {"kind": "train", "step": step, "step_seconds": 450.0, "rank_power_watts": [100.0, 300.0]}
-        append_json_line(runs / "b" / "metrics.jsonl", measured)
-    [measured] = in_process("runs", "JSON=1", "WHERE=name=b", runs=runs).json
-    assert measured["energy_kwh"] == 0.2
-    append_json_line(runs / "c" / "metrics.jsonl", {"kind": "train", "step": 1, "rank_memory_gib": [1.0, 2.5]})
-    [going_on] = in_process("runs", "JSON=1", "WHERE=name=c", runs=runs).json
-    assert going_on["peak_memory_bytes"] == 2.5 * 2**30
     text = in_process("runs", "PRICE_PER_HOUR=3", runs=runs).out
     assert "3.00 GiB" in text and "2 kWh" in text and "30.0 min" in text and "lora" in text and "sums.jsonl" in text
     lines = in_process("runs", "CSV=1", "SORT=name", runs=runs).out.splitlines()
@@ -119,7 +108,6 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     for words, said in (
         ("SORT=speed", "names the column `speed`"),
         ("WHERE=speed<3", "names the column `speed`, which is missing"),
-        ("WHERE=method=", "which is not a condition"),
         ("WHERE=__import__('os')", "not a function"),
     ):
         refused = in_process("runs", words, runs=runs)

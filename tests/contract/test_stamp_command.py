@@ -35,13 +35,11 @@ def make_run(runs: Path, name: str, made: Stamp, launch: dict[str, Any] | None =
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stamps") / "runs"
-    ranks = ({"rank": 0, "micro_batch": 4, "accumulation": 2, "device": "cpu", "device_name": "cpu"},)
     make_run(folder, "one", stamp())
     make_run(folder, "other", dataclasses.replace(stamp("unsloth"), seed=7, versions={**stamp().versions, "torch": "1.0"}))
-    config = json.loads((folder / "one" / "config.json").read_text())
     plan = json.loads((folder / "one" / "plan.json").read_text())
-    (folder / "one" / "plan.json").write_text(json.dumps(plan | {"ranks": ranks, "pack_tokens": 0}))
-    assert config
+    rank = {"rank": 0, "micro_batch": 4, "accumulation": 2, "device": "cpu", "device_name": "cpu"}
+    (folder / "one" / "plan.json").write_text(json.dumps(plan | {"ranks": [rank], "pack_tokens": 0}))
     return folder
 
 
@@ -118,19 +116,9 @@ def test_what_cannot_be_shown_is_one_clear_error(runs: Path, words: list[str], c
     assert "Traceback" not in refused.err and not refused.out
 
 
-@pytest.mark.parametrize(
-    ("launch", "plan", "said"),
-    [
-        ({"command": "auto"}, {"world_size": 2, "strategy": "ddp"}, "make train-distributed "),
-        ({"command": "zero", "deepspeed": {"zero_optimization": {"stage": 2}}}, {"world_size": 2}, "make train-deepspeed "),
-    ],
-    ids=str,
-)
-def test_the_command_that_repeats_a_run_is_its_own(
-    tmp_path: Path, launch: dict[str, Any], plan: dict[str, Any], said: str
-) -> None:
-    make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, **plan)
+def test_the_command_that_repeats_a_run_is_its_own(tmp_path: Path) -> None:
+    launch = {"command": "zero", "deepspeed": {"zero_optimization": {"stage": 2}}}
+    make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, world_size=2)
     again = ask(tmp_path / "runs", "RUN=a $(touch x) run", "JSON=1").json["again"]
-    assert again.startswith(said) and "NUM_GPUS=2" in again
-    assert ("DEEPSPEED_CONFIG=" in again) == ("zero" in said or "deepspeed" in said)
+    assert again.startswith("make train-deepspeed ") and "NUM_GPUS=2" in again and "DEEPSPEED_CONFIG=" in again
     assert "$$(touch x)" in again and "'" in again, "as a shell and make take it letter for letter"

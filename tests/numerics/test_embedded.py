@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from sft_play.errors import DataError
 from sft_play.files import file_sha256
@@ -27,36 +25,18 @@ def folder(cache: Path) -> Iterator[Path]:
             pytest.skip(f"neither in the cache nor in reach: {error.message}")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return load_tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
+def test_it_has_every_parameter_of_the_original_and_knows_the_capital_of_france(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-
-
-def test_it_has_every_parameter_of_the_original(model: Any) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval(), load_tokenizer(folder)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-def test_marks_are_single_tokens_and_the_template_ends_turns(tokenizer: Any) -> None:
     assert tokenizer("<|im_start|><|im_end|><|endoftext|>")["input_ids"] == [1, 2, 0]
-    assert end_of_turn_ids(tokenizer) == [2]
-    assert tokenizer.pad_token_id == 2
-
-
-def test_it_knows_the_capital_of_france(model: Any, tokenizer: Any) -> None:
+    assert end_of_turn_ids(tokenizer) == [2] and tokenizer.pad_token_id == 2
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    with torch.inference_mode():
-        answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
 
 
