@@ -24,12 +24,9 @@ TYPED: dict[str, tuple[list[str], str]] = {
     "mixed precision": (["train", "--mixed-precision", "fp16"], "TRAIN_FP16=true"),
     "output folder": (["train", "OUTPUT_DIR=/data/runs"], "export RUNS_DIR=/data/runs"),
     "second of two machines": (["train-distributed", "--world-size", "16", "--rank", "8"], "`NUM_GPUS=16`? It counts the processes of one machine"),
-    "save interval": (["train", "--save-interval", "500"], "TRAIN_SAVE_STEPS=500"),
-    "rdzv endpoint": (["train-distributed", "--rdzv-endpoint", "10.0.0.1:29400"], "MASTER_ADDR=10.0.0.1 MASTER_PORT=29400"),
     "processes": (["train-distributed", "--nproc_per_node=gpu"], "NUM_GPUS=..."),
     "accelerate's processes": (["train-distributed", "--num_processes", "16", "--num_machines", "2"], "`NUM_NODES=2`"),
     "CPU": (["train", "--cpu"], "`export CUDA_VISIBLE_DEVICES=`"),
-    "of the environment": (["train", "CUDA_VISIBLE_DEVICES=0"], "`export CUDA_VISIBLE_DEVICES=0`"),
     "bare file": (["train", "my.yaml"], "CONFIG=my.yaml"),
 }  # fmt: skip
 GOOD = "data: {train_path: a.jsonl, val_path: b.jsonl}\ntrain: {eval_strategy: steps, eval_steps: 5}\n"
@@ -132,16 +129,6 @@ def test_two_typed_numbers_outrank_the_global_batch_of_a_file(preset: str, in_pr
     assert ("they outrank `train.global_batch_size`" in done.err) == written
 
 
-def test_a_typed_micro_batch_raises_the_default_global_batch_and_no_other(in_process: Program) -> None:
-    words = ("HARDWARE=4xH200", "TRAIN_BATCH_SIZE=32", "MODEL_MAX_SEQ_LEN=512", "SOURCE=formula")
-    done = in_process("plan", "CONFIG=run_bnb", *words)
-    assert "  note     global batch 128 = 32 per device x 4 devices: more at once than the default of 32" in done.out, done.err
-    refused = in_process("plan", "CONFIG=h100_pair", *words)
-    assert refused.code == 2, refused.out
-    assert "32 per device x 4 devices = 128 rows at once, but `train.global_batch_size` is 64: 64 of them" in refused.err
-    assert "TRAIN_BATCH_SIZE=16 at most, or TRAIN_GLOBAL_BATCH_SIZE=128" in refused.err
-
-
 # ---- Trackers
 
 
@@ -187,12 +174,6 @@ def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_pr
     assert for_gpus == MADE_FOR.keys(), "each preset names its hardware, or that of the one that it extends"
     for name, hardware in MADE_FOR.items():
         assert in_process("plan", f"CONFIG={name}", f"HARDWARE={hardware}", "SOURCE=formula").code == 0
-
-
-def test_hardware_that_is_not_known_gets_the_nearest_names_and_no_catalogue(in_process: Program) -> None:
-    done = in_process("plan", "CONFIG=run_bnb", "HARDWARE=2xH110")
-    assert done.code == 3 and "did you mean `H100`?" in done.err and "a name of docs/hardware.md, such as " in done.err, done.err
-    assert len(done.err) < 400, done.err
 
 
 SEVERAL = "distributed_type: MULTI_GPU\nnum_machines: 3\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\nnum_processes: 3\n"

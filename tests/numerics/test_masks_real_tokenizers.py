@@ -30,10 +30,6 @@ CHAT: list[Message] = [
     {"role": "user", "content": "And\n\nthen?"},
     {"role": "assistant", "content": "Five,\n\n  of course. \u4e16\U0001f600"},
 ]
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
-}
 
 
 @functools.cache
@@ -64,8 +60,8 @@ def tokenizer(name: str, place: Path) -> Any:
     return load_tokenizer(folder)
 
 
-def rows_of(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None, **train: Any) -> list[Encoded]:
-    rows = Encoder(Config(model=ModelConfig(name="real"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
+def rows_of(tokenizer: Any, messages: list[Message], **train: Any) -> list[Encoded]:
+    rows = Encoder(Config(model=ModelConfig(name="real"), train=TrainConfig(**train)), tokenizer).conversation(messages)
     for row in rows:
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
     return rows
@@ -113,24 +109,4 @@ def test_qwen3_learns_every_answer_as_inference_writes_it(place: Path) -> None:
     chat[4]["reasoning_content"] = "One more."
     check(qwen, rows_of(qwen, chat, loss_on="last"), [
         f"{QWEN_START}Four.<|im_end|>\n{last}\u2039<think>\nOne more.\n</think>\n\n{five}\u203a"
-    ])  # fmt: skip
-
-
-def test_qwen3_learns_calls_of_tools_and_never_their_results(place: Path) -> None:
-    qwen = tokenizer("qwen3", place)
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-    chat: list[Message] = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Add."},
-        {"role": "tool", "content": "4"},
-        {"role": "assistant", "content": "Four.", "reasoning_content": "Done."},
-    ]
-    (row,) = rows_of(qwen, chat, [TOOL])
-    system = qwen.decode(row.input_ids).partition("<|im_start|>user")[0]
-    assert "<tools>" in system and '"name": "add"' in system
-    check(qwen, [row], [
-        f"{system}<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-        '\u2039<think>\nAdd.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>\u203a\n'
-        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        "\u2039<think>\nDone.\n</think>\n\nFour.<|im_end|>\u203a"
     ])  # fmt: skip

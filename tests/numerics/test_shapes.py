@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model import lora
@@ -26,10 +27,6 @@ SMALL: dict[str, Any] = {
     "vocab_size": 5000, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-
-
-def count_of(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # Sizes of the published checkpoints, in parameters.
@@ -46,24 +43,8 @@ def test_the_table_counts_every_parameter(name: str) -> None:
     assert shape_of(ModelConfig(name=name)).parameters == PUBLISHED[name]
 
 
-def plain(config: Any) -> dict[str, Any]:
-    """Returns what a `config.json` of this configuration holds."""
-    found: dict[str, Any] = json.loads(config.to_json_string())
-    return found
-
-
-def shape_by(config: dict[str, Any]) -> ModelShape:
-    """Returns the shape as the plan finds it."""
-    return shape_from_config(config) if config["model_type"] in FORMULA_MODEL_TYPES else ModelShape.read(count(config))
-
-
 def trained(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def adapters(model: Any, targets: Any) -> int:
-    with torch.device("meta"):
-        return trained(lora.add_adapters(model, LoraSettings(r=4, target_modules=targets), BASE, torch.float32)[0])
 
 
 def largest_layer(model: Any) -> int:
@@ -78,13 +59,16 @@ def largest_layer(model: Any) -> int:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_of_every_family_is_counted(name: str) -> None:
     """All, those that train under full tuning, adapters by `auto` and on typed experts, and the largest layer."""
-    config = tiny_config(name)
-    shape, model = shape_by(plain(config)), tiny_model(name, "meta")
-    assert shape.parameters == count_of(model)
+    config = json.loads(tiny_config(name).to_json_string())
+    by_formula = config["model_type"] in FORMULA_MODEL_TYPES
+    shape, model = shape_from_config(config) if by_formula else ModelShape.read(count(config)), tiny_model(name, "meta")
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.largest_layer_parameters == largest_layer(model)
     lora.free_text_part(model)
     assert shape.parameters - shape.vision_parameters == trained(model)
-    assert shape.adapter_parameters(4, "auto") == adapters(model, "auto")
+    with torch.device("meta"):
+        adapted, _ = lora.add_adapters(model, LoraSettings(r=4), BASE, torch.float32)
+    assert shape.adapter_parameters(4, "auto") == trained(adapted)
     experts = sorted({one.typed for one in shape.matrices if one.kind == "experts"})
     assert bool(experts) == bool(shape.experts) and shape.experts in (0, 4) and shape.experts_per_token in (0, 2)
     if experts:
@@ -94,9 +78,7 @@ def test_every_parameter_of_every_family_is_counted(name: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(FORMULA_MODEL_TYPES))
 def test_the_formulas_say_what_is_counted(kind: str) -> None:
-    from transformers import AutoConfig
-
-    config = plain(AutoConfig.for_model(kind, **SMALL))
+    config = json.loads(AutoConfig.for_model(kind, **SMALL).to_json_string())
     formula, counted = shape_from_config(config), ModelShape.read(count(config))
     for name in (
         "parameters",
