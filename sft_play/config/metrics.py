@@ -126,7 +126,7 @@ def trackers(config: Config) -> list[str]:
     return ["comet_ml" if name == "comet" else name for name in names]
 
 
-def missing(config: Config) -> list[HardwareError]:
+def missing_trackers(config: Config) -> list[HardwareError]:
     """Returns what is wrong with this environment: a tracker that is named and not installed."""
     needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
     return [

@@ -21,7 +21,7 @@ from sft_play.launch.deepspeed import resolve, settings_of
 from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
-from sft_play.launch.machines import elsewhere_of
+from sft_play.launch.machines import ended_elsewhere_of
 from sft_play.launch.node import supervise
 from sft_play.launch.process import bound_to_parent, raise_what_was_heard, say
 from sft_play.launch.resume import launch_facts
@@ -99,7 +99,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     with show_live(run, console, wanted=live) as rank0:
         outcome = supervise(
             arguments, {**variables, PANEL: "1"} if live else variables, run, ranks, console=rank0, shown=f"{launched}\n",
-            elsewhere=elsewhere_of(job, run), **({"share": job.rendezvous.share_standings} if job.rendezvous else {}),
+            ended_elsewhere=ended_elsewhere_of(job, run), **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
         )  # fmt: skip
     return job.rendezvous.settle(outcome) if job.rendezvous else outcome
 

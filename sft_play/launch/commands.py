@@ -79,20 +79,20 @@ def train_fsdp(call: Call) -> int:
     return start(call, "fsdp2")
 
 
-def start(call: Call, command: CommandStrategy) -> int:
+def start(call: Call, asked_strategy: CommandStrategy) -> int:
     """A new run, with its last words."""
-    return finish(call, *start_run(call, command))
+    return finish(call, *start_run(call, asked_strategy))
 
 
 def start_run(
-    call: Call, command: CommandStrategy, *, before_launch: Callable[[Job, RunFolder], None] | None = None
+    call: Call, asked_strategy: CommandStrategy, *, before_launch: Callable[[Job, RunFolder], None] | None = None
 ) -> tuple[RunFolder, Outcome]:
     """A new run, or with `launch.auto_resume` one that exists. Until workers start, any failure leaves no trace of a new one.
 
     `before_launch` is called when model and data are prepared.
     """
     loaded = call.load_config()
-    options, loaded = read_options(call, loaded, command)
+    options, loaded = read_options(call, loaded, asked_strategy)
     if existing := existing_run(options, loaded):
         again = as_resume(call, options, loaded, existing)
         check_overrides(again)
@@ -109,13 +109,13 @@ def start_run(
         if rank == 0:
             job = stack.enter_context(join_machines(job, run))
         stack.enter_context(remove_own_part(job, run))
-        if job.measured:
+        if job.has_met:
             refuse_early(job)
         save_config(loaded, job.home(run).config)
         prepare(job.home(run))
         if before_launch:
             before_launch(job, run)
-        outcome = launch(job, run, event="started", checkpoint=None)
+        outcome = run_attempts(job, run, event="started", checkpoint=None)
     return run, outcome
 
 
@@ -150,7 +150,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if first:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
-    choices = iter([first])
+    choices = iter([first])  # the first meeting takes that checkpoint, later ones the newest
     with join_machines(alone, run, choose=lambda: next(choices, None) or _newest(run, alone.node.rank)) as together:
         job, checkpoint = together, together.checkpoint
         if checkpoint:
@@ -170,21 +170,21 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
-        return launch(job, run, event="resumed", checkpoint=checkpoint)
+        return run_attempts(job, run, event="resumed", checkpoint=checkpoint)
 
 
-def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
+def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
     """Starts the workers and waits for them; starts them again after a lost rank, or with less at a time when memory ran out."""
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
     job, plan = agree(job, prepared, run, recovery.recoveries(run))
-    lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
+    budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
     with explain_disk_errors(run):
         outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
     try:
         with record_stop(run, job.node.rank), explain_disk_errors(run):
-            outcome = _go_on(job, run, prepared, plan, outcome, lost)
+            outcome = _run_further_attempts(job, run, prepared, plan, outcome, budget)
     except UserError as error:
         outcome = Outcome(code=error.exit_code, message=error.render())
     ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
@@ -198,27 +198,29 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     return outcome
 
 
-def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts) -> Outcome:
+def _run_further_attempts(
+    job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts
+) -> Outcome:
     """Starts again as often as what happened allows; returns how it ended at last. Raises `UserError` where an attempt cannot be made.
 
     Of several machines node 0 decides, and all do the same.
     """
     while _may_follow(job, outcome):
         newest = cache(partial(newest_checkpoint, run))  # every byte is read, which a run that only ends does not wait for
-        step, alone = _followed(job, partial(_decide, job, prepared, plan, outcome, lost, newest))
-        if not step.again:
-            return step.outcome or outcome
-        print(f"\n{step.said}", file=sys.stderr, flush=True)
-        job = job.again(replace(job.options.request, **step.less)) if step.less else job.elsewhere()
-        if step.event:
-            launch = {"launch": launch_facts(job.options)} if step.less else {}
+        following, alone = _ask_node_0(job, partial(_decide, job, prepared, plan, outcome, budget, newest))
+        if not following.again:
+            return following.outcome or outcome
+        print(f"\n{following.said}", file=sys.stderr, flush=True)
+        job = job.with_request(replace(job.options.request, **following.less)) if following.less else job.with_fresh_port()
+        if following.event:
+            asked = {"launch": launch_facts(job.options)} if following.less else {}
             with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
-                record_event(run, step.event, node_rank=job.node.rank, **launch, **step.facts)
+                record_event(run, following.event, node_rank=job.node.rank, **asked, **following.facts)
             if job.node.rank == 0:
-                notify(job.loaded.config.launch.notify, run, step.event, f"{run.name}: {step.said}")
-        time.sleep(step.pause)
-        if job.rendezvous or step.less:
-            recoveries = (*plan.recoveries, step.recovered) if step.recovered else plan.recoveries
+                notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.said}")
+        time.sleep(following.pause)
+        if job.rendezvous or following.less:
+            recoveries = (*plan.recoveries, following.recovered) if following.recovered else plan.recoveries
             job, plan = _meet_again(job, run, prepared, recoveries, alone=alone)
         if plan.device == "cuda":
             wait_until_free(job.hardware, indices_of(plan, job.node))
@@ -233,7 +235,7 @@ def _newest(run: RunFolder, node_rank: int) -> Path | None:
     return newest_checkpoint(run)
 
 
-def _followed(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
+def _ask_node_0(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
     """Returns what follows, and whether this machine had to decide by itself because node 0 has gone."""
     ours = job.rendezvous
     found = ours.follow(lambda: decide().to_json()) if ours else None
@@ -247,13 +249,13 @@ def _may_follow(job: Job, outcome: Outcome) -> bool:
 
 
 def _decide(
-    job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts, newest: Callable[[], Path | None]
+    job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts, newest: Callable[[], Path | None]
 ) -> Following:
     """Returns what follows the end of an attempt."""
     if job.rendezvous and job.rendezvous.grown_because:
         return Following(again=True, said=job.rendezvous.grown_because)
-    lost.note(outcome, machines=job.rendezvous.node.count if job.rendezvous and job.rendezvous.least else 0)
-    if outcome.cause != OUT_OF_MEMORY and not lost.limit:
+    budget.note(outcome, machines=job.rendezvous.node.count if job.rendezvous and job.rendezvous.least else 0)
+    if outcome.cause != OUT_OF_MEMORY and not budget.limit:
         return Following()
     try:
         checkpoint = newest()
@@ -261,12 +263,12 @@ def _decide(
         message = f"{error.render()}\n\nwhy it had ended: {outcome.first_line}"
         return Following(outcome=Outcome(code=error.exit_code, rank=outcome.rank, message=message))
     if outcome.cause == OUT_OF_MEMORY:
-        return _with_less(job, prepared, plan, outcome, checkpoint, lost) if job.node.rank == 0 else Following()
-    if lost.allows(checkpoint):
-        said = recovery.restart_announcement(outcome, checkpoint, lost)
+        return _with_less(job, prepared, plan, outcome, checkpoint, budget) if job.node.rank == 0 else Following()
+    if budget.allows(checkpoint):
+        said = recovery.restart_announcement(outcome, checkpoint, budget)
         facts = recovery.restart_facts(outcome, checkpoint)
-        return Following(again=True, said=said, event=recovery.RESTARTED, facts=facts, pause=lost.pause())
-    return Following(outcome=lost.refused(outcome))
+        return Following(again=True, said=said, event=recovery.RESTARTED, facts=facts, pause=budget.pause())
+    return Following(outcome=budget.refused(outcome))
 
 
 def _meet_again(
@@ -287,18 +289,18 @@ def _meet_again(
 
 
 def _with_less(
-    job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, lost: Restarts
+    job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, budget: Restarts
 ) -> Following:
     """Returns what follows when memory ran out."""
     config, request = job.loaded.config, job.options.request
-    found = recovery.remedy(config, job.shape, before, request, outcome, lost.retries)
+    found = recovery.remedy(config, job.shape, before, request, outcome, budget.retries)
     if isinstance(found, str):
         return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{found}"))
-    lost.retries += 1
-    job = job.again(found)
+    budget.retries += 1
+    job = job.with_request(found)
     plan = job.plan(prepared)
     changed = recovery.facts(before, plan, outcome, checkpoint)
-    said = recovery.announcement(config, before, plan, outcome, checkpoint, lost.retries)
+    said = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
     less = {name: getattr(found, name) for name in ("halvings", "force_checkpointing", "unpack")}
     return Following(again=True, said=said, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
 
@@ -310,7 +312,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         print(f"\n{outcome.message}", file=sys.stderr)
     if outcome.stop:
         print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
-    if outcome.code in (75, 130, 143) and not recovery.is_controlled():
+    if outcome.code in (LOST, 130, 143) and not recovery.is_controlled():
         print(f"hint: continue with: make resume RUN={run.name}", file=sys.stderr)
     report = run.report if run.report.is_file() else None
     if call.json:

@@ -1,4 +1,5 @@
-"""What one launch is: what the user asked for, joined and checked, and what this machine has. Known before a run folder is touched."""
+"""What one launch is: what the user asked for, joined and checked, and what this machine has. All of it but what other machines say is known before
+a run folder is touched."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
-from sft_play.config.metrics import missing
+from sft_play.config.metrics import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, load_user_json, refuse_contradictions
 from sft_play.launch.environment import (
@@ -66,48 +67,48 @@ class LaunchOptions:
 
 
 def read_options(
-    call: Call, loaded: LoadedConfig, command: CommandStrategy, *, rehearsal: bool = False
+    call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy, *, rehearsal: bool = False
 ) -> tuple[LaunchOptions, LoadedConfig]:
     """Returns the options, and the configuration with what an accelerate config adds to it. Raises `UserError`.
 
     A `rehearsal` starts nothing, so several nodes need neither address nor rank nor name.
     """
-    path = _accelerate_config(call, loaded, command)
+    path = _accelerate_config(call, loaded, asked_strategy)
     choices = read_accelerate_config(path) if path else AccelerateChoices()
     loaded = _with_choices(loaded, choices)
-    deepspeed = _deepspeed(call, choices, loaded, command)
+    deepspeed = _deepspeed(call, choices, loaded, asked_strategy)
     if deepspeed:
         loaded = _with_batch(loaded, deepspeed)
-    strategy: CommandStrategy = command
-    if choices.strategy and command not in ("auto", choices.strategy):
+    strategy = asked_strategy
+    if choices.strategy and asked_strategy not in ("auto", choices.strategy):
         raise UserError(
-            f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for `{command}`",
+            f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for `{asked_strategy}`",
             hint=f"use `make {COMMANDS[choices.strategy]}`",
         )
-    if command == "auto" and deepspeed:
+    if asked_strategy == "auto" and deepspeed:
         strategy = "zero"
-    elif command == "auto" and choices.strategy:
+    elif asked_strategy == "auto" and choices.strategy:
         strategy = choices.strategy
-    num_nodes = _one("NUM_NODES", call.integer("NUM_NODES", minimum=1), choices.num_nodes, choices) or 1
-    node_rank = _one("NODE_RANK", call.integer("NODE_RANK", minimum=0), choices.node_rank, choices)
+    num_nodes = _typed_or_from_file("NUM_NODES", call.integer("NUM_NODES", minimum=1), choices.num_nodes, choices) or 1
+    node_rank = _typed_or_from_file("NODE_RANK", call.integer("NODE_RANK", minimum=0), choices.node_rank, choices)
     options = LaunchOptions(
         request=LaunchRequest(
             command_strategy=strategy,
-            num_gpus=_one("NUM_GPUS", call.integer("NUM_GPUS", minimum=1), choices.num_gpus, choices),
+            num_gpus=_typed_or_from_file("NUM_GPUS", call.integer("NUM_GPUS", minimum=1), choices.num_gpus, choices),
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
             **(deepspeed.request if deepspeed else {}),
         ),
         master_address=call.options.get("MASTER_ADDR") or choices.master_address,
-        master_port=_one("MASTER_PORT", call.port("MASTER_PORT"), choices.master_port, choices),
+        master_port=_typed_or_from_file("MASTER_PORT", call.port("MASTER_PORT"), choices.master_port, choices),
         run_name=call.options.get("RUN_NAME"),
         deepspeed=deepspeed,
         fsdp=choices.fsdp,
         accelerate_config=path,
-        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing(loaded.config) if rehearsal)),
+        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing_trackers(loaded.config) if rehearsal)),
     )
     if not rehearsal:
-        _check(options, command, node_rank_given=node_rank is not None)
+        _check(options, asked_strategy, node_rank_given=node_rank is not None)
     return options, loaded
 
 
@@ -115,7 +116,7 @@ WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
 """Commands that do not look at accelerate's default file: it is of this machine, and none of theirs."""
 
 
-def _accelerate_config(call: Call, loaded: LoadedConfig, command: CommandStrategy) -> Path | None:
+def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy) -> Path | None:
     """Returns the accelerate config to read: the one that was named, else accelerate's default file where it asks for what nothing typed
     contradicts, several machines or a strategy (contract C4). Says what becomes of that one, before anything is refused because of it.
     """
@@ -126,9 +127,9 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, command: CommandStrateg
         return None
     machines, strategy = machines_and_strategy(path)
     asks = [f"{machines} machines"] if machines > 1 and "NUM_NODES" not in call.options else []
-    if strategy and command == "auto" and "DEEPSPEED_CONFIG" not in call.options and not loaded.typed("launch.strategy"):
+    if strategy and asked_strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options and not loaded.typed("launch.strategy"):
         asks.append(f"`{strategy}`")
-    if not asks or command == "single":
+    if not asks or asked_strategy == "single":
         print(f"note: accelerate's default file is not read; to use it: ACCELERATE_CONFIG={path}", file=sys.stderr)
         return None
     left_out = f"{NO_DEFAULT_FILE} leaves it out"
@@ -136,20 +137,22 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, command: CommandStrateg
     return path
 
 
-def _one(name: str, typed: int | None, from_file: int | None, choices: AccelerateChoices) -> int | None:
+def _typed_or_from_file(name: str, typed: int | None, from_file: int | None, choices: AccelerateChoices) -> int | None:
     if typed is not None and from_file is not None and typed != from_file:
         raise UserError(f"`{name}` is {typed}, but `{choices.path}` says {from_file}", hint="give it in one place only")
     return from_file if typed is None else typed
 
 
-def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, command: str) -> UserDeepSpeed | None:
+def _deepspeed(
+    call: Call, choices: AccelerateChoices, loaded: LoadedConfig, asked_strategy: CommandStrategy
+) -> UserDeepSpeed | None:
     path = call.options.get("DEEPSPEED_CONFIG")
     if path and choices.deepspeed:
         raise UserError(
             f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
         )
     user = load_user_json(Path(path)) if path else choices.deepspeed
-    if user and command in ("zero", "auto") and loaded.typed("launch.strategy"):
+    if user and asked_strategy in ("zero", "auto") and loaded.typed("launch.strategy"):
         wanted = loaded.config.launch.strategy
         if wanted not in ("auto", f"zero{user.stage}"):
             raise UserError(
@@ -185,14 +188,14 @@ def set_train(loaded: LoadedConfig, values: Mapping[str, Any], places: Mapping[s
     return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": place for key, place in places.items()}})
 
 
-def _check(options: LaunchOptions, command: CommandStrategy, *, node_rank_given: bool) -> None:
+def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank_given: bool) -> None:
     request = options.request
     if request.num_nodes == 1:
         if request.node_rank or options.master_address:
             given = "NODE_RANK" if request.node_rank else "MASTER_ADDR"
             raise UserError(f"`{given}` is given, but `NUM_NODES` is 1", hint="set NUM_NODES to the number of machines")
         return
-    if command == "single":
+    if asked_strategy == "single":
         raise UserError("`make train` runs one process; `NUM_NODES` needs several", hint="use `make train-distributed`")
     missing = [] if node_rank_given else ["NODE_RANK"]
     missing += [] if options.master_address else ["MASTER_ADDR"]
@@ -217,7 +220,7 @@ def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Everything that is known before a run folder is touched."""
+    """One launch; the fields from `rendezvous` on are known when machines have met."""
 
     call: Call
     loaded: LoadedConfig
@@ -235,6 +238,11 @@ class Job:
     """Of all nodes, where several have met."""
     shared: bool = False
     """Whether this is a node other than 0 that sees node 0's run folder."""
+
+    @property
+    def has_met(self) -> bool:
+        """Whether this is node 0 and the other machines have come."""
+        return bool(self.measured)
 
     def environment(self, plan: Plan, more: Mapping[str, str] = {}) -> WorkerEnvironment:
         """Returns the environment of this node's workers, with what this run needs `more`."""
@@ -270,11 +278,11 @@ class Job:
         """Returns where this node keeps its configuration and what it prepares: the run's folder, or its own part of a shared one."""
         return run.of_node(self.node.rank) if self.shared else run
 
-    def again(self, request: LaunchRequest) -> Job:
+    def with_request(self, request: LaunchRequest) -> Job:
         """Returns the job of another attempt on the same hardware."""
-        return replace(self, options=without_batch_numbers(replace(self.options, request=request))).elsewhere()
+        return replace(self, options=without_batch_numbers(replace(self.options, request=request))).with_fresh_port()
 
-    def elsewhere(self) -> Job:
+    def with_fresh_port(self) -> Job:
         """Returns the same job with another port, where it is ours to choose: the old one may not be free again yet."""
         ours = self.rendezvous is None and self.options.master_port is None
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
@@ -291,12 +299,12 @@ def refuse_early(job: Job) -> None:
 
     Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
     """
-    raise_all(missing(job.loaded.config))
+    raise_all(missing_trackers(job.loaded.config))
     try:
         plan = job.plan(None)
         refuse_contradictions(job.options.deepspeed, plan, job.loaded.config, job.shape)
     except HardwareError:
-        if job.node.count == 1 or job.measured:
+        if job.node.count == 1 or job.has_met:
             raise
         return
     if plan.device == "cuda":

@@ -24,7 +24,7 @@ from sft_play.files import text_sha256
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
 from sft_play.launch.job import Job
 from sft_play.launch.membership import Given
-from sft_play.launch.node import Elsewhere
+from sft_play.launch.node import EndedElsewhere
 from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
 from sft_play.launch.store import say
@@ -146,7 +146,7 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
     return replace(job, node=replace(job.node, workers_port=found["port"])), plan
 
 
-def elsewhere_of(job: Job, run: RunFolder) -> Elsewhere | None:
+def ended_elsewhere_of(job: Job, run: RunFolder) -> EndedElsewhere | None:
     """Return what tells the supervising loop how the attempt ended on another machine; `None` where there is none.
 
     On node 0 of an elastic run it also looks for machines that want to take part: they are taken in after the next checkpoint.

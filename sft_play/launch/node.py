@@ -1,4 +1,8 @@
-"""What one machine does for its ranks: starts them, watches them, passes signals on, ends them, and leaves no process behind."""
+"""What one machine does for its ranks: starts them, watches them, passes signals on, ends them, and leaves no process behind.
+
+Launcher: our own command, in which this runs. Agent: `accelerate launch`, which the launcher starts and which starts the workers. Worker: the
+process of a rank.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ FROZEN = {
 
 Standings = Mapping[str, Mapping[str, Any]]
 """Rank -> what `standing` returns."""
-Share = Callable[[Standings | None], Standings | None]
+ShareStandings = Callable[[Standings | None], Standings | None]
 """Of several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks of all
 machines stand once that is so on each of them."""
 
@@ -71,7 +75,7 @@ class Watch:
     """What was seen first."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
-    share: Share = lambda mine: mine
+    share_standings: ShareStandings = lambda mine: mine
     standing: Standings | None = None
     watched_seconds: float = 0.0
     """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
@@ -116,6 +120,7 @@ class Watch:
                             self.workers[child] = int(rank)
 
     def _gone(self) -> Loss | None:
+        """A worker that has left with an error, or without a record of how."""
         gone = [rank for worker, rank in self.workers.items() if not is_alive(worker)]
         records = exit_records(self.run, gone)
         # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
@@ -131,21 +136,21 @@ class Watch:
         stopped does neither, nor one whose disk or device does not answer.
         """
         for worker, rank in self.workers.items():
-            beating = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
+            beats_expected = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
             with contextlib.suppress(psutil.Error):
-                found = self._stuck(worker, passed, heard=rank in heard, silent=beating)
+                found = self._stuck(worker, passed, heard=rank in heard, beats_expected=beats_expected)
                 if found and not self.run.rank_exit(rank).exists():
                     where = f" {self.beats.latest[rank].where()}" if rank in self.beats.latest else ""
                     text = f"rank {rank} ({socket.gethostname()}) is frozen{where}: {found[0]}"
                     return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
         return None
 
-    def _stuck(self, process: psutil.Process, passed: float, *, heard: bool, silent: bool) -> tuple[str, str] | None:
-        """Returns how a process is frozen, and a hint. `silent`: one that sends beats, so that no beat (`heard`) is a sign too."""
+    def _stuck(self, process: psutil.Process, passed: float, *, heard: bool, beats_expected: bool) -> tuple[str, str] | None:
+        """Returns how a process is frozen, and a hint. `beats_expected`: it sends beats, so that none `heard` is a sign too."""
         state = process.status()
         spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
         before, seconds = self.silence.get(process, ((), 0.0))
-        if heard or state in BUSY or spent != before or (state not in FROZEN and not silent):
+        if heard or state in BUSY or spent != before or (state not in FROZEN and not beats_expected):
             self.silence[process] = spent, 0.0
             return None
         self.silence[process] = spent, seconds + passed
@@ -163,7 +168,7 @@ class Watch:
             self.standing = {
                 str(rank): standing(beat, self.beats.quiet(rank), stacks.get(rank, "")) for rank, beat in beats.items()
             }
-        everyone = self.share(self.standing)
+        everyone = self.share_standings(self.standing)
         return hang({int(rank): facts for rank, facts in everyone.items()}, self.run) if everyone else None
 
 
@@ -174,14 +179,14 @@ def is_worker(arguments: Sequence[str]) -> bool:
 
 
 POLL_SECONDS = 0.1
-Elsewhere = Callable[[bool], Outcome | int | None]
+EndedElsewhere = Callable[[bool], Outcome | int | None]
 """Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the workers; told whether this
 machine was asked to stop."""
 
 
 def supervise(
     arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = "",
-    elsewhere: Elsewhere | None = None, share: Share = lambda mine: mine,
+    ended_elsewhere: EndedElsewhere | None = None, share_standings: ShareStandings = lambda mine: mine,
 ) -> Outcome:  # fmt: skip
     """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
 
@@ -208,10 +213,10 @@ def supervise(
             start_new_session=True,
             preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
         )
-        watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats, share=share)
+        watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats, share_standings=share_standings)
         ended = None
         try:
-            ended = _wait(process, stop, watch, others, elsewhere)
+            ended = _wait(process, stop, watch, others, ended_elsewhere)
         finally:
             kill_descendants(process, others)
             beats.close()
@@ -220,12 +225,13 @@ def supervise(
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
         memory_kill=kills.evidence(), log_starts=log_starts,
     )  # fmt: skip
+    # Where another machine ended it, this one's workers were killed for that: what `judge` says of them is only the effect.
     return ended if ended and outcome.code else outcome
 
 
 def _wait(
-    process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Set[psutil.Process], elsewhere: Elsewhere | None
-) -> Outcome | None:
+    process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Set[psutil.Process], ended_elsewhere: EndedElsewhere | None
+) -> Outcome | None:  # fmt: skip
     """Waits for the agent; returns how the attempt ended on another machine, where this one was ended for that."""
     looked, told, killed = 0.0, False, False
     ended: Outcome | None = None
@@ -238,7 +244,7 @@ def _wait(
         if stop.wanted and not told:
             told = True
             say("stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
-        found = None if killed or elsewhere is None else elsewhere(stop.wanted)
+        found = None if killed or ended_elsewhere is None else ended_elsewhere(stop.wanted)
         if isinstance(found, int):
             stop.note(found)
         elif found and not stop.wanted and not watch.loss:

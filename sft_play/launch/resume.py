@@ -139,7 +139,7 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
     )
 
 
-ELSEWHERE = ("slurm.", "kubernetes.")
+OF_SCHEDULERS = ("slurm.", "kubernetes.")
 """Sections that say where a run is started, and nothing of what it computes."""
 BY_RESUME = "resume, in place of "
 """How the origin begins of what `with_its_batch` has computed anew; the value that was written follows, as JSON."""
@@ -148,7 +148,9 @@ BY_RESUME = "resume, in place of "
 def check_overrides(call: Call) -> None:
     """Raises `UserError` for overrides that would make it another run."""
     refused = [
-        o for o in call.overrides if o.key not in CHANGEABLE and not o.key.startswith((*STAMPED, *ELSEWHERE, "train.profile."))
+        o
+        for o in call.overrides
+        if o.key not in CHANGEABLE and not o.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
     ]
     raise_all([
         UserError(
