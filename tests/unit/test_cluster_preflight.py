@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from sft_play.cluster.findings import Examined, Pair, Seen, Wanted, judge, sum_seconds
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import NO_PROGRAM, SAYS, trouble
+from sft_play.cluster.ssh import SAYS
 from sft_play.plan.hardware import GIB
 from sft_play.text import Finding
 from tests.cluster_facts import OWN
@@ -62,15 +59,10 @@ def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = 
     [
         ({"doctor": [{"id": "driver-too-old", "severity": "error", "text": "driver 550 is too old", "remedy": "a newer one"}]}, "driver-too-old",
          "fail", "driver 550 is too old | a newer one"),
-        ({"doctor": [{"id": "shared-memory", "severity": "warning", "text": "64 MiB", "remedy": "more"}]}, "shared-memory", "warning", "64 MiB"),
         ({"gpus": [gpu(3.0)]}, "gpu-memory", "warning", "GPU 0 (NVIDIA GeForce RTX 4070) has 3.0 of 12.0 GiB free"),
-        ({"stated": 2}, "gpus", "fail", "`gpus: 2` in the inventory, but its driver shows 1 | correct `gpus` (c.yaml:5)"),
         ({"gpu_count": 0}, "gpus", "fail", "other hosts have GPUs, but its driver shows 0 (1 in the machine)"),
-        ({"packages": PACKAGES | {"torch": "2.12.0+cu130"}}, "versions", "fail",
-         "other versions than on `desktop`: torch 2.12.0+cu130 (there 2.13.0+cu130)"),
         ({"python": "3.12.1"}, "versions", "fail", "Python 3.12 (there 3.11)"),
         ({"packages": PACKAGES | {"unsloth": "2026.10.9"}}, "versions", "fail", "unsloth 2026.10.9 (there missing)"),
-        ({"skew_seconds": -1.5}, "clock", "warning", "its clock is 1.5 s behind of this machine's"),
         ({"route": {"address": "192.168.1.11", "interface": "wg0", "mtu": 1420}}, "mtu", "warning", "1420"),
     ],
 )  # fmt: skip
@@ -84,47 +76,25 @@ def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str)
     assert part in f"{found.text} | {found.remedy}"
 
 
-def test_the_master() -> None:
-    """It sends to the others by rsync (with one machine nothing is sent), and has the port."""
-    findings = judged(seen(0, rsync=False), seen(1), port_held={"held_by": None})
-    assert [one.id for one in findings["desktop"]] == ["rsync", "port-taken"] and findings["laptop"] == []
-    assert (
-        "by which code and data come from the first host" in findings["desktop"][0].text
-        and "another process" in findings["desktop"][1].text
-    )
+def test_code_is_sent_by_rsync_and_nccl_needs_gpus() -> None:
+    """With one machine nothing is sent."""
+    findings = judged(seen(0, rsync=False), seen(1))
+    assert [one.id for one in findings["desktop"]] == ["rsync"] and findings["laptop"] == []
     assert judged(seen(0, rsync=False)) == {"desktop": []}
     machines = tuple(seen(k, gpu_count=0, gpus=[]) for k in range(2))
     findings = judged(*machines, wanted=Wanted(port=29500, backend="nccl"))
     assert all("`launch.backend: nccl` needs" in some[0].text for some in findings.values())
 
 
-def ways(bad: set[tuple[str, str]] | None = None, mbit: float = 940.0, **more: Any) -> list[Pair]:
-    return [
-        Pair(a, b, "timed out") if (a, b) in (bad or ()) else Pair(a, b, None, 0.2, mbit, **more)
-        for a in NAMES
-        for b in NAMES
-        if a != b
-    ]
-
-
-def test_slow_network_is_told_once_and_in_seconds() -> None:
-    """A 100 Mbit/s line between gigabit ones: the machine behind it, and what a step would wait."""
-    pairs = [dataclasses.replace(p, mbit=94.0) if "old" in (p.source, p.target) else p for p in ways()]
+def test_slow_and_long_ways_are_warned_of_once() -> None:
+    """A 100 Mbit/s line between gigabit ones, which also takes long: the machine behind it, and what a step would wait."""
+    pairs = [Pair(a, b, None, *((12.0, 94.0) if "old" in (a, b) else (0.2, 940.0))) for a in NAMES for b in NAMES if a != b]
     findings = judged(*(seen(k) for k in range(3)), network="1Gbit", pairs=pairs)
-    assert {name: [one.id for one in some] for name, some in findings.items() if some} == {"old": ["slow-network"]}
-    assert "94 Mbit/s, the inventory says `1Gbit`; 8.4 M parameters in fp32 take 3.8 s a step" in findings["old"][0].text
+    assert {name: {one.id for one in some} for name, some in findings.items() if some} == {"old": {"slow-network", "latency"}}
+    assert any(
+        "94 Mbit/s, the inventory says `1Gbit`; 8.4 M parameters in fp32 take 3.8 s a step" in one.text for one in findings["old"]
+    )
     assert sum_seconds(34_000_000, 3, 1000 * 0.94) == pytest.approx(0.386, abs=0.001)  # 34 MB on 3 machines at 1 Gb/s
-
-
-def test_a_way_that_takes_long() -> None:
-    """A warning, once for both directions."""
-    pairs = [
-        dataclasses.replace(pair, rtt_ms=12.0) if {pair.source, pair.target} == {"desktop", "old"} else pair for pair in ways()
-    ]
-    findings = judged(*(seen(k) for k in range(3)), pairs=pairs)
-    assert {name: [(one.id, one.severity) for one in some] for name, some in findings.items() if some} == {
-        "old": [("latency", "warning")]
-    }
 
 
 def test_every_finding_is_documented() -> None:
@@ -133,23 +103,6 @@ def test_every_finding_is_documented() -> None:
     ids = {*re.findall(r'(?:_fail|_warn|Finding)\("([a-z-]+)"', code), *(row[0] for row in SAYS)}
     assert len(ids) > 20
     assert {name for name in ids if f"`{name}`" not in guide} == set()
-
-
-def test_a_machine_without_environment_answers_by_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cards are those of the driver, here of a program that answers as `nvidia-smi` does; nothing but the environment is missing."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "12282, 11870, NVIDIA GeForce RTX 4070"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    script = "import json; from sft_play.cluster import probe; print(json.dumps(probe.facts()))"
-    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    found = json.loads(done.stdout)
-    assert found["gpus"] == [{"name": "NVIDIA GeForce RTX 4070", "total_bytes": 12282 << 20, "free_bytes": 11870 << 20}]
-    assert found["gpu_count"] == 1 and found["packages"].get("torch") is None
-    laptop = seen(1, stated=2, packages={})
-    laptop.trouble = trouble(laptop.host, NO_PROGRAM, "")
-    findings = judged(seen(0), laptop)["laptop"]
-    assert [one.id for one in findings] == ["no-environment", "gpus"]
 
 
 # ---- BENCH=1

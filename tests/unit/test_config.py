@@ -121,19 +121,6 @@ def test_ambient_variables_that_nearly_are_keys(write: Write, name: str, expecte
 
 
 @pytest.mark.parametrize(
-    ("word", "key", "value"),
-    [
-        ("TRAIN_RUN_NAME=#x: [y", "run_name", "#x: [y"),
-        ("TRAIN_REPORT_TO=wandb", "report_to", "wandb"),
-        ("TRAIN_LR_SCHEDULER_KWARGS={num_cycles: 2}", "lr_scheduler_kwargs", {"num_cycles": 2}),
-        ("TRAIN_RUN_NAME= x ", "run_name", " x "),
-    ],
-)
-def test_further_training_arguments_are_typed_by_the_table(write: Write, word: str, key: str, value: object) -> None:
-    assert load(write(""), word).config.train.extra[key] == value
-
-
-@pytest.mark.parametrize(
     ("word", "expected"),
     [
         ("TRAIN_EPOCHS=", "expected a number > 0"),

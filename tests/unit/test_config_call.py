@@ -70,14 +70,11 @@ def test_no_two_keys_share_a_variable() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train", "--world-size", "2"], "`train-distributed NUM_GPUS=2`"),
         (["train", "--load_in_4bit"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
         (["train", "LORA_R=2"], "`TUNING_LORA_R=2`"),
-        (["train", "TRAIN_BACH_SIZE=2"], "`TRAIN_BATCH_SIZE=2`"),
         (["train", "--json"], "`JSON=1`"),
         (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
         (["train", "XYZZY=2"], "hint: `train` takes `ACCELERATE_CONFIG`, `CONFIG`, `JSON`, "),
-        (["serve", "XYZZY=2"], "hint: `serve` takes `CHECKPOINT`, `HOST`, `JSON`, `MODEL`, `PORT`, `RUN`, and"),
         (["train", "TRAIN_SEED=1", "train.seed=2"], "`train.seed` is given twice"),
         (["train", "JSON=perhaps"], "expected `1` or `0`"),
         (["train", "MODEL_NAME=\udcff"], "`MODEL_NAME` is not UTF-8 text"),

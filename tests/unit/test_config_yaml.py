@@ -36,13 +36,6 @@ def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None
     assert found == {"a": value} and type(found["a"]) is type(value)  # type: ignore[index]
 
 
-def test_every_value_knows_the_line_of_its_key() -> None:
-    root = parse_yaml("# a comment\na:\n  b: 1\n\n  c:\n    - x\n    - y: |\n        text\n", "x.yaml").value
-    inner = root["a"].value
-    assert (root["a"].line, inner["b"].line, inner["c"].line) == (2, 3, 5)
-    assert [node.line for node in inner["c"].value] == [6, 7]
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

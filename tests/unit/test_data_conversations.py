@@ -28,10 +28,6 @@ def refused(row: Row, form: str | None = None, **options: Any) -> DataError:
     return caught.value
 
 
-def turns(*roles: str) -> Row:
-    return {"messages": [{"role": role, "content": role} for role in roles]}
-
-
 # ---- Conversations
 
 
@@ -89,7 +85,7 @@ def test_alpaca_history_comes_before_the_question() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (turns("user", "assistant", "tool", "user", "assistant"), "user after tool (turn 4)"),
+        ({"messages": [USER, ANSWER, {"role": "tool", "content": "2"}, USER, ANSWER]}, "user after tool (turn 4)"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add()"}]}, "is text that is not JSON"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "`messages[1].train` is text; expected true or false"),
         ({"prompt": [USER], "completion": "a"}, "`prompt` is a list and `completion` is text"),
@@ -106,12 +102,11 @@ def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
 # ---- Text, tokens, groups
 
 
-@pytest.mark.parametrize("mask", [None, [0, 1, 1, 1, 0]])
-def test_tokens_are_taken_without_their_padding(mask: list[int] | None) -> None:
-    example = read({"input_ids": [0, 1, 2, 3, 0], "labels": [-100, -100, 2, 3, -100], "attention_mask": mask})
-    assert (example.input_ids, example.labels) == (
-        ([0, 1, 2, 3, 0], [-100, -100, 2, 3, -100]) if mask is None else ([1, 2, 3], [-100, 2, 3])
-    )
+def test_tokens_are_taken_without_their_padding() -> None:
+    row = {"input_ids": [0, 1, 2, 3, 0], "labels": [-100, -100, 2, 3, -100]}
+    whole, cut = read(row), read(row | {"attention_mask": [0, 1, 1, 1, 0]})
+    assert (whole.input_ids, whole.labels) == (row["input_ids"], row["labels"])
+    assert (cut.input_ids, cut.labels) == ([1, 2, 3], [-100, 2, 3])
 
 
 @pytest.mark.parametrize(("row", "said"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")])

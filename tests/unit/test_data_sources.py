@@ -15,6 +15,7 @@ import pytest
 from pyarrow import ipc, parquet
 
 from sft_play.config.schema import DataSource
+from sft_play.data.datasets import read_builtin
 from sft_play.data.example import OTHER_FILE, LeftOut
 from sft_play.data.formats import read_questions, recognise, to_example
 from sft_play.data.readers import read_file
@@ -63,6 +64,77 @@ def arrow_bytes(kind: str) -> bytes:
         with opener(sink, table().schema) as writer:
             writer.write_table(table(), max_chunksize=10)
     return bytes(sink.getvalue().to_pybytes())
+
+
+# ---- Files
+
+
+TWO = [{"prompt": 'a, "b"', "completion": "c\nd"}, {"prompt": "ä", "completion": "2"}]
+CONTENTS: dict[str, str] = {
+    "rows.jsonl": "\n".join(json.dumps(row) for row in TWO) + "\n\n",
+    "rows.json": json.dumps(TWO, indent=1),
+    "lines.json": "\n".join(json.dumps(row) for row in TWO),
+    "rows.csv": 'prompt,completion\r\n"a, ""b""","c\nd"\r\nä,2\r\n',
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "bom"])
+def test_each_kind_of_file_gives_the_same_rows(name: str, mark: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, (mark + CONTENTS[name]).encode())
+    assert [row for _, row in read_file(path)] == TWO
+
+
+def test_globs_and_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "deep/c"):
+        write(tmp_path / f"{name}.jsonl", json.dumps({"prompt": name}).encode())
+    write(tmp_path / "notes.txt", b"not data")
+    (tmp_path / "empty.json").mkdir()
+
+    def prompts(pattern: Path) -> list[str]:
+        return [row["prompt"] for row in rows_of(pattern)]
+
+    assert prompts(tmp_path / "*.jsonl") == ["a", "b"]
+    assert prompts(tmp_path / "**" / "*.jsonl") == ["a", "b", "deep/c"]
+    assert prompts(tmp_path) == ["a", "b", "deep/c"]
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "deep/folder/missing"])
+def test_a_missing_file_is_named(name: str) -> None:
+    error = refused(name)
+    assert (error.place, error.message) == (name, "there is no such file")
+
+
+def test_a_glob_without_a_match_and_a_folder_without_data_are_named(tmp_path: Path) -> None:
+    assert f"no file matches `{tmp_path}/*.csv`" in refused(tmp_path / "*.csv").message
+    assert refused(tmp_path).place == str(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ("3", "a number"), ('"text"', "text"), ("null", "empty")])
+def test_a_line_that_is_no_object_is_named(content: str, kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", content.encode())
+    error = refused(path)
+    assert error.place == f"{path}:1"
+    assert kind in error.message
+
+
+# ---- The built-in set
+
+
+@pytest.mark.slow
+def test_the_built_in_set_is_stable_and_its_modules_do_not_overlap() -> None:
+    train, validation = list(read_builtin("docstrings", "train")), list(read_builtin("docstrings", "validation"))
+    assert len(train) > 1000
+    assert len(validation) == 80
+    assert {place.split()[0] for place, _ in train}.isdisjoint(place.split()[0] for place, _ in validation)
+    assert validation == list(read_builtin("docstrings", "validation"))
+    assert all(recognise(row) == "messages" for _, row in train + validation)
+
+
+@pytest.mark.parametrize(("path", "split"), [("builtin:poems", None), ("builtin:docstrings", "test")])
+def test_an_unknown_built_in_set_or_split_names_what_there_is(path: str, split: str | None) -> None:
+    error = refused(path, split=split)
+    assert "docstrings" in f"{error.message} {error.hint}"
 
 
 # ---- Compressed, Arrow
@@ -117,9 +189,7 @@ def test_a_conversation_under_other_names(tmp_path: Path) -> None:
     assert [turn["content"] for turn in example.messages or []] == [turn["body"] for turn in turns]
     [question] = read_questions(path, [THREAD])
     assert question.reference == "by agent" and question.messages[-1] == {"role": "user", "content": "by visitor"}
-    row = json.dumps({"c": {"turns": turns}}).encode()
-    assert rows_of(write(tmp_path / "b.jsonl", row), columns=THREAD | {"messages": "c.turns"})[0]["messages"][1]["role"] == "user"
-    assert "lacks; its columns are" in refused(tmp_path / "b.jsonl", columns={"messages": "c.x"}).message
+    assert "lacks; its columns are" in refused(path, columns={"messages": "c.x"}).message
     with pytest.raises(DataError) as caught:
         recognise(rows_of(path)[0])
     assert "columns: {messages: thread, messages.role: NAME," in (caught.value.hint or ""), "no format has such names"
@@ -188,8 +258,7 @@ def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
 
     ten = chosen(10, 1)
     assert left.counts == {"not chosen by `rows`": len(ROWS) - 10}
-    assert len(ten) == 10
-    assert ten == sorted(ten) == chosen(10, 1)
+    assert len(ten) == 10 and ten == sorted(ten) == chosen(10, 1)
     assert set(ten) < set(chosen(20, 1))
     assert ten != chosen(10, 2)
     assert chosen(1000, 1) == list(range(len(ROWS)))

@@ -121,8 +121,6 @@ def test_auto_is_filled_from_the_plan(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ('"train_micro_batch_size_per_gpu": 4', ("is `4`", "uses `2`", "train.batch_size")),
-        ('"train_batch_size": 64', ("is `64`", "uses `32`", "train.global_batch_size")),
-        ('"gradient_clipping": 0.5', ("is `0.5`", "uses `1.0`", "train.max_grad_norm")),
         ('"bf16": {"enabled": true}', ("`bf16.enabled` is `true`", "uses `false`", "fp32")),
         ('"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}', ("is `0.1`", "uses `0.0002`", "the same under `train.`")),
         ('"log_level": "auto"', ("nothing decides it",)),

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sft_play.errors import HardwareError
-from sft_play.plan.detect import detect
 from sft_play.plan.hardware import CATALOGUE, GIB, find_card, parse_hardware
-from tests.nvml_double import RTX3090, Machine, move_to
 
 # What the driver says.
 
@@ -20,10 +16,9 @@ def test_names_from_the_catalogue() -> None:
     assert four.devices[0].peak_flops == 989e12 and four.devices[0].bf16 and four.devices[0].fp8
     for text, names in {
         "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2,
-        "3090 ti": ["RTX3090Ti"],
         "2 RTX 3090": ["RTX3090"] * 2, "24 GB": ["24 GB GPU"], "A6000": ["RTXA6000"], "3080 12GB": ["RTX3080 12GB"],
-        "2x7.5GB": ["7.5 GB GPU"] * 2, "12GB+8GB": ["12 GB GPU", "8 GB GPU"], "2x8xH100": ["H100"] * 8,
-        "2x4090 48GB": ["RTX4090 48GB"] * 2, "A100 SXM4 40GB": ["A100-40GB"],
+        "12GB+8GB": ["12 GB GPU", "8 GB GPU"], "2x8xH100": ["H100"] * 8,
+        "A100 SXM4 40GB": ["A100-40GB"],
     }.items():  # fmt: skip
         assert [device.name for device in parse_hardware(text).devices] == names
     assert 11.5 * GIB < parse_hardware("3080 12GB").devices[0].memory_bytes < 12 * GIB
@@ -52,7 +47,7 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
     ("driver", "expected"),
     [
         ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla T4", "T4"),
-        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA RTX A6000", "RTXA6000"),
+        ("NVIDIA RTX A6000", "RTXA6000"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX4090Laptop"), ("NVIDIA GeForce RTX 3090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
     ],
@@ -60,18 +55,3 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
 def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
     found = find_card(driver)
     assert (found[0] if found else None) == expected
-
-
-@pytest.mark.parametrize(
-    ("variable", "shown"),
-    [
-        (None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("GPU-22,0", [2, 0]), ("0,-1,2", [0]),
-    ],
-)  # fmt: skip
-def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str | None, shown: list[int]) -> None:
-    move_to(monkeypatch, Machine(cards=(RTX3090,) * 3), tmp_path)
-    if variable is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    hardware = detect()
-    assert [device.number for device in hardware.devices] == (shown or [None])
-    assert (hardware.driver_cuda, hardware.kind) == (("13.0", "cuda") if shown else (None, "cpu"))

@@ -44,20 +44,6 @@ def refusal(folder: Path, extra: str = "", *, kind: str = "MULTI_GPU", precision
     return caught.value.render()
 
 
-def test_ddp(tmp_path: Path) -> None:
-    choices = read(tmp_path, "gpu_ids: all\nmain_process_port: 29511\n")
-    assert (choices.strategy, choices.num_gpus, choices.num_nodes, choices.master_port) == ("ddp", 2, 1, 29511)
-    assert choices.train == {"bf16": True, "fp16": False}
-
-
-def test_several_machines(tmp_path: Path) -> None:
-    base = BASE.replace("num_machines: 1", "num_machines: 2").replace("machine_rank: 0", "machine_rank: 1")
-    choices = read(tmp_path, "main_process_ip: 10.0.0.1\nmain_process_port: 29500\n", base=base)
-    assert (choices.num_gpus, choices.num_nodes, choices.node_rank, choices.master_address) == (1, 2, 1, "10.0.0.1")
-    odd = base.replace("num_processes: 2", "num_processes: 3")
-    assert "`num_processes` is 3 for 2 machines" in refusal(tmp_path, base=odd)
-
-
 def test_deepspeed_by_stage(tmp_path: Path) -> None:
     extra = (
         "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 4\n"
@@ -118,12 +104,3 @@ def test_fsdp2(tmp_path: Path) -> None:
 def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[str, ...]) -> None:
     message = refusal(tmp_path, extra, kind=kind)
     assert all(word in message for word in words), message
-
-
-def test_not_a_config(tmp_path: Path) -> None:
-    path = tmp_path / "acc.yaml"
-    path.write_text("- a\n")
-    with pytest.raises(UserError, match="not an accelerate config"):
-        read_accelerate_config(path)
-    with pytest.raises(UserError, match="no such file"):
-        read_accelerate_config(tmp_path / "none.yaml")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.errors import CheckpointError, UserError
+from sft_play.errors import UserError
 from sft_play.launch.attempt import show_launch, worker_arguments
 from sft_play.launch.environment import Node, worker_environment
-from sft_play.launch.run_folder import find_run, lock_run, record_event, reserve_folder
+from sft_play.launch.run_folder import lock_run, record_event, reserve_folder
 from sft_play.launch.runs import holders
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_deepspeed_json import make_plan
@@ -34,13 +34,6 @@ def test_an_existing_name_is_refused_and_nothing_is_lost(runs: Path) -> None:
     assert (runs / "a" / "precious").exists()
 
 
-def test_a_failure_after_the_start_keeps_the_run() -> None:
-    with pytest.raises(RuntimeError), reserve_folder("c") as run:
-        record_event(run, "started")
-        raise RuntimeError
-    assert run.events.is_file()
-
-
 def test_a_second_node_joins_once() -> None:
     with reserve_folder("d") as run:
         record_event(run, "started", node_rank=0)
@@ -49,17 +42,6 @@ def test_a_second_node_joins_once() -> None:
             record_event(joined, "started", node_rank=1)
         with pytest.raises(UserError, match="exists already"), reserve_folder("d", node_rank=1):
             pass
-
-
-def test_unknown_run_lists_those_that_exist(runs: Path) -> None:
-    (runs / "known").mkdir(parents=True)
-    (runs / "known" / "config.json").write_text("{}")
-    assert find_run("known").name == "known"
-    assert find_run(str(runs / "known")).name == "known"
-    with pytest.raises(CheckpointError) as caught:
-        find_run("other")
-    assert caught.value.exit_code == 5
-    assert "known" in caught.value.render()
 
 
 STRAY = {

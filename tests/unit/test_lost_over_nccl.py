@@ -95,12 +95,6 @@ def logged(tmp_path: Path, records: dict[int, dict[str, Any]], words: dict[int, 
     return run
 
 
-def test_an_error_of_the_user_stays_one_though_its_peers_abort(tmp_path: Path) -> None:
-    run = logged(tmp_path, {1: record(4, 2.0, "error: row 7 is damaged")}, {0: REMOTE, 2: REMOTE})
-    outcome = judge(run, range(3), agent_code=1, agent_log=summary({0: -6, 2: -6, 1: 4}), loss=Loss(cause="killed", rank=0))
-    assert (outcome.code, outcome.rank) == (4, 1)
-
-
 @pytest.mark.parametrize("text", [REMOTE, TIMEOUT])
 def test_a_survivor_alone_has_lost_its_peer(text: str, tmp_path: Path) -> None:
     """The machine of the rank that was lost is another one, and torchrun has asked this machine's other rank to leave."""

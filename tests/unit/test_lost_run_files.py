@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig, load_config, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import append_json_line
 from sft_play.launch.job import LaunchOptions, read_options
-from sft_play.launch.resume import as_resume, choose_checkpoint, existing_run
-from sft_play.launch.run_folder import (
-    find_run,
-    has_started,
-    last_plan,
-    launches,
-    reserve_folder,
-)  # fmt: skip
+from sft_play.launch.resume import as_resume, choose_checkpoint, existing_run, launch_facts
+from sft_play.launch.run_folder import find_run, has_started, record_event, reserve_folder
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp
-from tests.unit.test_same_command import begun, config
+from tests.plans import simple_plan
+
+
+def config(folder: Path) -> LoadedConfig:
+    path = folder / "one.yaml"
+    path.write_text("model: {name: x/y}\ndata: {train_path: rows.jsonl}\nlaunch: {auto_resume: true}\n")
+    return load_config(path, environ={})
 
 
 def typed(folder: Path) -> LaunchOptions:
@@ -36,7 +37,11 @@ def typed(folder: Path) -> LaunchOptions:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run of one process that has saved a checkpoint."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path))
-    run = begun(tmp_path, "train", {})
+    run = RunFolder(tmp_path / "demo")
+    run.path.mkdir()
+    save_config(config(tmp_path), run.config)
+    simple_plan().save(run.plan)
+    record_event(run, "started", launch=launch_facts(typed(tmp_path)))
     checkpoint = run.checkpoint(30)
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text("{}")
@@ -62,21 +67,6 @@ def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, left: str)
         as_resume(Call(command="train", options={"RUN_NAME": "demo"}), typed(folder), config(folder), run)
     assert refused.value.place == str(run.events)
     assert (f"take RUN={run.path} CHECKPOINT=step-000030" in (refused.value.hint or "")) == (left == "checkpoints")
-
-
-def test_a_lost_plan_is_told_with_its_place(run: RunFolder) -> None:
-    run.plan.unlink()
-    with pytest.raises(CheckpointError, match=r"its `plan.json` is missing") as refused:
-        last_plan(run)
-    assert refused.value.place == str(run.plan) and "CHECKPOINT=step-000030" in (refused.value.hint or "")
-
-
-def test_a_run_that_never_started_is_told_so(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "demo")
-    run.path.mkdir()
-    for ask in (last_plan, launches):
-        with pytest.raises(CheckpointError, match="never started"):
-            ask(run)
 
 
 def test_a_lost_configuration_is_named(run: RunFolder) -> None:

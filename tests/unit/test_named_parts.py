@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import read_config
 from sft_play.errors import CheckpointError
 from sft_play.files import write_json
 from sft_play.launch.run_folder import find_run
@@ -54,26 +53,7 @@ def test_a_link_out_of_the_run_is_refused_with_its_target(run: RunFolder, name: 
         assert "step-000020, step-000030" in hint and "best" not in hint
 
 
-def test_an_unknown_checkpoint_is_answered_with_what_there_is(run: RunFolder) -> None:
-    with pytest.raises(CheckpointError, match="has no checkpoint `best`") as refused:
-        weights_folder(run, "best")
-    assert refused.value.hint == "CHECKPOINT= takes last, step-000020, step-000030"
-    for name in ("../../demo/checkpoints/step-000020", "", ".."):
-        with pytest.raises(CheckpointError):
-            find(f"demo@{name}")
-
-
 def test_a_checkpoint_is_no_run(run: RunFolder) -> None:
     with pytest.raises(CheckpointError, match="is a checkpoint, not a run") as refused:
         find_run(str(run.checkpoint(20)))
     assert f"RUN={run.path}" in (refused.value.hint or "")
-
-
-@pytest.mark.parametrize(
-    ("content", "why"), [('{"config": {"mod', "it is cut short, or no JSON"), ('{"model_type": "llama"}', "it has no 'config'")]
-)
-def test_a_damaged_configuration_says_what_it_is_and_what_helps(run: RunFolder, content: str, why: str) -> None:
-    run.config.write_text(content)
-    with pytest.raises(CheckpointError) as refused:
-        read_config(run.config)
-    assert why in refused.value.message and refused.value.place == str(run.config) and "backup" in (refused.value.hint or "")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -120,14 +120,9 @@ def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Calla
     whole = planned([100, 60] * 200, batch_size=32)
     assert whole.pack_tokens == 0 and "packing" not in reasons(whole)
     long_rows = planned([400, 500] * 200, batch_size=1)
-    assert long_rows.pack_tokens == 0
-    assert "packing off: 32 rows in 32.0 packs of 512 tokens" in reasons(long_rows) and "worth it from 10% fewer" in reasons(
-        long_rows
-    )
+    assert long_rows.pack_tokens == 0 and "worth it from 10% fewer" in reasons(long_rows)
     bloom = planned([100, 60] * 200, shape=replace(SHAPE, model_type="bloom"), batch_size=1)
     assert bloom.pack_tokens == 0 and "packing off: `bloom` is not among the families" in reasons(bloom)
-    gave_up = planned([100, 60] * 200, LaunchRequest(unpack=True), batch_size=1)
-    assert gave_up.pack_tokens == 0 and "packing off: memory ran out with it" in reasons(gave_up)
 
 
 def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
@@ -144,10 +139,11 @@ def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan])
     outcome = Outcome(
         code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out in step 3", doing={"phase": "training"}
     )
-    cases: list[tuple[Literal["auto", "on"], bool]] = [("auto", True), ("on", False)]
-    for packing, unpack in cases:
-        config = Config(model=ModelConfig(name="m", max_seq_len=512), data=DataConfig(), train=TrainConfig(packing=packing))
-        request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
-        assert isinstance(request, LaunchRequest) and request.unpack is unpack and request.force_checkpointing is not unpack
+    config = Config(model=ModelConfig(name="m", max_seq_len=512))
+    request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
+    assert isinstance(request, LaunchRequest) and request.unpack and not request.force_checkpointing
+    kept = replace(config, train=TrainConfig(packing="on"))
+    request = remedy(kept, SHAPE, plan, LaunchRequest(), outcome, 0)
+    assert isinstance(request, LaunchRequest) and request.force_checkpointing and not request.unpack
     after = planned([100, 60] * 200, LaunchRequest(unpack=True), batch_size=1)
     assert "packing on -> off" in announcement(config, plan, after, outcome, None, 1)

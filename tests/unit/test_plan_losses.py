@@ -44,11 +44,7 @@ def test_what_cannot_be_chunked_says_why() -> None:
     on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
     case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}
     plan = plan_of("2xH200", command_strategy="zero", zero_stage=3, **case)
-    assert plan.loss_chunk == 0
-    assert (
-        reason(plan)
-        == "head and loss at all 4096 label positions at once, 6.96 GiB: ZeRO-3 gathers the head's adapters one by one"
-    )
+    assert plan.loss_chunk == 0 and reason(plan).endswith("ZeRO-3 gathers the head's adapters one by one")
     assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 384
     unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
     assert unsloth.loss_chunk == 0 and reason(unsloth).endswith("unsloth has its own loss")

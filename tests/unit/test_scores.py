@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +15,8 @@ from sft_play.evaluation.scores import (
     LibraryMetric,
     check_library_metrics,
     exact_match,
-    how_scored,
     normalise,
     paired_difference,
-    resamples,
     rouge,
     score_answers,
     token_f1,
@@ -58,18 +55,8 @@ def test_bleu_and_chrf_are_sacrebleus_own(name: str) -> None:
     assert interval.mean == pytest.approx(own.score, abs=1e-12)
     # sacrebleu draws with a generator of its own, and gives half the width of its interval.
     assert (interval.high - interval.low) / 2 == pytest.approx(own._ci, rel=0.15)
-    picks = next(iter(resamples(len(answers))))
-    again = scorer.corpus_score([answers[i] for i in picks], [[references[i] for i in picks]]).score
-    assert interval.low - 5 < again < interval.high + 5
     for row, answer, reference in zip(scored.each, answers, references, strict=True):
         assert row[name] == pytest.approx(sentences.sentence_score(answer, [reference]).score, abs=1e-12)
-    assert how_scored([name])["sacrebleu"] == {name: str(_with_one_reference(scorer).get_signature())}
-
-
-def _with_one_reference(scorer: Any) -> Any:
-    fresh = type(scorer)(force=True) if isinstance(scorer, BLEU) else type(scorer)()
-    fresh.corpus_score(["a"], [["a"]])
-    return fresh
 
 
 @pytest.mark.parametrize(
@@ -78,8 +65,6 @@ def _with_one_reference(scorer: Any) -> Any:
         ("The cat sat.", "cat sat", 1, 1),  # articles, case and punctuation do not count
         ("the cat", "cat a dog", 0, 2 / 3),
         ("cat cat dog", "cat", 0, 1 / 2),  # a word counts as often as it stands there
-        ("the", "a", 1, 1),  # both are empty once normalised
-        ("1,000", "1000", 1, 1),
         ("theory", "ory", 0, 0),  # only whole words are articles
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, DataSource, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import DataError, UserError
 from sft_play.files import read_json
-from sft_play.model.scratch import describe_source, resolve
+from sft_play.model.scratch import resolve
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.plan.architecture import architecture_of, label, shape_of
 from tests.conftest import ROOT
@@ -44,8 +43,6 @@ def refused(**variables: str) -> str:
         ({"TUNING_MODE": "-"}, "`tuning.mode` is `lora`: adapters over random weights learn little\n\nhint: set `tuning.mode: full`"),
         ({"MODEL_VOCAB_SIZE": "100"}, "`model.vocab_size` is 100, but a byte-level tokenizer has at least 260 tokens"),
         ({"MODEL_NAME": "a/b"}, "`model.name` and `model.vocab_size`, `model.hidden_size`, `model.attention_heads`, `model.layers` are both"),
-        ({"MODEL_INIT": "pretrained", "MODEL_NAME": "a/b"}, "`model.layers` is 2, but a pretrained model has its own shape"),
-        ({"MODEL_INIT": "-", "MODEL_NAME": "a/b", "MODEL_TOKENIZER": "train"}, "a pretrained model's embeddings were learnt for its own"),
         ({"TUNING_TASK": "cpt", "DATA_SOURCES": "[{path: a.jsonl, format: messages}]"}, "hint: set `tuning.task: mixed`"),
         ({"DATA_SOURCES": "[{path: a.jsonl}, {path: b, format: text}]"}, "`data.sources[1].format` is `text`, but `tuning.task: sft` learns answers"),
     ],
@@ -75,9 +72,7 @@ def test_weights_are_made_once_and_by_the_seed(
     config = scratch()
     first = resolve(config)
     assert "training a tokenizer of 600 tokens" in capsys.readouterr().err
-    left = Path(first.path).parent / f".making.{socket.gethostname()}.{2**22 + 1}.killed"  # above the kernel's largest process id
-    left.mkdir()
-    assert resolve(config) == first and not capsys.readouterr().err and not left.exists()
+    assert resolve(config) == first and not capsys.readouterr().err
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "two"))
     again = resolve(config)
     assert again.fingerprint == first.fingerprint and again.tokenizer_fingerprint == first.tokenizer_fingerprint
@@ -90,7 +85,6 @@ def test_weights_are_made_once_and_by_the_seed(
     written, planned = read_json(Path(first.path) / "config.json"), architecture_of(config.model)
     assert all(written[key] == value for key, value in planned.items()), written
     assert first.source == "scratch" and first.name == label(config.model)
-    assert "random weights from train.seed 42, a tokenizer trained on the training data" in describe_source(config, first)
 
 
 def test_a_trained_tokenizer_writes_any_text_and_chatml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,17 +126,11 @@ def test_the_shape_of_another_model_with_random_weights(tiny: Path, tmp_path: Pa
 def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     model = build_tiny_llama(tmp_path / "model", vocab=1024)
-    same, other, larger = tmp_path / "same", tmp_path / "other", tmp_path / "larger"
+    same, larger = tmp_path / "same", tmp_path / "larger"
     build_tokenizer(same)
     settings = json.loads((same / "tokenizer_config.json").read_text())
     (same / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
-    for folder, vocab in ((other, 700), (larger, 1500)):
-        build_tokenizer(folder, vocab=vocab)
-    parts = json.loads((other / "tokenizer.json").read_text())
-    words = parts["model"]["vocab"]
-    moved = [word for word, index in words.items() if index in (600, 601)]
-    words[moved[0]], words[moved[1]] = words[moved[1]], words[moved[0]]
-    (other / "tokenizer.json").write_text(json.dumps(parts))
+    build_tokenizer(larger, vocab=1500)
     plain = Config(model=ModelConfig(name=str(model)))
     before = resolve(plain)
 
@@ -152,7 +140,5 @@ def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_pat
     found = resolve(with_tokenizer(same))
     assert found.fingerprint == before.fingerprint and found.tokenizer_fingerprint != before.tokenizer_fingerprint
     assert load_tokenizer(found.path).model_max_length == 77 and (Path(found.path) / "model.safetensors").is_file()
-    with pytest.raises(DataError, match="2 of the tokenizer's 700 tokens have the number of another token"):
-        resolve(with_tokenizer(other))
     with pytest.raises(DataError, match="476 of the tokenizer's 1500 tokens have no row in the embedding"):
         resolve(with_tokenizer(larger))

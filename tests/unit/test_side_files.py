@@ -16,18 +16,6 @@ TORN = '{"event": "failed", "reason": "Größe'.encode()[:-2]
 """A line that a crash has cut inside a letter."""
 
 
-def test_a_line_cut_inside_a_letter_costs_nothing_but_itself(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    assert read_json_lines(path) == []
-    append_json_line(path, {"event": "started"})
-    with path.open("ab") as stream:
-        stream.write(TORN[: TORN.index("ö".encode()) + 1])
-    assert read_json_lines(path) == [{"event": "started"}]
-    append_json_line(path, {"event": "resumed"})
-    append_json_line(path, {"event": "finished"})
-    assert [row["event"] for row in read_json_lines(path)] == ["started", "resumed", "finished"]
-
-
 def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.config.write_text("{}")

@@ -1,4 +1,4 @@
-"""Requests to stop, their pure parts, and a worker's way of hearing them (a bare process, no training)."""
+"""What a run that stops says, and what the same command or a resume then amounts to."""
 
 from __future__ import annotations
 
@@ -8,60 +8,22 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sft_play.config.call import Call
+from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import UserError
-from sft_play.launch.resume import changes, is_longer, refuse_fewer_steps, steps_asked
-from sft_play.launch.run_folder import read_events
-from sft_play.launch.verdict import record_stop, stop_facts
+from sft_play.launch.resume import is_longer, refuse_fewer_steps, steps_asked, with_its_batch
+from sft_play.launch.verdict import stop_facts
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import CHANGEABLE
 from tests.conftest import ROOT
 from tests.plans import simple_plan
-
-WORKER = """
-import sys, time
-from pathlib import Path
-from sft_play.runs.folder import RunFolder
-from sft_play.training import process
-process.PATIENCE_SECONDS, process.AFTER_SAVE_SECONDS = 1.5, 0.5
-doing = process.Activity()
-request = process.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=0, activity=doing)
-request.listen()
-{body}
-"""
-UNSAVED = "request.step = 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
-
-
-def start(folder: Path, body: str) -> tuple[subprocess.Popen[str], str]:
-    """Starts a worker; returns it with what it said when it was ready."""
-    (folder / "logs").mkdir()
-    program = WORKER.format(body=textwrap.dedent(body))
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(folder)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert process.stdout is not None
-    return process, process.stdout.readline()
-
-
-def record(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "logs" / "exit-rank0.json").read_text())
-    return found
-
-
-def test_what_is_lost_without_checkpoints_is_said(tmp_path: Path) -> None:
-    process, _ = start(tmp_path, UNSAVED)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert process.returncode == 143
-    assert record(tmp_path)["note"] == "`train.save_strategy` is `no`, so nothing of this run is kept; step 4 had ended"
 
 
 def test_nohup_is_obeyed() -> None:
@@ -91,31 +53,10 @@ def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
     assert stop_facts(run, (signal.SIGTERM,), [STOPPED])["saved"] == "step-000008" and time.process_time() - began < 5
 
 
-@pytest.mark.parametrize(("stop", "code", "name"), [(SystemExit(143), 143, "SIGTERM"), (KeyboardInterrupt(), 130, "SIGINT")])
-def test_a_stop_while_no_worker_lives_is_recorded(tmp_path: Path, stop: BaseException, code: int, name: str) -> None:
-    run = RunFolder(tmp_path)
-    with pytest.raises(type(stop)), record_stop(run, 1):
-        raise stop
-    (event,) = read_events(run)
-    assert (event["event"], event["code"], event["signal"], event["node"], event["saved"]) == ("stopped", code, name, 1, None)
-    with pytest.raises(type(stop)), record_stop(RunFolder(tmp_path / "gone"), 0):  # where nothing can be written
-        raise stop
-
-
-def loaded(folder: Path, train: str) -> LoadedConfig:
+def loaded(folder: Path, train: str, typed: tuple[Override, ...] = ()) -> LoadedConfig:
     path = folder / "one.yaml"
     path.write_text(f"model: {{name: x/y}}\ndata: {{train_path: rows.jsonl}}\ntrain: {{{train}}}\n")
-    return load_config(path)
-
-
-def test_keys_that_changed_are_found_with_their_place(tmp_path: Path) -> None:
-    old = loaded(tmp_path, "max_steps: 5, logging_first_step: true")
-    assert changes(old, loaded(tmp_path, "max_steps: 5, logging_first_step: true")) == []
-    found = changes(old, loaded(tmp_path, "max_steps: 9, weight_decay: 0.1, logging_first_step: false"))
-    assert {(one.key, one.text) for one in found} == {
-        ("train.max_steps", "9"), ("train.weight_decay", "0.1"), ("train.logging_first_step", "false")
-    }  # fmt: skip
-    assert all("one.yaml" in one.origin for one in found)
+    return load_config(path, typed)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +80,28 @@ def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
     refuse_fewer_steps(config, plan, tmp_path / "step-000003")
     with pytest.raises(UserError, match="3 steps in all are asked for, and `step-000008` has made 8"):
         refuse_fewer_steps(config, plan, tmp_path / "step-000008")
+
+
+@pytest.mark.parametrize(
+    ("train", "typed", "world", "expected"),
+    [
+        ("batch_size: 2, grad_accum: 2", None, 2, (2, 2, "auto")),
+        ("batch_size: 2, grad_accum: 2", None, 3, (2, "auto", 8)),
+        ("batch_size: 2, grad_accum: 2", "1", 2, (1, "auto", 8)),
+        ("batch_size: 4, global_batch_size: 8", None, 4, ("auto", "auto", 8)),
+    ],
+)
+def test_the_global_batch_stays(train: str, typed: str | None, world: int, expected: tuple[object, ...], tmp_path: Path) -> None:
+    overrides = (Override(key="train.batch_size", text=typed, origin="make"),) if typed else ()
+    before = loaded(tmp_path, train, overrides)
+    call = Call(command="resume", overrides=overrides)
+    after, note = with_its_batch(before, call, simple_plan(global_batch_size=8), world)
+    old, new = before.config.train, after.config.train
+    assert (new.batch_size, new.grad_accum, new.global_batch_size) == expected
+    if (new.batch_size, new.grad_accum) == (old.batch_size, old.grad_accum):
+        assert not note
+    else:
+        assert note and "stays 8 rows" in note and "is computed again" in note
 
 
 def test_the_documentation_lists_the_keys_that_a_resume_may_change() -> None:

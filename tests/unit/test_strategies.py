@@ -1,4 +1,4 @@
-"""What `auto` turns to when a replica does not fit, what it never does unasked, and which GPUs it leaves out."""
+"""What `auto` turns to when a replica does not fit, and what loading takes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sft_play.errors import HardwareError
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.hardware import GIB, Hardware, parse_hardware
 from sft_play.plan.plan import Plan
-from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, reason
+from tests.plans import LLAMA, message, plan_of, reason
 
 FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
 
@@ -20,17 +20,6 @@ def with_ram(hardware: str, gib: int) -> Hardware:
 
 
 # The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
-
-
-def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
-    small: dict[str, Any] = {"name": "HuggingFaceTB/SmolLM3-3B", "mode": "full", "max_seq_len": 1024}
-    plan = plan_of("48GB", **small)
-    assert plan.optim == "adamw_bnb_8bit" and plan.strategy == "single"
-    why = reason(plan, "optimizer ")
-    assert "with adamw_torch_fused a rank needs" in why and "8-bit states take" in why
-    assert plan_of("80GB", **small).optim == "adamw_torch_fused"  # it fits as it is
-    message(HardwareError, "48GB", **small, optim="adamw_torch")  # what was typed is kept
-    assert plan_of("2x48GB", **small, command_strategy="auto").strategy == "fsdp2"  # shards keep the optimizer exact
 
 
 def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
@@ -43,22 +32,6 @@ def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
     text = message(HardwareError, with_ram("2x24GB", 64), **FULL_8B)
     assert "TUNING_MODE=lora: " in text
     message(HardwareError, "2x24GB", **FULL_8B)  # its memory is not known
-
-
-# Slow networks.
-
-
-def test_a_pipeline_over_a_slow_network_where_weights_would_travel() -> None:
-    case: dict[str, Any] = {"name": QWEN, "max_seq_len": 512, "command_strategy": "auto"}
-    plan = plan_of("3x12GB@1Gbit", **case)
-    assert plan.stages == (10, 10, 8)
-    # 7.6 G bf16 weights, three passes with recomputation, 2/3 from the others at 117.5 MB/s.
-    assert "every micro-step waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s" in reason(plan, "strategy ddp: pipeline")
-    assert plan_of("3x12GB", **case).strategy == "fsdp2"
-    text = message(HardwareError, "2x8GB@1Gbit", **case)
-    assert "`auto` does not share out weights over a network of 118 MB/s" in text
-    assert "LAUNCH_STRATEGY=fsdp2 LAUNCH_SLOW_NETWORK=allow forces it" in text
-    assert text.split("hint: ")[1].startswith("TUNING_MODE=qlora: ")
 
 
 # Several machines: each plans by itself, from its own GPUs, and all must come to the same run.
@@ -77,23 +50,6 @@ def test_machines_with_different_gpus_agree_or_refuse(sizes: tuple[str, ...], mo
             continue
         found.add((plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate))
     assert len(found) <= 1 and all(strategy == "ddp" for strategy, *_ in found)
-
-
-# GPUs of which one is full.
-
-
-def gpus(*free: float, total: float = 24.0) -> Hardware:
-    devices = tuple(
-        Device(name=f"GPU {i}", memory_bytes=int(total * GIB), free_bytes=int(f * GIB), bf16=True, number=i + 2) for i, f in enumerate(free)
-    )  # fmt: skip
-    return Hardware(kind="cuda", devices=devices, cpu_threads=8, ram_bytes=64 * GIB)
-
-
-def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
-    text = message(HardwareError, gpus(23, 0.4, 23), name=SMALL, command_strategy="auto")
-    assert "GPU 1 (GPU 1) is full: 0.4 of 24.0 GiB free = 1.7%, less than the 5%" in text
-    assert "CUDA_VISIBLE_DEVICES=2,4 skips full GPUs: 46.0 GiB free on 2 of 3 GPUs" in text
-    assert plan_of(gpus(0.4, 23), name=SMALL).ranks[0].device == "cuda:1"  # one process takes the free one
 
 
 # The learning rate that goes with the batch.
@@ -132,5 +88,5 @@ def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
         "cannot be loaded under fsdp2: each of 8 processes holds all weights in fp32 before they are shared out, 244.0 GiB"
         in refused
     )
-    assert "which has 200.0 GiB" in refused and "make train-deepspeed" in refused
+    assert "make train-deepspeed" in refused
     assert plan_of(with_ram("8xH100", 300), **FULL_8B).strategy == "fsdp2"

@@ -18,6 +18,12 @@ from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import learnt_runs, rows_of, save_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
 
+GEMMA = (
+    "{{ bos_token }}{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
 END = "<|im_end|>"
 CHAT: list[Message] = [
     {"role": "user", "content": "2+2?"},
@@ -28,10 +34,13 @@ CHAT: list[Message] = [
 STYLE = StyleConfig(system_prefix="<<", system_suffix=">>", user_prefix="Q: '{{ \u00e9 }}'\n", user_suffix=" \\ #\U0001f600")
 
 
+def saved(folder: Path, template: str) -> Path:
+    return save_tokenizer(folder, "llama3", special=["<|im_start|>", END], eos=END, template=template)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tokenizer")
-    return save_tokenizer(place, "llama3", special=["<|im_start|>", END], eos=END, template=CHAT_TEMPLATE)
+    return saved(tmp_path_factory.mktemp("tokenizer"), CHAT_TEMPLATE)
 
 
 def learnt(tokenizer: Any, found: list[Encoded]) -> list[str]:
@@ -156,3 +165,42 @@ def test_a_generation_prompt_that_opens_a_thought_which_answers_lack_is_refused(
     path.write_text(CHAT_TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'"))
     with pytest.raises(DataError, match="does not begin turn 4 with its own generation prompt"):
         rows_of(load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path)))), CHAT)
+
+
+# Templates that a mask cannot be exact for.
+
+
+def test_a_conversation_that_the_template_refuses_names_its_roles(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path, GEMMA))
+    with pytest.raises(DataError, match=r"system, user.*System role not supported"):
+        rows_of(tokenizer, [{"role": "system", "content": "Be brief."}, *CHAT[:2]])
+
+
+EXACT = "mask cannot be exact"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}", "no end-of-turn token"),
+        ("{% for m in messages[-2:] %}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
+        ("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
+        ("{% for m in messages %}{{ m['content'] + m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
+    ],
+    ids=["has no end", "forgets earlier turns", "depends on the answer", "repeats the answer"],
+)
+def test_a_template_whose_turns_cannot_be_told_apart_is_refused(template: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said):
+        rows_of(load_tokenizer(saved(tmp_path, template)), CHAT)
+
+
+def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(folder: Path) -> None:
+    """GPT-NeoX's tokenizer gives a token of white space an empty span."""
+    from tokenizers import processors
+
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    answer = "one\n\n\n\ttwo   \n"
+    assert learnt_runs(tokenizer, rows_of(tokenizer, [CHAT[0], {"role": "assistant", "content": answer}])) == [
+        f"{answer}<|im_end|>"
+    ]

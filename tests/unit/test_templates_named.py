@@ -156,8 +156,7 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
     rows = rows_of(tokenizer, messages)
     found = learnt_runs(tokenizer, rows)
     assert len(found) == len(answers)
-    for text, answer in zip(sorted(found), sorted(found), strict=True):
-        assert text.endswith(end) and answer == text
+    assert all(text.endswith(end) for text in found)
     # White space around an answer is the template's and the decoder's matter, between its words it is not.
     said = sorted(text.removesuffix(end).removeprefix("<think>\n\n</think>\n\n").strip() for text in found)
     assert said == sorted(answer.strip() for answer in answers)

@@ -74,17 +74,6 @@ def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(sav
     assert [(row.input_ids, row.labels) for row in found] == [by_hand(tokenizer, row) for row in expected]
 
 
-def test_words_before_a_call_and_thoughts_are_learnt_with_it(saved: Path) -> None:
-    tokenizer = chosen(saved, "qwen3")
-    call: Message = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Add.", "tool_calls": [CALL, OTHER]}
-    (row,) = rows_of(tokenizer, [*ASKED, call, *CHAT[3:5], {**CHAT[5], "reasoning_content": "Done."}])
-    expected = (
-        f"<|im_start|>system\nBe brief.<|im_end|>\n{QUESTION}\u2039<think>\nAdd.\n</think>\n\nLet me see.\n{CALLED}\u203a{RESULTS}"
-        "<|im_start|>assistant\n\u2039<think>\nDone.\n</think>\n\nFour.<|im_end|>\u203a"
-    )
-    assert (row.input_ids, row.labels) == by_hand(tokenizer, expected)
-
-
 @pytest.mark.parametrize("name", template_names())
 @pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
 def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, saved: Path) -> None:
@@ -105,7 +94,6 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
         ("{{ m['content'] }}", "does not write the calls of turn 3: the name `add`"),
         ("{{ m['content'] }}{{ m['tool_calls'] | map(attribute='function.name') | join }}",
          "does not write the calls of turn 3: the argument `2`"),
-        ("{{ m['content'] }}{{ m['tool_calls'][0] | tojson if m['tool_calls'] }}", "does not write the calls of turn 3: the name"),
         ("{{ m['tool_calls'] | tojson if m['tool_calls'] else m['content'] if m['role'] != 'tool' }}",
          "does not write the result of turn 4"),
         ("{{ m['content'] }}<|im_end|>{{ m['tool_calls'] | tojson if m['tool_calls'] }}",

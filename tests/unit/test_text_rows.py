@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import EMPTY, TEXT_END, TOO_LONG, Encoder, Outcome, encode_texts
+from sft_play.data.encode import EMPTY, TEXT_END, TOO_LONG, Encoder, encode_texts
 from sft_play.data.example import Example
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
@@ -63,12 +63,11 @@ def test_every_token_but_the_first_is_a_target_exactly_once(text: str, limit: in
 
 
 def test_typed_policies_are_obeyed() -> None:
-    assert encode_texts(["abcdef", "a"], Letters(), limit=4, overlong="drop") == [
-        Outcome(dropped=TOO_LONG, overlong=7), Outcome(rows=[Encoded([97, 2], [IGNORED, 2], [], "")]),
-    ]  # fmt: skip
+    long, short = encode_texts(["abcdef", "a"], Letters(), limit=4, overlong="drop")
+    assert long.dropped == TOO_LONG and not long.rows and short.rows[0].input_ids == [97, 2]
     (cut,) = encode_texts(["abcdef"], Letters(), limit=4, overlong="truncate")
     assert cut.overlong == 7 and cut.lost == TEXT_END and cut.rows[0].input_ids == [97, 98, 99, 100] and cut.dropped is None
-    assert encode_texts([""], Letters(1), limit=4) == [Outcome(dropped=EMPTY)] and encode_texts([], Letters(), limit=4) == []
+    assert encode_texts([""], Letters(1), limit=4)[0].dropped == EMPTY
 
 
 def test_nothing_is_added_that_a_text_has_already() -> None:
@@ -97,15 +96,13 @@ def test_the_task_decides_which_rows_are_learnt(task: Any, refused: str | None, 
     build_tokenizer(tmp_path)
     config = Config(model=ModelConfig(name="x", max_seq_len=64), tuning=TuningConfig(task=task))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    examples = [
-        Example(place="a:1", form="text", source=0, text="words"),
-        Example(place="b:1", form="messages", source=1, messages=turns),
-        Example(place="c:1", form="tokens", source=2, input_ids=[5, 6, 7]),
-    ]
-    outcomes = Encoder(config, load_tokenizer(tmp_path)).encode(examples)
-    for example, outcome in zip(examples, outcomes, strict=True):
-        if example.form == refused:
-            assert outcome.error and f"`tuning.task: {task}`" in outcome.error.message and outcome.error.place == example.place
-            assert "mixed`" in (outcome.error.hint or "")
-        else:
-            assert outcome.error is None and outcome.rows
+    rows: dict[str, dict[str, Any]] = {
+        "text": {"text": "words"},
+        "messages": {"messages": turns},
+        "tokens": {"input_ids": [5, 6, 7]},
+    }
+    examples = [Example(place="a:1", form=form, source=0, **row) for form, row in rows.items()]
+    for form, outcome in zip(rows, Encoder(config, load_tokenizer(tmp_path)).encode(examples), strict=True):
+        assert bool(outcome.rows) == (outcome.error is None) == (form != refused)
+        if outcome.error:
+            assert f"`tuning.task: {task}`" in outcome.error.message and "mixed`" in (outcome.error.hint or "")

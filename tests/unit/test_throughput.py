@@ -12,8 +12,8 @@ from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
 from sft_play.errors import UserError
 from sft_play.files import write_json
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import Calibration, Link, StepFit, load_calibration
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.calibration import Calibration, load_calibration
+from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_table, show_scale, show_speed, with_cost
 from sft_play.plan.throughput import flops_per_token
@@ -98,10 +98,10 @@ def test_each_row_is_a_plan_of_its_own() -> None:
     assert [row["count"] for row in rows] == [1, 2, 4, 8] and rows[0]["efficiency"] == 1.0 and rows[0]["communication_share"] == 0
     shares, efficiencies = [row["communication_share"] for row in rows], [row["efficiency"] for row in rows]
     assert shares == sorted(shares) and efficiencies == sorted(efficiencies, reverse=True)
-    assert rows[3]["cost"] == pytest.approx(2.0 * 8 * rows[3]["total_seconds"] / 3600) and rows[3]["strategy"] == "ddp"
+    assert rows[3]["cost"] == pytest.approx(2.0 * 8 * rows[3]["total_seconds"] / 3600)
     own = plan_of("4xRTX4090@1Gbit", replace(config, tuning=TuningConfig(mode="qlora")))
     assert rows[2]["tokens_per_second"] == pytest.approx(own.tokens_per_second)
-    assert "GPUs" in text and "efficiency" in text and "cost" in text and text.count("\n") == 5
+    assert text.count("\n") == 5
 
 
 def test_a_number_that_does_not_work_says_why() -> None:
@@ -116,35 +116,6 @@ def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
     assert measured_energy(rows, 3600.0) == 0.5 and measured_energy([{}], 3600.0) is None
 
 
-WORK = {"mode": "lora", "precision": "fp32", "gradient_checkpointing": False, "layout": "flattened", "attention": "sdpa"}
-
-
-def fit(**changes: Any) -> StepFit:
-    values: dict[str, Any] = {
-        "work": WORK, "model": "small", "seconds_per_micro_step": 0.05, "flops_per_second": 1e11, "threads": 2.0, "layers": 30,
-        "flops_per_token": 5e8, "points": 10, "spread": 0.02, "measured": "2026-11-21",
-    }  # fmt: skip
-    return StepFit(**(values | changes))
-
-
-def calibration(device: str = "a CPU", kind: str = "cpu", **changes: Any) -> Calibration:
-    values: dict[str, Any] = {
-        "threads": 2, "measured": "2026-11-21", "versions": {"torch": "2.13.0"}, "matmul_flops": {"512": 1e11, "2048": 1.2e11},
-        "bandwidth": 9e9, "links": {"gloo": Link(ranks=2, latency_seconds=1e-4, bytes_per_second=2e9)}, "steps": (fit(),),
-    }  # fmt: skip
-    return Calibration(device=device, kind=kind, **(values | changes))
-
-
-def cpu(name: str = "a CPU") -> Hardware:
-    device = Device(name=name, memory_bytes=8 * GIB, free_bytes=8 * GIB, bf16=False)
-    return Hardware(kind="cpu", devices=(device,), cpu_threads=2, ram_bytes=8 * GIB)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.mark.parametrize(
     ("measured", "described", "same"),
     [
@@ -154,6 +125,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVIDIA H200", "H200+H100", False),
     ],
 )
-def test_described_hardware_gets_it_only_by_the_same_name(measured: str, described: str, same: bool) -> None:
-    calibration(measured, "cuda").save()
+def test_described_hardware_gets_a_calibration_only_by_the_same_name(
+    measured: str, described: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    Calibration(device=measured, kind="cuda", threads=2, measured="2026-11-21").save()
     assert (load_calibration(parse_hardware(described)) is not None) == same
