@@ -16,7 +16,7 @@ from sft_play.files import write_json
 from sft_play.plan.measured import Probed
 from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import Prepared
-from sft_play.train import build, main, settle_stamp
+from sft_play.train import build_trainer, main, settle_stamp
 from sft_play.training.faults import end
 from sft_play.training.process import StopRequest, check_launch, import_libraries, launched_world, quiet_libraries
 
@@ -57,7 +57,7 @@ def work(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     assert prepared.train is not None
     train = replace(prepared.train, path=str(rows), rows=len(worst_rows(plan)), sources=())
     worst = replace(prepared, train=train, validation=None)
-    trainer = build(request, config, plan, worst, stamp, None)
+    trainer = build_trainer(request, config, plan, worst, stamp, None)
     check_world(plan, trainer.accelerator, trainer.args.n_gpu)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -41,17 +41,17 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
     options = parser.parse_args(arguments)
     woken_with_parent()
-    return contain(program or work, RunFolder(options.run), options.resume)
+    return contain(program or work_with_heartbeat, RunFolder(options.run), options.resume)
 
 
-def work(request: StopRequest, checkpoint: Path | None, console: TextIO | None) -> int:
+def work_with_heartbeat(request: StopRequest, checkpoint: Path | None, console: TextIO | None) -> int:
     """The work of a rank, with signs of life."""
     quiet_libraries()
     with show_life(request.run, request.activity) as heart:
-        return road(request, checkpoint, console, heart)
+        return train_rank(request, checkpoint, console, heart)
 
 
-def road(request: StopRequest, checkpoint: Path | None, console: TextIO | None, heart: Heartbeat) -> int:
+def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | None, heart: Heartbeat) -> int:
     """What a rank does, from its arguments to the published model."""
     run, activity = request.run, request.activity
     if launched_world()[0] == 0:
@@ -66,7 +66,7 @@ def road(request: StopRequest, checkpoint: Path | None, console: TextIO | None, 
     check_launch(plan)
     heart.join(config.launch)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
-    trainer = build(request, config, plan, prepared, stamp, console)
+    trainer = build_trainer(request, config, plan, prepared, stamp, console)
     context, saver = trainer.context, trainer.saver
     check_world(plan, trainer.accelerator, trainer.args.n_gpu)
     saver.together = ranks_together(context)
@@ -105,7 +105,7 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
     return stamp
 
 
-def build(
+def build_trainer(
     request: StopRequest, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None
 ) -> SftTrainer:
     """Returns the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load.

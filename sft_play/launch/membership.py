@@ -37,7 +37,10 @@ LEAVE_SECONDS = 60.0
 
 
 class Membership:
-    """This machine's place among those of a run: it takes a seat, beats, learns which others live and why the attempt ended, and leaves."""
+    """This machine's place among those of a run: it takes a seat, beats, learns which others live and why the attempt ended, and leaves.
+
+    A `rank` is a machine's `NODE_RANK` here, not that of a worker.
+    """
 
     def __init__(
         self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float, least: int | None = None,
@@ -48,9 +51,9 @@ class Membership:
         self.patience, self.silent_seconds, self.least = patience, silent_seconds, least
         self.attempt = 0
         self.members: list[int] = []
-        """Ranks of the machines of this attempt, in order."""
+        """The machines of this attempt, in order."""
         self.ranks_by_node: tuple[int, ...] = ()
-        """How many ranks each member starts, in order; known once the plan is."""
+        """How many workers each member starts, in order; known once the plan is."""
         self._absent = set(absent)
         """On node 0: machines that are known not to come."""
         self._before: list[int] = []

@@ -25,7 +25,7 @@ Answer = Callable[[Sequence[Given]], Given]
 LAST_CALL_SECONDS = 3.0
 """How long an elastic run waits for machines that it has lost before it continues without them."""
 OF_ATTEMPT = ("resumed", "checkpoint")
-"""Facts that a machine which comes late has only when the next attempt begins."""
+"""Facts of an attempt: a latecomer is not compared by them."""
 PEER_SECONDS = 10.0
 """How much longer than `launch.silent_seconds` the cause of a connection that was lost may take to be known."""
 
@@ -51,7 +51,7 @@ class Rendezvous(Membership):
 
         Raise what node 0 refuses them for, the same on each, and `RetryableError` for machines that do not come, or leave.
         """
-        found = self._attend(facts, judge) if self.node.rank else self._host(_plain(facts()), judge, answer)
+        found = self._meet_as_other(facts, judge) if self.node.rank else self._meet_as_node_0(_plain(facts()), judge, answer)
         self._seats |= {int(rank): seat for rank, seat in found["seats"].items()}
         self.members = sorted(map(int, found["seats"]))
         return dict(found["answer"])
@@ -64,7 +64,7 @@ class Rendezvous(Membership):
         here, waiting = {0: _plain(given)}, Waiting()
         while missing := [rank for rank in self.members if rank not in here]:
             self._raise_end()
-            here |= self._come(step, missing)
+            here |= self._gather_given(step, missing)
             waiting.say(f"waiting for {self.names(missing)} to be ready")
             pause(POLL_SECONDS)
         found = [here[rank] for rank in self.members]
@@ -78,13 +78,13 @@ class Rendezvous(Membership):
         name = f"{self.attempt}/{step}"
         self._connection.set(f"{name}/{self.node.rank}", given, listed=(name, self.node.rank))
 
-    def _host(self, facts: Given, judge: Judge, answer: Answer) -> Given:
+    def _meet_as_node_0(self, facts: Given, judge: Judge, answer: Answer) -> Given:
         """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
         here, differing, left_out = {0: facts}, set[int](), set[int]()
         waiting, differ_since = Waiting(), 0.0
         while True:
             self._raise_end()
-            for rank, given in self._come("facts", set(range(1, self.node.count)) - here.keys() - left_out).items():
+            for rank, given in self._gather_given("facts", set(range(1, self.node.count)) - here.keys() - left_out).items():
                 say(f"{self.names([rank])} has come")
                 errors = judge([facts, given])
                 if errors and self._before and rank not in self._before:  # the run trained without it, and continues so
@@ -102,10 +102,9 @@ class Rendezvous(Membership):
             differ_since = (differ_since or time.monotonic()) if differing else 0.0
             if differing and (not missing or time.monotonic() - differ_since > GRACE_SECONDS):
                 raise self._refuse(judge([here[rank] for rank in sorted(here)]))
-            enough = self.least is not None and len(here) >= self.least
             lost = {rank for rank in self._watched if self._is_silent(rank)} | self._absent | left_out
-            last_call = bool(lost) and set(missing) <= lost and waiting.seconds > LAST_CALL_SECONDS
-            if not differing and (not missing or (enough and (last_call or waiting.seconds > self.patience))):
+            enough = self.least is not None and len(here) >= self.least
+            if not differing and _may_start(set(missing), lost, enough=enough, waited=waiting.seconds, patience=self.patience):
                 break
             who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             if waiting.seconds > self.patience:
@@ -122,7 +121,7 @@ class Rendezvous(Membership):
         self._connection.set(f"{self.attempt}/facts/all", found)
         return found
 
-    def _come(self, step: str, wanted: Iterable[int]) -> dict[int, Given]:
+    def _gather_given(self, step: str, wanted: Iterable[int]) -> dict[int, Given]:
         """Node 0: return what machines of these ranks have given in a step, whoever of them has."""
 
         def do(raw: Any) -> dict[int, Given]:
@@ -135,7 +134,7 @@ class Rendezvous(Membership):
 
         return dict(self._connection.ask(do))
 
-    def _attend(self, give: Callable[[], Given], judge: Judge) -> Given:
+    def _meet_as_other(self, give: Callable[[], Given], judge: Judge) -> Given:
         """Another machine's part of a meeting; one that comes too late, and could take part, waits for the next with its facts of then."""
         while True:
             facts = give()
@@ -285,6 +284,15 @@ class Rendezvous(Membership):
         except StoreGone:
             return None
         return dict(found)
+
+
+def _may_start(missing: set[int], lost: set[int], *, enough: bool, waited: float, patience: float) -> bool:
+    """Whether the machines that are here start now: all have come; or `enough` for an elastic run have, and patience is over, or the
+    last call is, where only machines are missing that are known to be lost."""
+    if not missing:
+        return True
+    last_call = bool(lost) and missing <= lost and waited > LAST_CALL_SECONDS
+    return enough and (last_call or waited > patience)
 
 
 def _plain(value: Given) -> Given:

@@ -39,13 +39,13 @@ class Finite:
         self.left_out = 0
         """Updates in a row that the loss scaler left out."""
 
-    def loss(self, value: Tensor) -> None:
+    def require_finite_loss(self, value: Tensor) -> None:
         """Raises `DataError` when this rank's loss is no number, and keeps the ids of its rows."""
         if not math.isfinite(float(value)):
             self._keep_rows()
             raise self._error("loss", float(value))
 
-    def norm(self, value: float, loss: Tensor) -> None:
+    def require_finite_norm(self, value: float, loss: Tensor) -> None:
         """Raises `DataError` on all ranks when the gradient norm, the same on each, is no number.
 
         A loss scaler (fp16) looks for its scale by trying: it leaves such an update out and halves. There the run stops when

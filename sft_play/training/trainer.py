@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -47,6 +47,26 @@ class AmongReplicas(DistributedDataParallelKwargs):
 
     def to_kwargs(self) -> dict[str, Any]:
         return self.among
+
+
+class RankRow(NamedTuple):
+    """What a rank did since the last row of metrics: sums over its window, seconds in a step of each of `PHASES`, in their order, readings."""
+
+    loss: float
+    label_tokens: float
+    tokens: float
+    rows: float
+    data: float
+    forward: float
+    backward: float
+    communication: float
+    optimizer: float
+    readings: list[float]
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> RankRow:
+        own = len(cls._fields) - 1
+        return cls._make([*numbers[:own], numbers[own:]])
 
 
 class SftTrainer(Trainer):
@@ -154,13 +174,13 @@ class SftTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         if self.pipeline is not None:
             assert num_items_in_batch is not None
-            return self._pass_on(self.pipeline, num_items_in_batch)
+            return self._train_through_stages(self.pipeline, num_items_in_batch)
         self.watch.begin(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.watch.enter("optimizer")
         return loss if self.local is None else self.local.scale_loss(loss)
 
-    def _pass_on(self, pipeline: Pipeline, labels: Tensor | int) -> Tensor:
+    def _train_through_stages(self, pipeline: Pipeline, labels: Tensor | int) -> Tensor:
         """Takes all micro-batches of a step through the stages when the loop comes to the first; returns the loss as `compute_loss` does."""
         batches, self._micro_batches = [self._prepare_inputs(batch) for batch in self._micro_batches], []
         if not batches:
@@ -182,7 +202,7 @@ class SftTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        """Returns `world_size * sum / N`, so that the average over ranks is the exact mean over N label tokens.
+        """Returns `world_size / copies * sum / N`, so that the average over ranks is the exact mean over N label tokens.
 
         With `launch.local_steps` the mean over this rank's own: it makes its step alone.
         """
@@ -195,7 +215,7 @@ class SftTrainer(Trainer):
         counts = [torch.full_like(sums[0], count) for count in (inputs["tokens"], len(inputs["rows"]))]
         self._window += torch.stack([*sums, *counts])
         if self.is_deepspeed_enabled and self.accelerator.sync_gradients:  # it makes the update inside the backward pass
-            self.finite.loss(self._window[0])
+            self.finite.require_finite_loss(self._window[0])
         if self.local is not None:
             return total / self.local.own_tokens
         return total * (self.context.plan.world_size / self.context.ranks.copies) / num_items_in_batch
@@ -226,8 +246,8 @@ class SftTrainer(Trainer):
         value = float(getattr(norm, "full_tensor", lambda: norm)())
         if self.local is not None:
             norm = value = self.local.agree(value)
-        self.finite.norm(value, self._window[0])
-        self.finite.loss(self._window[0])
+        self.finite.require_finite_norm(value, self._window[0])
+        self.finite.require_finite_loss(self._window[0])
         jumps = self.spikes.jumps(value, step=step, rows=self.finite.rows)
         if self.powersgd is not None:
             self.powersgd.settle(made=not jumps)
@@ -255,21 +275,19 @@ class SftTrainer(Trainer):
             seconds = max(now - self._begun, 1e-9)
             lap, steps = self._lap.take(), max(self.state.global_step - self._logged_step, 1)
             mine = [*(lap[phase] / steps for phase in PHASES), *self._readings.read()]
-            table = self.context.ranks.table(torch.cat([self._window, self._window.new_tensor(mine)]))
-            tokens, computed, ranks = (
-                sum(row[2] for row in table) / self.context.ranks.copies,
-                4 + len(PHASES),
-                self.context.plan.ranks,
-            )
+            table = [
+                RankRow.of(row) for row in self.context.ranks.table(torch.cat([self._window, self._window.new_tensor(mine)]))
+            ]
+            tokens, ranks = sum(row.tokens for row in table) / self.context.ranks.copies, self.context.plan.ranks
             extra: dict[str, Any] = {
-                "rank_loss": [total / max(count, 1) for total, count, *_ in table],
-                "rank_tokens": [int(row[1]) for row in table],
-                "rank_rows": [int(row[3]) for row in table],
+                "rank_loss": [row.loss / max(row.label_tokens, 1) for row in table],
+                "rank_tokens": [int(row.label_tokens) for row in table],
+                "rank_rows": [int(row.rows) for row in table],
                 "tokens_per_second": tokens / seconds,
                 "step_seconds": seconds / steps,
-                **{f"rank_{name}_seconds": [figures(row[4 + i]) for row in table] for i, name in enumerate(PHASES)},
-                "rank_tokens_per_second": [figures(row[2] / steps / max(row[5] + row[6], 1e-9)) for row in table],
-                **as_logs([row[computed:] for row in table]),
+                **{f"rank_{name}_seconds": [figures(getattr(row, name)) for row in table] for name in PHASES},
+                "rank_tokens_per_second": [figures(row.tokens / steps / max(row.forward + row.backward, 1e-9)) for row in table],
+                **as_logs([row.readings for row in table]),
                 "rank_memory_limit_gib": [figures(rank.capacity_bytes / 2**30) for rank in ranks],
                 "rank_memory_plan_gib": [figures(rank.peak_bytes / 2**30) for rank in ranks],
             }

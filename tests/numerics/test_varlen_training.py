@@ -27,7 +27,7 @@ def trained(run: RunFolder) -> Any:
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     stamp = worker.settle_stamp(run, config, plan, prepared, None)
     request = StopRequest(run=run, rank=0, activity=Activity())
-    trainer = worker.build(request, config, plan, prepared, stamp, None)
+    trainer = worker.build_trainer(request, config, plan, prepared, stamp, None)
     trainer.train()
     return trainer
 

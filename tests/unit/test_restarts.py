@@ -42,7 +42,7 @@ WAITS = """Thread 0x01 (most recent call first):
 Current thread 0x02 (most recent call first):
   File "/lib/torch/distributed/distributed_c10d.py", line 1 in all_reduce
   File "/x/sft_play/training/loss.py", line 48 in all_sum
-  File "/x/sft_play/train.py", line 100 in road
+  File "/x/sft_play/train.py", line 100 in train_rank
 """
 WAITS_FOR_GPU = WAITS.replace("torch/distributed/distributed_c10d.py", "torch/_tensor.py").replace("all_reduce", "item")
 WORKS = WAITS.replace("torch/distributed/distributed_c10d.py", "datasets/table.py").replace("all_reduce", "read")
