@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.load import load_config
+from sft_play.config.load import load_config, save_config
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.errors import UserError
 from tests.conftest import Program
@@ -31,6 +31,15 @@ CASES = {
     "no model": ("data: {train_path: rows.jsonl}\n", [], "`model.name` is missing"),
     "early stopping": (GOOD + "train: {eval_strategy: 'no', early_stopping_patience: 3}\n", [], "while training: `train.eval_strategy` is `no`"),
     "contradiction": (GOOD, ["TRAIN_FP16=true", "TRAIN_BF16=true"], "are both `true`"),
+    "tensor parallel": (GOOD + "launch: {tp_size: 2}\n", [], "did you mean `launch.tensor_parallel`?"),
+    "pipeline": (GOOD + "launch: {pipeline: 2}\n", [], "`train-distributed LAUNCH_STRATEGY=pipeline`"),
+    "deepspeed": (
+        GOOD + "launch: {strategy: deepspeed}\n", [],
+        "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
+    ),
+    "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy`?"),
+    "no tracker": (GOOD + "train: {report_to: nonsense}\n", [], "`train.report_to` names `nonsense`, which is not a tracker"),
+    "nearly a tracker": (GOOD + "train: {report_to: wandbb}\n", [], "did you mean `wandb`?"),
 }  # fmt: skip
 
 
@@ -73,8 +82,6 @@ def test_what_config_prints_can_be_used_again(in_process: Program, tmp_path: Pat
 
 
 def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origins(program, tmp_path: Path) -> None:
-    from sft_play.config.load import load_config, save_config
-
     noticed = program("config", "CONFIG=smoke", "JSON=1", env={"NCCL_TIMEOUT": "77", "SFT_TRAIN_SEED": "5"})
     assert noticed.json["launch.timeout_seconds"] == {"value": 77, "origin": "environment NCCL_TIMEOUT=77"}
     assert noticed.json["train.seed"]["origin"] == "environment SFT_TRAIN_SEED=5" and "no library reads" in noticed.err

@@ -19,6 +19,9 @@ from tests.documents import ROOT, documents
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+CLEAN = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+
+
 def makefile_commands() -> set[str]:
     listed = re.search(r"^override commands := ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
     assert listed
@@ -58,10 +61,9 @@ def test_documents_name_only_targets_that_exist(document) -> None:
 
 
 def dry(*words: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     return subprocess.run(
         ["make", "-n", "-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench", *words],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=30, check=False,
+        cwd=ROOT, env=CLEAN, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
 
 
@@ -105,8 +107,7 @@ def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value:
     (tmp_path / "constraints.txt").touch()
     (tmp_path / "pyproject.toml").touch()
     done = [] if goal == "install" else ["-o", "v/.runtime", "-o", "v/.dev", "-o", "v/.bench"]
-    clean = {key: text for key, text in os.environ.items() if key not in NOT_INHERITED}
-    for words, environ in (([f"{name}={value}"], clean), ([], {**clean, name: value})):
+    for words, environ in (([f"{name}={value}"], CLEAN), ([], {**CLEAN, name: value})):
         command = ["make", goal, "VENV=v", *done, *words]
         subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=30, check=True)
         arguments = (tmp_path / "said").read_text().split("\0")
@@ -126,10 +127,9 @@ def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None
 def made(*words: str, before: Callable[[], object] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs make with the environment of this Python; `before` is called in its process."""
     venv = Path(sys.executable).parents[1]
-    environ = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     command = ["make", f"VENV={venv}", "-o", f"{venv}/.runtime", *words]
     return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False, preexec_fn=before
+        command, cwd=ROOT, env=CLEAN, capture_output=True, text=True, timeout=60, check=False, preexec_fn=before
     )
 
 

@@ -92,27 +92,6 @@ def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("launch: {tp_size: 2}", "did you mean `launch.tensor_parallel`?"),
-        ("launch: {pipeline: 2}", "`train-distributed LAUNCH_STRATEGY=pipeline`"),
-        (
-            "launch: {strategy: deepspeed}",
-            "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
-        ),
-        ("eval: {strategy: steps}", "did you mean `train.eval_strategy`?"),
-        ("train: {report_to: nonsense}", "`train.report_to` names `nonsense`, which is not a tracker"),
-        ("train: {report_to: wandbb}", "did you mean `wandb`?"),
-    ],
-)
-def test_files_too(text: str, right: str, tmp_path: Path, in_process: Program) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text(f"model: {{name: m}}\ndata: {{train_path: a.jsonl}}\n{text}\n", encoding="utf-8")
-    done = in_process("config", f"CONFIG={path}")
-    assert done.code == 2 and right in done.err, done.err
-
-
 # ---- Batches
 
 

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sft_play.training.ranks import Ranks
 from sft_play.training.slow_network import LocalSteps, exchange_of
 from tests.contexts import context_of
+from tests.numerics.rank_processes import answer
 from tests.plans import simple_plan
 
 WIDTH = 256
@@ -94,12 +93,11 @@ def _gap(mine: Any, others: Any) -> float:
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(mine, others, strict=True))
 
 
-if __name__ == "__main__":
-    this = Ranks(int(sys.argv[1]), int(sys.argv[2]))
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=this.rank, world_size=this.world)
+def work(rank: int, world: int, _: list[str]) -> dict[str, Any]:
+    this = Ranks(rank, world)
     sent = {kind: sent_by(kind, this) for kind in ("none", "fp16", "bf16", "powersgd")}
-    numbers = sum(parameter.numel() for parameter in model_of().parameters())
-    Path(sys.argv[4]).write_text(json.dumps({"numbers": numbers, "sent": sent, "outer": outer(this)}))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    return {"numbers": sum(parameter.numel() for parameter in model_of().parameters()), "sent": sent, "outer": outer(this)}
+
+
+if __name__ == "__main__":
+    answer(work)

@@ -9,9 +9,6 @@ all ranks hold are the same bits on each. `MODE` is `full` or `lora`.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +19,9 @@ from sft_play.data.batches import Collator
 from sft_play.model import lora
 from sft_play.model.parallel import Slicer, families_plan, slice_of
 from sft_play.trace.build import BASE
-from sft_play.training.loss import NOT_FOR_THE_MODEL
 from tests.families import tiny_model
-from tests.numerics.slice_ranks import ROWS
+from tests.numerics.rank_processes import answer
+from tests.numerics.slice_ranks import ROWS, batch_of
 
 IDS = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -48,9 +45,7 @@ def prepared(kind: str, mode: str) -> Any:
 
 def logits_of(model: Any, first: int) -> Tensor:
     """Returns the logits [T, V] of rows in one line, of which the first begins with token `first`."""
-    rows = [[first, *ROWS[0][1:]], *ROWS[1:]]
-    batch = Collator("flattened", 0, "sdpa", "cpu")([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)])
-    inputs = {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
+    _, inputs = batch_of(Collator("flattened", 0, "sdpa", "cpu"), first)
     with torch.no_grad():
         found: Tensor = model(**inputs, use_cache=False).logits[0]
     return found
@@ -94,10 +89,10 @@ def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[
     }  # fmt: skip
 
 
+def work(rank: int, world: int, words: list[str]) -> dict[str, Any]:
+    mode, *families = words
+    return {kind: deviations(kind, mode, rank, world, distributed.group.WORLD) for kind in families}
+
+
 if __name__ == "__main__":
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
-    torch.set_num_threads(1)
-    answer = {kind: deviations(kind, sys.argv[5], rank, world, distributed.group.WORLD) for kind in sys.argv[6:]}
-    Path(sys.argv[4]).write_text(json.dumps(answer))
-    distributed.destroy_process_group()
+    answer(work)

@@ -8,9 +8,6 @@ that of the other rows' logits where a row has another token.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,19 +19,25 @@ from sft_play.model.parallel import share_heads
 from sft_play.training.loss import NOT_FOR_THE_MODEL, token_loss_sum
 from sft_play.training.ranks import Ranks, group_of
 from tests.families import tiny_model
+from tests.numerics.rank_processes import answer
 
 ROWS = [[5, 9, 11, 30, 7, 21, 8], [6, 40], [33], [17, 3, 3, 60, 61, 62, 63, 64, 65, 12, 11], [44], list(range(50, 73))]
+"""Some longer than windows, chunks and the sparse selection of the tiny models, some of one token."""
+
+
+def batch_of(collate: Collator, first: int) -> tuple[Any, dict[str, Any]]:
+    """Returns the batch of all rows, of which the first begins with token `first`, and what the model gets to compute all logits."""
+    rows = [[first, *ROWS[0][1:]], *ROWS[1:]]
+    batch = collate([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)])
+    return batch, {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
 
 
 def computed(model: Any, ranks: Ranks, first: int = 5) -> tuple[Tensor, Tensor]:
     """Returns the logits [T, V] of all positions and the gradient of the loss, each of all ranks' slices together."""
-    rows = [[first, *ROWS[0][1:]], *ROWS[1:]]
-    collate = Collator("flattened", 0, "varlen", "cpu", ranks.part)
-    batch = collate([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)])
+    batch, inputs = batch_of(Collator("flattened", 0, "varlen", "cpu", ranks.part), first)
     model.zero_grad()
     token_loss_sum(model, batch).backward()
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
-    inputs = {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits[0]
     if ranks.group_size == 1:
@@ -42,7 +45,7 @@ def computed(model: Any, ranks: Ranks, first: int = 5) -> tuple[Tensor, Tensor]:
     parts = [torch.empty_like(logits) for _ in range(ranks.world)]
     distributed.all_gather(parts, logits.contiguous())
     distributed.all_reduce(gradient)
-    return torch.cat(parts)[: sum(map(len, rows))], gradient
+    return torch.cat(parts)[: sum(map(len, ROWS))], gradient
 
 
 def deviations(kind: str, ranks: Ranks, group: Any) -> dict[str, Any]:
@@ -65,11 +68,11 @@ def deviations(kind: str, ranks: Ranks, group: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def work(rank: int, world: int, families: list[str]) -> dict[str, Any]:
+    ranks = Ranks(rank, world, group_size=world)
+    group = group_of(ranks, 60)
+    return {kind: deviations(kind, ranks, group) for kind in families}
+
+
 if __name__ == "__main__":
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
-    torch.set_num_threads(1)
-    everyone = Ranks(rank, world, group_size=world)
-    its_group = group_of(everyone, 60)
-    Path(sys.argv[4]).write_text(json.dumps({kind: deviations(kind, everyone, its_group) for kind in sys.argv[5:]}))
-    distributed.destroy_process_group()
+    answer(work)

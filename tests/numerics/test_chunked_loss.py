@@ -19,13 +19,10 @@ from sft_play.training.loss import token_loss_sum
 from tests.families import FAMILIES, build_family
 from tests.numerics.test_layouts import ROWS as SHORT_ROWS
 from tests.numerics.test_layouts import random_model
+from tests.numerics.test_loss import ROWS
 from tests.tiny_models import build_tiny_llama
 
 CHUNK, VOCABULARY = 7, 1024
-ROWS = [
-    {"input_ids": list(range(10, 10 + n)), "labels": [-100] * k + list(range(10 + k, 10 + n)), "row": i}
-    for i, (n, k) in enumerate([(5, 4), (30, 3), (12, 11), (21, 1)])
-]
 FACTOR = 0.37
 """What a step multiplies the sum by: gradients must follow it."""
 

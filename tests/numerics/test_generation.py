@@ -42,9 +42,6 @@ def rows(count: int = 13) -> list[dict[str, Any]]:
     ]
 
 
-LOSS = HeldOut(loss=1.5, label_tokens=99, sources={}, rows=9, seconds=1.0)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_llama(tmp_path_factory.mktemp("generation") / "tiny")
@@ -124,7 +121,8 @@ def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(fo
     assert all(third & {p.row for p in part.predictions} for third in thirds)
     assert len(scored(1e-9).predictions) == 4, "one round is always made"
     assert scored(1e9).complete
-    scores = write_evaluation(tmp_path / "eval", LOSS, part, step=1, settings={})
+    loss = HeldOut(loss=1.5, label_tokens=99, sources={}, rows=9, seconds=1.0)
+    scores = write_evaluation(tmp_path / "eval", loss, part, step=1, settings={})
     assert (scores["complete"], scores["answers"], scores["answers_asked"]) == (False, 12, 40)
 
 

@@ -19,11 +19,9 @@ from sft_play.plan.shape import (
 )
 from sft_play.training.loss import NOT_FOR_THE_MODEL
 from tests import varlen_on_cpu
-from tests.families import FAMILIES, VOCAB, tiny_model
+from tests.families import FAMILIES, tiny_model
+from tests.numerics.slice_ranks import ROWS
 
-VOCABULARY = VOCAB
-ROWS = [[5, 9, 11, 30, 7, 21, 8], [6, 40], [33], [17, 3, 3, 60, 61, 62, 63, 64, 65, 12, 11], [44], list(range(50, 73))]
-"""Some longer than windows, chunks and the sparse selection of the tiny models, some of one token."""
 SPARSE = {"index_topk": 8, "index_n_heads": 64}
 """As many indexing heads as are published. Of few, all may score 0, and which of equal scores are selected depends on what lies behind."""
 EXACT, LEAK = 2e-5, 1e-3

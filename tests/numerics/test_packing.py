@@ -10,7 +10,8 @@ import torch
 
 from sft_play.data.batches import Collator, GlobalBatchSampler
 from sft_play.training.loss import token_loss_sum
-from tests.numerics.test_layouts import VOCABULARY, random_model
+from tests.families import VOCAB
+from tests.numerics.test_layouts import random_model
 
 LIMIT, COUNT = 48, 14
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -21,7 +22,7 @@ def rows() -> list[dict[str, Any]]:
     """Rows of 1 to 40 tokens, learnt from their middle on."""
     chance = random.Random(5)
     lengths = [1, 2, 40, *(chance.randint(3, 36) for _ in range(COUNT - 3))]
-    made = [[chance.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+    made = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
     return [{"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i} for i, ids in enumerate(made)]
 
 

@@ -12,10 +12,9 @@ from torch.nn import functional
 from sft_play.data.batches import Collator
 from sft_play.model.stages import Stage, cut, freeze_others
 from sft_play.plan.shape import NOT_STAGED_MODEL_TYPES
-from sft_play.training.loss import NOT_FOR_THE_MODEL
 from sft_play.training.pipeline import CACHES
 from tests.families import FAMILIES, tiny_model
-from tests.numerics.slice_ranks import ROWS
+from tests.numerics.slice_ranks import ROWS, batch_of
 
 EXACT = 1e-4
 """Of the largest gradient of a parameter: mixtures and scans add up in another order."""
@@ -105,11 +104,7 @@ def test_stages_answer_as_the_model_does(families: list[str]) -> None:
 def test_rows_in_one_line_stay_apart_to_the_bit() -> None:
     stages, found = two_stages(tiny_model("llama").train()), []
     for token in (5, 6):
-        rows = [[token, *ROWS[0][1:]], *ROWS[1:]]
-        batch = Collator("flattened", 0, "sdpa", "cpu")(
-            [{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)]
-        )
-        inputs = {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
+        _, inputs = batch_of(Collator("flattened", 0, "sdpa", "cpu"), token)
         sent, _ = stages[0].run_layers(inputs, None)
         found.append(stages[1].model(**stages[1].inputs_of(inputs, sent), use_cache=False).logits[0])
     own = len(ROWS[0])
