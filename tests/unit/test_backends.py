@@ -1,4 +1,4 @@
-"""What backends and quantisations rule out, known before anything is launched."""
+"""What backends and kernels rule out, and target modules that a model lacks, known before anything is launched."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig, TuningConfig
-from sft_play.errors import HardwareError
+from sft_play.errors import HardwareError, UserError
+from sft_play.model.lora import find_targets
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.choices import choose_kernels
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.request import Request
+from sft_play.plan.strategies import conflict_for
+from tests.families import tiny_model
 
 
 @pytest.mark.parametrize(
     ("where", "changes", "words"),
     [
         ("cpu", {}, "need an NVIDIA GPU"),
-        ("T4", {}, "T4 has less"),
         ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has its own kernels"),
         ("H100", {}, "the package `liger-kernel` is not installed"),
     ],
@@ -48,3 +50,25 @@ def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPa
     request = Request(config=config, hardware=parse_hardware("H100"), shape=shape_of(config.model))
     assert choose_kernels(request, reasons) == "liger" and "kernels liger" in reasons[0]
     assert choose_kernels(replace(request, config=replace(config, train=TrainConfig(kernels="off"))), []) == "off"
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "quantization", "strategy", "words"),
+    [
+        ("bnb", "qlora", "int8", "zero3", "`CB`"),
+        ("unsloth", "lora", "nf4", "fsdp2", "`ddp` with a whole copy"),
+        ("unsloth", "qlora", "int8", "single", "quantises to nf4"),
+    ],
+)
+def test_conflicts_name_the_reason_and_the_way_out(backend: Any, mode: Any, quantization: Any, strategy: str, words: str) -> None:
+    assert words in (conflict_for(TuningConfig(backend=backend, mode=mode, quantization=quantization), strategy) or "")
+
+
+# Target modules that a model does not have.
+
+
+def test_names_that_match_nothing_are_listed_beside_what_there_is() -> None:
+    with pytest.raises(UserError, match="`query`, `c_attn`") as caught:
+        find_targets(tiny_model("llama", "meta"), ["q_proj", "query", "c_attn"])
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert all(f"`{name}`" in (caught.value.hint or "") for name in layers)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from sft_play.runs import checkpoints
-from sft_play.runs.checkpoints import clean_up, newest_valid, partial_folder, publish, rotate
+from sft_play.runs.checkpoints import claim, clean_up, newest_valid, partial_folder, publish, rotate
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, seal, verify
 
@@ -123,3 +125,30 @@ def test_rotation_never_removes_what_is_newer_than_the_checkpoint_just_verified(
         (run.checkpoint(damaged) / "weights.safetensors").write_text("bad")
     assert [path.name for path in rotate(run, 1, run.checkpoint(5))] == ["step-000004"]
     assert newest_valid(run)[0] == run.checkpoint(5)
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from sft_play.runs.checkpoints import claim, partial_folder
+from sft_play.runs.folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
+assert claim(run) is not None
+partial_folder(run, 8).mkdir()
+print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_live_process_writes_is_left_alone_until_it_has_ended(run: RunFolder) -> None:
+    save(run, 4).rename(run.checkpoints / ".step-000004.replaced")
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(run.path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
+        assert clean_up(run) == []
+        assert newest_valid(run) == (None, [])
+        assert {path.name for path in run.checkpoints.glob(".*")} == {".step-000004.replaced", ".step-000008.partial"}
+        assert claim(run) is None, "one writer at a time"
+        writer.kill()
+        writer.wait(30)
+    assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]
+    assert newest_valid(run) == (run.checkpoint(4), [])

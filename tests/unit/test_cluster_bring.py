@@ -146,6 +146,25 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
     assert "it is another model" in (error.value.hint or "") and (there / "other" / "small").read_text() == "theirs"
 
 
+def test_a_model_of_the_hubs_cache(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links stay links; which commit a branch is there stays as it is."""
+    repository = here / "models--a--b"
+    for part in ("blobs", "snapshots/c", "refs"):
+        (repository / part).mkdir(parents=True)
+    (repository / "blobs" / "1").write_text("weights")
+    (repository / "snapshots" / "c" / "a -> b").symlink_to("../../blobs/1")
+    (repository / "refs" / "main").write_text("commit of ours")
+    (there / "models--a--b" / "refs").mkdir(parents=True)
+    (there / "models--a--b" / "refs" / "main").write_text("of theirs")
+    monkeypatch.setenv("HF_HUB_CACHE", str(here))
+    place, own = "~/sft-play/models--a--b/snapshots/c", replace(OWN, cache=str(there / "cache"))
+    for _ in range(2):
+        send_model(HOST, own, repository / "snapshots" / "c", place)
+        link = there / "models--a--b" / "snapshots" / "c" / "a -> b"
+        assert link.is_symlink() and link.read_text() == "weights"
+        assert (there / "models--a--b" / "refs" / "main").read_text() == "of theirs"
+
+
 def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path, here: Path) -> None:
     (here / "config.json").write_text("{}")
     (here / ".env").write_text("PASSWORD=x")

@@ -71,7 +71,6 @@ def test_no_two_keys_share_a_variable() -> None:
     ("words", "expected"),
     [
         (["train", "--load_in_4bit"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
-        (["train", "LORA_R=2"], "`TUNING_LORA_R=2`"),
         (["train", "--json"], "`JSON=1`"),
         (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
         (["train", "XYZZY=2"], "hint: `train` takes `ACCELERATE_CONFIG`, `CONFIG`, `JSON`, "),

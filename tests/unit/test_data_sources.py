@@ -1,4 +1,4 @@
-"""Compressed files, Arrow, documents, saved data sets, and which rows of a source are taken."""
+"""Files of every kind, compressed or damaged, saved data sets, and which rows of a source are taken."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ def test_globs_and_folders_are_read_in_the_order_of_their_names(tmp_path: Path) 
     def prompts(pattern: Path) -> list[str]:
         return [row["prompt"] for row in rows_of(pattern)]
 
-    assert prompts(tmp_path / "*.jsonl") == ["a", "b"]
     assert prompts(tmp_path / "**" / "*.jsonl") == ["a", "b", "deep/c"]
     assert prompts(tmp_path) == ["a", "b", "deep/c"]
 
@@ -267,3 +266,66 @@ def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [{"streaming": True}, {"split": "train"}, {"config": "x"}, {"revision": "main"}])
 def test_what_only_a_hub_dataset_has_is_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
     assert "but only a hub dataset" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
+
+
+# Text files that are not what they should be.
+
+
+def refusals(path: Path, content: bytes) -> list[DataError]:
+    """Returns all errors of a file: those of its rows, and what ends its reading."""
+    path.write_bytes(content)
+    found: list[DataError] = []
+    try:
+        found += [row for _, row in read_file(path) if isinstance(row, DataError)]
+    except DataError as error:
+        found.append(error)
+    return found
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_file_of_wide_characters_is_one_error_with_its_encoding(name: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    (error,) = refusals(path, ('{"question": "a", "answer": "b"}\n' * 3).encode(encoding))
+    name = encoding.upper()
+    assert (error.place, error.message) == (str(path), f"is {name}, and not UTF-8 text")
+    assert error.hint == f"convert it: `iconv -f {name} -t UTF-8 {path} > NEW`"
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")])
+def test_the_header_tells_what_separates_columns(name: str, mark: str, tmp_path: Path) -> None:
+    content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert [row for _, row in read_file(tmp_path / name)] == [{"question": "1,5", "answer": f"b{mark}c"}]
+
+
+@pytest.mark.parametrize(("name", "told"), [("README", "a file whose name has no ending"), ("ls.1.gz", "files ending in `.1`")])
+def test_a_file_that_is_no_kind_of_data_is_told_how_plain_text_is_named(name: str, told: str, tmp_path: Path) -> None:
+    (error,) = refusals(tmp_path / name, b"text")
+    assert told in error.message and "plain text is `.txt`" in (error.hint or "")
+    with pytest.raises(DataError) as folder:
+        files_of(DataSource(path=str(tmp_path)))
+    assert f"it holds `{name}`" in (folder.value.hint or "")
+
+
+@pytest.mark.parametrize("row", ['"a,b', 'a,"b'])
+def test_a_quote_that_is_never_closed_is_told_where_it_opens(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    (error,) = refusals(path, f'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'.encode())
+    assert error.place == f"{path}:4"
+    assert "never closed" in error.message
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (b'{"a": 1}\n{"question": "a", "question": "c"}\n', ":2"),
+        (b'{"a": 1}\n{"m": [{"question": "a", "question": "c"}]}\n', ":2"),
+        (b'[{"a": 1},\n{"question": "a", "question": "c"}]', ""),
+    ],
+)
+def test_a_key_that_is_there_twice_is_an_error(content: bytes, place: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    (error,) = refusals(path, content)
+    assert (error.place, error.message) == (f"{path}{place}", "the key `question` is there more than once")
+    assert '"question": "c"' in (error.hint or "")

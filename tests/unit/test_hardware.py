@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sft_play.errors import HardwareError
+from sft_play.plan.detect import detect
 from sft_play.plan.hardware import CATALOGUE, GIB, find_card, parse_hardware
+from tests.nvml_double import RTX3090, Machine, move_to
 
 # What the driver says.
 
@@ -46,7 +50,7 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
 @pytest.mark.parametrize(
     ("driver", "expected"),
     [
-        ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA RTX A6000", "RTXA6000"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX4090Laptop"), ("NVIDIA GeForce RTX 3090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
@@ -55,3 +59,17 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
 def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
     found = find_card(driver)
     assert (found[0] if found else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "shown"),
+    [
+        ("", []), ("GPU-22,0", [2, 0]), ("0,-1,2", [0]),
+    ],
+)  # fmt: skip
+def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, shown: list[int]) -> None:
+    move_to(monkeypatch, Machine(cards=(RTX3090,) * 3), tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    hardware = detect()
+    assert [device.number for device in hardware.devices] == (shown or [None])
+    assert (hardware.driver_cuda, hardware.kind) == (("13.0", "cuda") if shown else (None, "cpu"))

@@ -52,7 +52,6 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 @pytest.mark.parametrize(
     ("row", "contents", "reference"),
     [
-        ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, ["2+2?"], "4"),
         ({"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief."}, ["Be brief.", "Add.\n\n2+2"], "4"),
         (
             {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}]},

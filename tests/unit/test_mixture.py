@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from itertools import pairwise
+from array import array
 
 import pytest
 
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import DataConfig, DataSource
+from sft_play.data.manifest import SourceTally, split_manifest, summary
 from sft_play.errors import DataError
 from sft_play.plan.mixture import Mixture, mixture_of
 from sft_play.runs.prepared import SourceFacts
@@ -58,16 +57,17 @@ def test_each_source_gives_all_its_rows_before_any_again() -> None:
         assert len(passes) > 1 and all(len(set(part)) == len(part) for part in passes)
 
 
-def test_three_to_one_in_tokens_within_two_percent() -> None:
-    chance = random.Random(1)
-    lengths = [chance.randint(20, 400) for _ in range(600)] + [chance.randint(5, 100) for _ in range(900)]
-    owner = [0] * 600 + [1] * 900
-    for exhausted in ("repeat", "stop"):
-        mixed = mixture([600, 900], [sum(lengths[:600]), sum(lengths[600:])], [3, 1], exhausted=exhausted)
-        for epoch in range(2):
-            tokens = Counter[int]()
-            for row in mixed.order(owner, lengths, 42, epoch):
-                tokens[owner[row]] += lengths[row]
-            assert tokens[0] / (tokens[0] + tokens[1]) == pytest.approx(0.75, rel=0.02)
-    starts = [mixed.order(owner, lengths, 42, epoch)[:20] for epoch in range(3)]
-    assert all(one != other for one, other in pairwise(starts))
+# What is printed of sources that are not trained.
+
+
+def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
+    sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
+    tallies = [SourceTally(rows_read=count, kept=count, format="text") for count in (1, 2)]
+    lengths, of_source, trained = (array("i", numbers) for numbers in ([10, 10, 10], [0, 1, 1], [4, 4, 4]))
+    manifest = split_manifest(
+        sources, tallies, lengths=lengths, of_source=of_source, trained=trained, contents=[None, None], fingerprint=""
+    )
+    first = summary("training", manifest).splitlines()[0]
+    assert first.startswith("training data: 3 rows, 30 tokens, 40% of them trained, ")
+    assert first.endswith("; of sources with weight 0, never trained: 1 row (10 tokens)")
+    assert "weight 0" not in summary("validation", manifest)

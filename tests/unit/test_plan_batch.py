@@ -17,14 +17,6 @@ def train(**values: Any) -> TrainConfig:
     return TrainConfig(**values)
 
 
-def test_the_arithmetic_is_said() -> None:
-    batch = choose_batch(train(batch_size=4), (16, 16), 64)
-    assert "accumulation 4 = 32 global / (4 per device x 2 devices)" in batch.reasons
-    one = choose_batch(train(global_batch_size=8), (36,), 4, "process")
-    assert "accumulation 2 = 8 global / (4 per process x 1 process)" in one.reasons
-    assert any("up to 36 rows fit, but more than 4 gain nothing" in reason for reason in one.reasons)
-
-
 def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
     for world in (1, 2, 3, 8):
         kept = choose_batch(train(batch_size=4), (100,) * world, 64)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from sft_play.config.schema import LoraSettings
 from sft_play.errors import HardwareError
 from sft_play.plan.hardware import GIB, Hardware, parse_hardware
 from sft_play.plan.plan import Plan
-from tests.plans import LLAMA, message, plan_of, reason
+from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, reason
 
 FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
 
@@ -20,6 +21,17 @@ def with_ram(hardware: str, gib: int) -> Hardware:
 
 
 # The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
+
+
+def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
+    small: dict[str, Any] = {"name": "HuggingFaceTB/SmolLM3-3B", "mode": "full", "max_seq_len": 1024}
+    plan = plan_of("48GB", **small)
+    assert plan.optim == "adamw_bnb_8bit" and plan.strategy == "single"
+    why = reason(plan, "optimizer ")
+    assert "with adamw_torch_fused a rank needs" in why and "8-bit states take" in why
+    assert plan_of("80GB", **small).optim == "adamw_torch_fused"  # it fits as it is
+    message(HardwareError, "48GB", **small, optim="adamw_torch")  # what was typed is kept
+    assert plan_of("2x48GB", **small, command_strategy="auto").strategy == "fsdp2"  # shards keep the optimizer exact
 
 
 def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
@@ -90,3 +102,41 @@ def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
     )
     assert "make train-deepspeed" in refused
     assert plan_of(with_ram("8xH100", 300), **FULL_8B).strategy == "fsdp2"
+
+
+# When head and loss are computed in chunks.
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "length", "chunk"),
+    [
+        (SMALL, "lora", 1024, 1344),  # 768 MiB / (12 B x 49,152 words), whole 64s
+        (LLAMA, "full", 8192, 1024),  # h/4: each chunk adds a gradient of the head's size
+    ],
+)  # fmt: skip
+def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: int, chunk: int) -> None:
+    plan = plan_of(
+        "8xH200", name=name, mode=mode, max_seq_len=length, batch_size=8, command_strategy="ddp" if mode != "full" else "fsdp2"
+    )
+    assert plan.loss_chunk == chunk
+    assert reason(plan, "head and loss").startswith(f"head and loss in chunks of {chunk} label positions: ")
+    assert all(rank.memory_bytes["logits"] < 5 * 2**30 for rank in plan.ranks)
+
+
+def test_chunks_shrink_to_256_mib_where_there_is_no_room_or_memory_ran_out() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "mode": "qlora", "max_seq_len": 1024, "batch_size": 2, "gradient_checkpointing": False}
+    tight, roomy = plan_of("20.5GB", **case), plan_of("H200", **case)
+    assert (tight.loss_chunk, roomy.loss_chunk) == (128, 512)
+    assert all(rank.peak_bytes <= rank.capacity_bytes for rank in (*tight.ranks, *roomy.ranks))
+    assert plan_of("H200", **case, halvings=1).loss_chunk == 128
+    assert plan_of("cpu", mode="lora", max_seq_len=1024, batch_size=4).loss_chunk == 448
+
+
+def test_what_cannot_be_chunked_says_why() -> None:
+    on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
+    case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}
+    plan = plan_of("2xH200", command_strategy="zero", zero_stage=3, **case)
+    assert plan.loss_chunk == 0 and reason(plan, "head and loss").endswith("ZeRO-3 gathers the head's adapters one by one")
+    assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 384
+    unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
+    assert unsloth.loss_chunk == 0 and reason(unsloth, "head and loss").endswith("unsloth has its own loss")
