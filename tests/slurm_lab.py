@@ -54,13 +54,12 @@ ReturnToService=2
 KillWait=30
 MinJobAge=3600
 SlurmdTimeout=60
-GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=5
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=4 RealMemory=4000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=4 RealMemory=4000 State=UNKNOWN
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -77,10 +76,10 @@ class SlurmLab:
         """What programs need that talk to it."""
         return {"SLURM_CONF": str(self.folder / "etc" / "slurm.conf"), "PATH": os.environ["PATH"]}
 
-    def run(self, *words: str, timeout: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs one of Slurm's programs."""
         return subprocess.run(
-            words, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=timeout, check=check
+            words, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=60, check=check
         )
 
     def job(self, number: str) -> dict[str, str]:
@@ -93,18 +92,12 @@ class SlurmLab:
         files = sorted((self.folder / "log").glob("slurm*.log"))
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
-    def wait(
-        self, number: str, ready: Callable[[dict[str, str]], bool], *, seconds: float, logs: Path | None = None
-    ) -> dict[str, str]:
+    def wait(self, number: str, ready: Callable[[dict[str, str]], bool], *, logs: Path) -> dict[str, str]:
         """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that Slurm gives it."""
-        deadline, pending = time.monotonic() + seconds, 0.0
-        while True:
-            facts = self.job(number)
-            if ready(facts):
-                return facts
-            said = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out"))) if logs else ""
-            assert time.monotonic() < deadline, f"{facts}\n{said}"
-            assert facts["JobState"] not in GONE, f"{facts}\n{said}\n{self.logs()}"
+        deadline, pending = time.monotonic() + 500, 0.0
+        while not ready(facts := self.job(number)):
+            said = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out")))
+            assert time.monotonic() < deadline and facts["JobState"] not in GONE, f"{facts}\n{said}\n{self.logs()}"
             if facts["JobState"] == "PENDING" and facts.get("Reason") == "BeginTime":
                 pending = pending or time.monotonic()
                 if time.monotonic() - pending > SETTLED_SECONDS:
@@ -112,10 +105,11 @@ class SlurmLab:
             else:
                 pending = 0.0
             time.sleep(0.5)
+        return facts
 
-    def ended(self, number: str, *, seconds: float, logs: Path | None = None) -> dict[str, str]:
+    def end(self, number: str, logs: Path) -> dict[str, str]:
         """Waits until a job has ended for good."""
-        return self.wait(number, lambda facts: facts["JobState"] in GONE, seconds=seconds, logs=logs)
+        return self.wait(number, lambda facts: facts["JobState"] in GONE, logs=logs)
 
 
 @contextlib.contextmanager
@@ -148,7 +142,6 @@ def _write(folder: Path) -> None:
         folder=folder, host=host, controller_port=free_port(), first_port=free_port(), second_port=free_port()
     )
     (folder / "etc" / "slurm.conf").write_text(text.lstrip())
-    (folder / "etc" / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/tty[0-1]\n")
     unified = Path("/sys/fs/cgroup/cgroup.controllers").is_file()
     # Slurm 22.05 refuses a machine that mounts both versions unless it is told which.
     (folder / "etc" / "cgroup.conf").write_text(

@@ -21,7 +21,6 @@ def test_a_short_soak(cache: Path, tmp_path: Path) -> None:
     found = done.json
     assert found["kills"] == sum(found["by_phase"].values()) == sum(found["by_target"].values()) == 2
     assert found["steps_lost"]["max"] <= 5, "the save interval"
-    assert found["launches"] >= 2 + 1 + found["runs"], "two were killed, one made the reference, each run ended once"
     assert not list((tmp_path / "soak-single" / "runs").glob("disturbed-*")), "runs that are equal are not kept"
 
     # Another chunk must be of the same soak; one without kills shows the table of all that came before.

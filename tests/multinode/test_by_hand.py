@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
 from tests.lan import Lan, lan
 from tests.launcher import Launcher
-from tests.memory_runs import heavy_config
 from tests.waiting import until
 
 SECONDS = 400
@@ -33,12 +31,12 @@ class Lan2:
         self.launcher = Launcher(folder, model)
         self.started: list[tuple[subprocess.Popen[str], Path]] = []
 
-    def start(self, k: int, *words: str, name: str = "by_hand", nodes: int = 2, master: str | None = None, **env: str) -> None:
+    def start(self, k: int, *words: str, nodes: int = 2, master: str | None = None, **env: str) -> None:
         address = master or self.net.hosts[0].address
         place = (f"NUM_NODES={nodes}", f"NODE_RANK={k}", f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}")
         command = (self.net.python, "-m", "sft_play", *words, *place)
         if words[0] != "resume":
-            command += (f"CONFIG={self.launcher.config}", f"RUN_NAME={name}")
+            command += (f"CONFIG={self.launcher.config}", "RUN_NAME=by_hand")
         path = self.folder / f"said{len(self.started)}"
         with path.open("w") as said:
             process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=self.folder)
@@ -52,13 +50,6 @@ class Lan2:
 
     def said(self, k: int) -> str:
         return self.started[k][1].read_text()
-
-    def alone(self) -> RunFolder:
-        """Returns the same training, made by one process."""
-        words = ("train", f"CONFIG={self.launcher.config}", "RUN_NAME=alone")
-        done = self.net.run(1, [self.net.python, "-m", "sft_play", *words], timeout=SECONDS, cwd=self.folder)
-        assert done.returncode == 0, done.stderr
-        return self.run("alone")
 
     def until(self, happened: str | Callable[[], bool], k: int = 0) -> None:
         """Waits until what was started as number `k` has said this, or for something else while it runs."""
@@ -90,11 +81,6 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
-def is_worker(pid: int) -> bool:
-    words = command_line(pid)
-    return "sft_play.train" in words and "accelerate.commands.launch" not in words
-
-
 def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
     assert [code for code, _ in ended] == [0] * len(ended), "\n\n".join(said for _, said in ended)
 
@@ -103,7 +89,9 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     """Ranks 0, and 1 and 2: the losses are those of one process, which is trained while node 0 waits for node 1."""
     key = "known-on-both-nodes-only"
     two.start(0, "train-distributed", "NUM_GPUS=1", MASTER_KEY=key)
-    alone = two.alone()
+    words = ("train", f"CONFIG={two.launcher.config}", "RUN_NAME=alone")
+    alone = two.net.run(1, [two.net.python, "-m", "sft_play", *words], timeout=SECONDS, cwd=two.folder)
+    assert alone.returncode == 0, alone.stderr
     two.until("waiting for node 1, up to 600 s; here: node 0 (node1)")
     two.start(1, "train-distributed", "NUM_GPUS=1", MASTER_KEY="of-another-run-altogether")
     refused = two.started.pop()
@@ -116,26 +104,10 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     assert "all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 2 processes" in ended[0][1]
     run = two.run()
     assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(run) == pytest.approx(losses(two.run("alone")), rel=1e-5)
     assert len(metrics(run.path)[0]["rank_tokens"]) == 3
     for name in ("launcher.log", "launcher-from-rank1.log"):
         assert "GLOO_SOCKET_IFNAME=eth0" in (run.logs / name).read_text(encoding="utf-8")
-
-
-@pytest.mark.long
-def test_folders_of_their_own_beside_a_shared_run_folder(two: Lan2) -> None:
-    """The same rows in another folder, and a cache of its own: each node's workers read what that node has prepared."""
-    for k in range(2):
-        folder = two.folder / f"home{k}"
-        folder.mkdir()
-        shutil.copy(two.folder / "rows.jsonl", folder)
-        rows = f"DATA_TRAIN_PATH={folder / 'rows.jsonl'}"
-        two.start(k, "train-distributed", "NUM_GPUS=1", rows, SFT_PLAY_CACHE=str(folder / "cache"))
-    all_ended_with_0(two.end())
-    run = two.run()
-    first, second = Prepared.load(run.prepared), Prepared.load(run.of_node(1).prepared)
-    assert first.train and second.train and first.train.fingerprint == second.train.fingerprint
-    assert str(two.folder / "home0") in first.train.path and str(two.folder / "home1") in second.train.path
 
 
 @pytest.mark.long
@@ -154,32 +126,13 @@ def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_before_the_first_step_ends_every_launcher_and_names_the_node(tmp_path: Path, tiny: Path) -> None:
-    """The launcher behind the cut ends too, by itself. `test_train_cluster.py` cuts one while it trains."""
-    with lan(tmp_path / "lan", nodes=3) as net:
-        three = Lan2(net, tmp_path, tiny)
-        for k in range(3):
-            three.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", nodes=3)
-        three.until("\nrun ", 2)
-        net.link(2, up=False)
-        began = time.monotonic()
-        ended = three.end()
-        assert time.monotonic() - began < 60, ended
-        assert [code for code, _ in ended] == [75] * 3, ended
-        for _, said in ended[:2]:
-            assert "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for" in said
-        assert "error: rank 0 (node1) cannot be reached: node 0 (node1) has not answered for" in ended[2][1]
-        assert not [pid for k in range(3) for pid in net.pids(k) if is_worker(pid)]
-
-
-@pytest.mark.long
 def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: Lan2) -> None:
     """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
     for k in range(2):
         two.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
     run = two.run()
     two.until(lambda: run.metrics.is_file() and bool(metrics(run.path)))
-    agents = [pid for pid in two.net.pids(1) if "accelerate.commands.launch" in command_line(pid) and not is_worker(pid)]
+    agents = [pid for pid in two.net.pids(1) if "accelerate.commands.launch" in command_line(pid)]
     for pid in agents:
         subprocess.run(["kill", "-STOP", str(pid)], check=True)
     two.until(run.rank_exit(1).exists)
@@ -217,43 +170,22 @@ def test_an_elastic_run_continues_without_a_machine_and_takes_it_back(tmp_path: 
 
 
 @pytest.mark.long
-def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(two: Lan2) -> None:
-    """The second gets too little address space for four long rows, which is what each rank has in step 2; two fit."""
-    two.launcher.config = heavy_config(two.folder)
-    for k in range(2):
-        two.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_BATCH_SIZE=4")
-    run = two.run()
-    two.until(lambda: run.metrics.is_file() and bool(metrics(run.path)))
-    for pid in filter(is_worker, two.net.pids(1)):
-        size = int(Path(f"/proc/{pid}/status").read_text().split("VmSize:")[1].split()[0]) * 1024
-        resource.prlimit(pid, resource.RLIMIT_AS, (size + 550 * 2**20,) * 2)  # four long rows take 750 MiB, two 380
-    ended = two.end()
-    all_ended_with_0(ended)
-    told = [[line for line in said.splitlines() if line.startswith("recovering: ")] for _, said in ended]
-    assert told[0] == told[1] and len(told[0]) == 1
-    assert "rank 1 (node2): memory ran out in step 2, micro-batch 1 (rows " in told[0][0]
-    assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in told[0][0]
-    assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
-    assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {8}
-
-
-@pytest.mark.long
-def test_deepspeed_over_two_nodes_with_unequal_numbers(two: Lan2) -> None:
-    for k, count in enumerate((2, 1)):
-        two.start(k, "train-deepspeed", f"NUM_GPUS={count}", "LAUNCH_STRATEGY=zero2")
-    all_ended_with_0(two.end())
-    assert losses(two.run()) == pytest.approx(losses(two.alone()), rel=1e-4)
-
-
-@pytest.mark.long
-def test_a_resumed_run_meets_first(two: Lan2) -> None:
-    """What each node would go on from is compared before anything is launched; unequal numbers are remembered per node."""
+def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -> None:
+    """The same rows in another folder, and a cache of its own; unequal numbers are remembered per node."""
     for k, count in enumerate((1, 2)):
-        two.start(k, "train-distributed", f"NUM_GPUS={count}", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
+        folder = two.folder / f"home{k}"
+        folder.mkdir()
+        rows = shutil.copy(two.folder / "rows.jsonl", folder)
+        words = (f"NUM_GPUS={count}", f"DATA_TRAIN_PATH={rows}", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
+        two.start(k, "train-distributed", *words, SFT_PLAY_CACHE=str(folder / "cache"))
     all_ended_with_0(two.end())
+    run = two.run()
+    for k, found in enumerate((run, run.of_node(1))):
+        prepared = Prepared.load(found.prepared).train
+        assert prepared and str(two.folder / f"home{k}") in prepared.path
     for k in range(2):
-        two.start(k, "resume", "RUN=by_hand", "TRAIN_MAX_STEPS=6")
+        two.start(k, "resume", "RUN=by_hand", "TRAIN_MAX_STEPS=6", SFT_PLAY_CACHE=str(two.folder / f"home{k}" / "cache"))
     ended = two.end()
     all_ended_with_0(ended)
     assert "node 1 (node2) with 2 processes" in ended[0][1]
-    assert metrics(two.run().path)[-1]["step"] == 6
+    assert metrics(run.path)[-1]["step"] == 6

@@ -42,7 +42,7 @@ class Nodes:
         self.threads: list[threading.Thread] = []
         self.there: dict[str, Rendezvous] = {}
 
-    def start(self, rank: int, act: Act, host: str = "", **changes: Any) -> Rendezvous:
+    def start(self, rank: int, act: Act, host: str = "", **changes: Any) -> None:
         node = Node(rank=rank, count=changes.pop("count", self.count), master_port=self.port, key=changes.pop("key", None))
         host = host or "abcd"[rank]
         options = {"run": "lan", "patience": self.patience, "silent_seconds": self.silent, **changes}
@@ -52,7 +52,7 @@ class Nodes:
             try:
                 ours.open()
                 self.ended[host] = act(ours)
-            except (UserError, SystemExit) as error:
+            except UserError as error:
                 self.ended[host] = error
                 ours.fail(error)
             finally:
@@ -61,7 +61,6 @@ class Nodes:
 
         self.threads.append(threading.Thread(target=body, daemon=True))
         self.threads[-1].start()
-        return ours
 
     def end(self) -> dict[str, Any]:
         for thread in self.threads:
@@ -82,30 +81,20 @@ def vanish(ours: Rendezvous) -> str:
     return "vanished"
 
 
-def ends(ours: Rendezvous, seconds: float = 60) -> Outcome:
-    """Waits as the supervising loop does until the attempt has ended on another machine."""
-    until = time.monotonic() + seconds
-    while not isinstance(found := ours.ended_elsewhere(), Outcome):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return found
-
-
 def test_a_late_machine_is_waited_for_and_all_get_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     nodes = Nodes()
 
     def act(ours: Rendezvous) -> Any:
         first = ours.meet(lambda: {"who": ours.host}, agree, everything)
-        return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree, everything), ours.own_addresses()
+        return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree, everything)
 
     nodes.start(2, act, key=KEY)  # comes before there is anybody
     nodes.start(0, act, key=KEY)
     time.sleep(0.5)
     nodes.start(1, act, key=KEY)
     ended = nodes.end()
-    assert ended["a"][:2] == ended["b"][:2] == ended["c"][:2]
+    assert ended["a"] == ended["b"] == ended["c"]
     assert ended["a"][0]["all"] == [{"who": "a"}, {"who": "b"}, {"who": "c"}]
-    assert ended["a"][2] == ["127.0.0.1"] * 2 and ended["b"][2] == ["127.0.0.1"]
     assert "node 1 (b) has come" in capfd.readouterr().err
 
 
@@ -161,14 +150,13 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
         time.sleep(0.05)
     nodes.start(1, meet(), host="twin", key=KEY)
     nodes.start(1, meet(), host="yesterday", key=KEY, run="other")
-    nodes.start(1, meet(), host="no key")
     nodes.start(1, meet(), host="other key", key=OTHER)
     with socket.create_connection(("127.0.0.1", nodes.port)) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
     raw = store.tcp_store()("127.0.0.1", nodes.port, is_master=False, wait_for_workers=False)
     for name in ("0/end", "0/next", "attempt"):
         raw.set(name, b"-" * 64 + b"x")
-    while len(nodes.ended) < 4:
+    while len(nodes.ended) < 3:
         time.sleep(0.05)
     time.sleep(1.5)
     over.set()
@@ -176,7 +164,6 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     assert ended["a"] == ended["b"] == [0, 1]
     assert "two nodes have `NODE_RANK=1`" in str(ended["twin"])
     assert "different runs: node 0 (a): `lan`, node 1 (yesterday): `other`" in str(ended["yesterday"])
-    assert "another `MASTER_KEY`" in str(ended["no key"])
     assert "another `MASTER_KEY`" in str(ended["other key"])
 
 
@@ -206,18 +193,6 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "127.0.0.1:" in (said := ended()) and on_page("connect-call-failed", said) and "NODE_RANK=0" in said
     with socket.create_server(("127.0.0.1", nodes.port)):
         assert "no launcher of SFT-Play" in ended()
-    nodes.port = free_port()
-    with socket.socket() as full:  # a queue that is full drops what comes, as a firewall does
-        full.bind(("127.0.0.1", nodes.port))
-        full.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(("127.0.0.1", nodes.port))
-        said = ended()
-        assert "no answer" in said and "firewall" in said
-        for one in waiting:
-            one.close()
     monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.1)
     node = Node(rank=1, count=2, master_address="no-such-host.invalid", master_port=1)
     with pytest.raises(UserError, match=r"`MASTER_ADDR` is `no-such-host\.invalid`, which cannot be resolved"):
@@ -233,36 +208,28 @@ def test_who_has_the_port() -> None:
     assert on_page("address-already-in-use", error.message)
 
 
-def test_a_failure_between_the_steps_is_told_to_all() -> None:
-    nodes = Nodes()
+@pytest.mark.parametrize("vanishes", [False, True])
+def test_a_machine_that_is_lost_between_the_steps_ends_all(vanishes: bool) -> None:
+    nodes = Nodes(silent=3.0)
 
     def act(ours: Rendezvous) -> Any:
         ours.meet(dict, agree, everything)
         if ours.node.rank == 1:
+            if vanishes:
+                return vanish(ours)
             raise DataError("the file is empty", place="rows.jsonl", hint="fill it")
         return ours.share("prepared", {}, agree, everything)
 
     for rank in range(3):
         nodes.start(rank, act)
     ended = nodes.end()
-    assert ended["b"].message == "the file is empty"
-    told = "error: node 1 (b) could not continue: rows.jsonl: the file is empty\n\nhint: fill it"
-    assert ended["a"].render() == ended["c"].render() == told
-    assert type(ended["a"]) is type(ended["c"]) is DataError
-
-
-def test_a_machine_that_vanishes_before_the_workers_start_ends_all() -> None:
-    nodes = Nodes(silent=3.0)
-
-    def act(ours: Rendezvous) -> Any:
-        ours.meet(dict, agree, everything)
-        return vanish(ours) if ours.node.rank == 1 else ours.share("prepared", {}, agree, everything)
-
-    for rank in range(3):
-        nodes.start(rank, act)
-    ended = nodes.end()
     for host in "ac":
-        assert isinstance(ended[host], RetryableError) and "before the workers started" in ended[host].message
+        if vanishes:
+            assert isinstance(ended[host], RetryableError) and "before the workers started" in ended[host].message
+        else:
+            assert type(ended[host]) is DataError
+            said = "error: node 1 (b) could not continue: rows.jsonl: the file is empty\n\nhint: fill it"
+            assert ended[host].render() == said
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -325,7 +292,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
 
 def test_an_elastic_run_takes_nobody_in_who_differs() -> None:
     """One with other versions does not disturb it; one with another checkpoint, which shows when they meet, is left out."""
-    nodes, back = Nodes(silent=3.0), threading.Event()
+    nodes, trains = Nodes(patience=2.0), threading.Event()
 
     def compare(given: Sequence[Given]) -> list[UserError]:
         sick = "sick" in [one["who"] for one in given]
@@ -337,11 +304,8 @@ def test_an_elastic_run_takes_nobody_in_who_differs() -> None:
         return [one["who"] for one in ours.meet(lambda: mine, compare, everything)["all"]]
 
     def train(ours: Rendezvous) -> Any:
-        join(ours)
-        ours.settle(ends(ours))
-        ours.follow(lambda: {"again": True})
         seen: list[Any] = [join(ours)]
-        back.set()
+        trains.set()
         while ours.ended_elsewhere() is None:
             if ours.node.rank == 0 and (names := ours.names_of_waiting()):
                 ours.ask_to_stop(f"starting again with {names}")
@@ -351,14 +315,9 @@ def test_an_elastic_run_takes_nobody_in_who_differs() -> None:
         ours.follow(lambda: {"again": True})
         return [*seen, join(ours)]
 
-    def leave(ours: Rendezvous) -> str:
-        join(ours)
-        return vanish(ours)
-
-    nodes.start(0, train, least=2)
-    nodes.start(1, train, least=2)
-    nodes.start(2, leave, host="lost", least=2)
-    assert back.wait(60)
+    for rank in range(2):
+        nodes.start(rank, train, least=2)
+    assert trains.wait(60)
     for host in ("sick", "odd"):
         nodes.start(2, join, host=host, least=2)
         while host not in nodes.ended:

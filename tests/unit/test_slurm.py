@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from sft_play.errors import UserError
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import record_event
 from sft_play.runs.folder import RunFolder
-from sft_play.schedulers.slurm import BatchJob, options, render, submit
+from sft_play.schedulers.slurm import BatchJob, options, render
 from tests.conftest import Done, Program
 from tests.programs import need
 
@@ -55,14 +54,13 @@ def test_what_is_asked_of_the_scheduler() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"slurm": SlurmConfig(array="3", setup=["if true; then", "  :", "fi"]), "tasks": {3: ("demo-03", ["MODEL_NAME=a b"])}}]
-)  # fmt: skip
-def test_bash_and_shellcheck_have_nothing_to_say(changes: dict[str, Any]) -> None:
+def test_shellcheck_has_nothing_to_say() -> None:
     need("shellcheck")
-    for words in (["bash", "-n"], ["shellcheck", "--shell=bash", "-"]):
-        done = subprocess.run(words, input=render(batch_job(**changes)), capture_output=True, text=True, check=False, timeout=60)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    slurm = SlurmConfig(array="3", setup=["if true; then", "  :", "fi"])
+    script = render(batch_job(slurm=slurm, tasks={3: ("demo-03", ["MODEL_NAME=a b"])}))
+    words = ["shellcheck", "--shell=bash", "-"]
+    done = subprocess.run(words, input=script, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout
 
 
 # ---- The script runs, with stand-ins for Slurm's programs
@@ -241,13 +239,12 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench) -> None
 # ---- Configuration, and what sbatch refuses
 
 
-def config_file(folder: Path, *lines: str) -> Path:
-    """Writes a small configuration with these lines of `slurm`."""
+def config_file(folder: Path, line: str = "max_requeues: 3") -> Path:
+    """Writes a small configuration with this line of `slurm`."""
     path = folder / "demo.yaml"
-    slurm = "slurm:\n" + "".join(f"  {line}\n" for line in lines) if lines else ""
     path.write_text(
-        "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\ntrain:\n  max_steps: 10\n"
-        + slurm
+        "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\n"
+        f"train:\n  max_steps: 10\nslurm:\n  {line}\n"
     )
     return path
 
@@ -277,27 +274,6 @@ def test_a_resumed_run_may_have_another_time() -> None:
     check_overrides(Call(command="resume", overrides=(key,)))  # raises nothing
 
 
-@pytest.mark.parametrize(
-    ("said", "hint", "place"),
-    [
-        ("QOSMaxSubmitJobPerUserLimit\nJob violates accounting/QOS policy (user's size and/or time limits)", "your limits", "job.sbatch"),
-        ("Requested time limit is invalid (missing or exceeds some limit)", "SLURM_TIME=", "demo.yaml:7"),
-    ],
-)  # fmt: skip
-def test_a_refusal_is_placed_where_its_key_was_written(
-    said: str, hint: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a stand-in for sbatch that refuses in these words."""
-    program = tmp_path / "sbatch"
-    program.write_text(f"#!/bin/bash\necho {shlex.quote('sbatch: error: ' + said)} >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(UserError) as caught:
-        submit(tmp_path / "job.sbatch", {"slurm.time": "demo.yaml:7"})
-    assert str(caught.value.place).endswith(place)
-    assert said in caught.value.message and hint in (caught.value.hint or "")
-
-
 # ---- The command
 
 
@@ -314,17 +290,15 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
     facts, folder = done.json, tmp_path / "runs" / "demo" / "slurm"
     assert facts["script"] == str(folder / "job.sbatch")
     assert (facts["nodes"], facts["processes_per_node"], facts["job"], facts["plan"]["world_size"]) == (2, 4, None, 8)
-    assert facts["command"][3] in ("train-distributed", "train-deepspeed", "train-fsdp")
     text = (folder / "job.sbatch").read_text()
     written = text + (folder / "job.config.json").read_text()
     assert TOKEN not in written and "secret-word" not in written
-    assert "https_proxy" in done.err and "hf auth login" in done.err
+    assert "https_proxy" in done.err
     assert "export HF_HOME=/shared/hf" in text and f"export RUNS_DIR={tmp_path / 'runs'}" in text
     assert "#SBATCH --gpus-per-node=4\n" in text
     (tmp_path / "demo.yaml").write_text("model:\n  name: another\n")  # a later edit
     frozen = read_config(folder / "job.config.json")
     assert (frozen.config.train.learning_rate, frozen.config.train.seed) == (3e-5, 7)
-    assert frozen.config.model.name == "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
     assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
 
 
@@ -335,18 +309,12 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
     assert "plan: " in done.out and "1 node, 4 GPUs each, 32 cores each, 24:00:00, tasks 0-3: runs demo-INDEX" in done.out
     assert f"submit   sbatch {script}" in done.out
     assert script.with_name("first.config.json").is_file() and not (tmp_path / "runs").exists()
-    words = (f"CONFIG={config_file(tmp_path)}", "NUM_GPUS=2", "NUM_NODES=2", f"OUT={script}")
-    again = in_process("slurm", *words, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert again.code == 0, again.err  # its own script is written anew
-    assert "planned for nodes like this machine; HARDWARE=4xH100 describes the cluster's nodes" in again.err
-    assert "slurm: 2 nodes, 2 processes each, 16 cores each, " in again.out
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["OUT=FOREIGN"], 2, "was not written by `make slurm`"),
-        (["SUBMIT=1"], 3, "there is no `sbatch` here"),
+        (["OUT={folder}/mine.sh"], 2, "was not written by `make slurm`"), (["SUBMIT=1"], 3, "there is no `sbatch` here"),
         (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"), (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "different GPUs"),
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
@@ -354,28 +322,20 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
 def test_bad_input_is_one_error_and_loses_nothing(
     in_process: Program, tmp_path: Path, words: list[str], code: int, said: str
 ) -> None:
-    foreign, bash = tmp_path / "mine.sh", shutil.which("bash")
-    foreign.write_text("#!/bin/bash\necho mine\n")
-    assert bash is not None
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "bash").symlink_to(bash)
-    words = [word.replace("FOREIGN", str(foreign)) for word in words]
-    done = command(in_process, tmp_path, *words, env={"PATH": str(tmp_path / "bare")})
+    foreign, text = tmp_path / "mine.sh", "#!/bin/bash\necho mine\n"
+    foreign.write_text(text)
+    (tmp_path / "bash").symlink_to(str(shutil.which("bash")))
+    done = command(in_process, tmp_path, *(word.format(folder=tmp_path) for word in words), env={"PATH": str(tmp_path)})
     assert done.code == code, done.err
     assert said in done.out + done.err and done.err.count("error: ") == 1
-    assert foreign.read_text() == "#!/bin/bash\necho mine\n"
+    assert foreign.read_text() == text
     assert (tmp_path / "runs").exists() == ("SUBMIT=1" in words)
 
 
-@pytest.mark.parametrize(
-    ("begun", "hardware", "target"), [("fsdp2", "4xH100", "train-fsdp"), ("single", "2xH100", "train-distributed")]
-)
-def test_a_run_that_has_started_goes_on_by_its_own_command(
-    in_process: Program, tmp_path: Path, begun: str, hardware: str, target: str
-) -> None:
+def test_a_run_that_has_started_goes_on_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "demo")
     run.path.mkdir(parents=True)
-    record_event(run, "started", launch={"command": begun, "num_gpus": 2, "num_nodes": 2})
-    done = command(in_process, tmp_path, f"HARDWARE={hardware}", "JSON=1")
+    record_event(run, "started", launch={"command": "fsdp2", "num_gpus": 2, "num_nodes": 2})
+    done = command(in_process, tmp_path, "JSON=1")
     assert done.code == 0, done.err
-    assert done.json["command"][3] == target
+    assert done.json["command"][3] == "train-fsdp"
