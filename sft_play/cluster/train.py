@@ -146,6 +146,8 @@ class Control:
 
     def __init__(self, task: Task, prepared: Prepared, port: int) -> None:
         self.task, self.prepared, self.port = task, prepared, port
+        self.count = 0
+        """Machines that may take part; known when training starts."""
         self.members: dict[int, Member] = {}
         self.inbox: Inbox = queue.Queue(maxsize=MOST_WAITING)
         self.stop = Stop()
@@ -159,7 +161,7 @@ class Control:
         """Host name -> why it cannot take part, as it was last said."""
         self.seeker: threading.Thread | None = None
         self.asked_at = time.monotonic()
-        self.supplying = threading.Lock()
+        self.supply_lock = threading.Lock()
         self.on_terminal = is_terminal(sys.stdout) and not task.call.json
 
     def train(self, crew: Sequence[tuple[Host, Facts]]) -> tuple[int, str]:
@@ -226,6 +228,9 @@ class Control:
             self.pass_signals()
 
     def take(self, session: Session, message: Mapping[str, Any]) -> None:
+        """Take a message: what `cluster/remote.py` sends of a launcher, and that the session has ended."""
+        # started=pid; out=text, err=text: what it prints; log=name, text=more of that file of its run folder; fetch=true: it asks for the
+        # checkpoint; ended=code, left=processes that could not be killed; closed=code of ssh.
         rank, one = next(((rank, one) for rank, one in self.members.items() if one.session is session), (0, None))
         if one is None:
             return  # of an earlier start there
@@ -258,7 +263,7 @@ class Control:
 
     def fetch(self, one: Member) -> None:
         """Bring a machine the checkpoint from which all start again."""
-        with self.supplying:
+        with self.supply_lock:
             try:
                 bring.send_run(one.host, one.facts, self.task.run, newest_valid(self.task.run)[0])
             except UserError as error:
@@ -325,10 +330,10 @@ class Control:
         refused = {one.host.name for one in self.members.values() if one.code in range(1, 6)}  # of which no launcher tries again
         missing = [host for host in self.task.inventory.hosts[1:] if host.name not in living | refused]
         if missing and self.has_begun():
-            self.seeker = threading.Thread(target=self.seek, args=(missing,), name="seeker", daemon=True)
+            self.seeker = threading.Thread(target=self.look_for_missing, args=(missing,), name="seeker", daemon=True)
             self.seeker.start()
 
-    def seek(self, hosts: Sequence[Host]) -> None:
+    def look_for_missing(self, hosts: Sequence[Host]) -> None:
         """Bring what they lack to machines that are back and fit."""
         answers = judge_machines(self.task, hosts)
         for host in hosts:

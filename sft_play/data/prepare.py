@@ -60,7 +60,7 @@ def prepare_data(
     parts = _parts(config, model)
     manifests = {part.name: read_manifest(part.folder) for part in parts}
     if None in manifests.values():
-        _make(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
+        _prepare_missing(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
         manifests = {part.name: read_manifest(part.folder) for part in parts}
     named = {part.name: _name_sources(manifests[part.name], part) for part in parts}
     train, validation = [*(record_of(manifest["split"], PreparedSplit) for manifest in named.values()), None][:2]
@@ -230,17 +230,18 @@ class Gatherer:
         return found
 
 
-def _make(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
+def _prepare_missing(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
     """Make and publish `parts`, those of one fraction in one pass over their rows; `train` is published already or among them.
 
     Raise `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
     """
     template = template_sha256(tokenizer)
     for together in [parts] if all(part.fraction for part in parts) else [[part] for part in parts]:
-        _pass(config, tokenizer, together, train, template)
+        _prepare_in_one_pass(config, tokenizer, together, train, template)
 
 
-def _pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part, template: str | None) -> None:
+def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part, template: str | None) -> None:
+    """Read the sources once, and publish `parts` from them."""
     from sft_play.data.store import KEYS, SplitWriter  # pyarrow, which prepared data do not need
 
     sources, drop = parts[0].sources, config.data.bad_rows == "drop"

@@ -41,10 +41,10 @@ def make_plan(request: Request) -> Plan:
         plan = _decide(request)
     except DoesNotFitError as error:
         raise remedies.with_remedies(request, _decide, error) from None
-    over = least_room(plan.ranks)
-    if over.peak_bytes <= over.capacity_bytes:
+    tightest = least_room(plan.ranks)
+    if tightest.peak_bytes <= tightest.capacity_bytes:
         return plan
-    found = remedies.remedies(request, _decide, plan, over.micro_batch, over.peak_bytes)
+    found = remedies.remedies(request, _decide, plan, tightest.micro_batch, tightest.peak_bytes)
     return replace(plan, remedies=(*map(str, found), *plan.remedies))
 
 
@@ -63,7 +63,10 @@ def ways_out(config: Config, shape: ModelShape, plan: Plan, launch: LaunchReques
 
 
 def _decide(request: Request) -> Plan:
-    """Return the plan without the remedies of what does not fit. Raise as `make_plan`."""
+    """Return the plan without the remedies of what does not fit. Raise as `make_plan`.
+
+    Callees that get `reasons` append what they decided, and why.
+    """
     config, hardware, shape, launch = request.config, request.hardware, request.shape, request.launch
     train, kind, reasons = config.train, hardware.kind, list[str]()
     check_length(config.model, shape.max_positions)
@@ -81,15 +84,15 @@ def _decide(request: Request) -> Plan:
     setup = choices.with_chunks(config, shape, pack_if_typed(request, setup))
 
     # What fits: recomputation, then another strategy.
-    setup, fitting = _checkpointing(request, setup, reasons)
-    settled = strategies.settle(request, setup, fitting, _decide, reasons)
+    setup, rows_that_fit = _choose_recomputation(request, setup, reasons)
+    settled = strategies.settle(request, setup, rows_that_fit, _decide, reasons)
     if isinstance(settled, Plan):
         return settled
-    setup, fitting = settled[0], groups.fill_stages(request, *settled)
+    setup, rows_that_fit = settled[0], groups.fill_stages(request, *settled)
     _check_loading(request, setup)
 
     # How much at a time: micro-batches, micro-steps, packs.
-    division = divide(request, setup, fitting, reasons)
+    division = divide(request, setup, rows_that_fit, reasons)
     batch, setup = division.batch, division.setup
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
     costs = costs_of(request, division, max(batch.micro_batches))
@@ -100,9 +103,11 @@ def _decide(request: Request) -> Plan:
             f"gradients reduced in each of {batch.accumulation} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
         )
     reasons += describe_waiting(request, setup, batch.accumulation)
-    over = least_room(rank_plans)
-    if over.peak_bytes > over.capacity_bytes:
-        reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
+    tightest = least_room(rank_plans)
+    if tightest.peak_bytes > tightest.capacity_bytes:
+        reasons.append(
+            f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of {tightest.capacity_bytes / GIB:.1f} GiB"
+        )
     reasons += [*describe_adapters(config, shape), *_experts(request, setup)]
     reasons.append(f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin")
     reasons += [EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else []
@@ -110,7 +115,7 @@ def _decide(request: Request) -> Plan:
     if workers := choices.loader_workers(config, kind):
         who = "GPU" if kind == "cuda" else "rank"
         reasons.append(f"loader: {plural(workers, 'process')} per rank, which make batches while the {who} computes")
-    lacking = _on_the_host(request, setup, reasons)
+    host_remedies = _on_the_host(request, setup, reasons)
 
     # How long: steps, speed, energy.
     steps, per_epoch = step_count(config, request.prepared, batch.global_batch, reasons)
@@ -120,19 +125,19 @@ def _decide(request: Request) -> Plan:
     reasons += describe_traffic(request, setup, max(division.shares) * data.row_tokens, division.micro_steps)
     seconds = speed.seconds_per_step
     total = seconds * steps if seconds and steps else None
-    eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(fitting)))
+    eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(rows_that_fit)))
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
-    aloud = explain_global_batch(train, len(request.data_devices), request.unit)
+    notice = explain_global_batch(train, len(request.data_devices), request.unit)
     return Plan(
         **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.unequal_nodes, backend=cast(Any, backend), ranks=rank_plans,
         source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy), global_batch_size=batch.global_batch,
-        most_rows=min(fitting), longest_row=_longest_row(request, setup, rank_plans), eval_batch_size=halve(eval_rows, launch.halvings),
+        most_rows=min(rows_that_fit), longest_row=_longest_row(request, setup, rank_plans), eval_batch_size=halve(eval_rows, launch.halvings),
         learning_rate=rate, warmup_steps=choices.warmup(config, steps), steps=steps, steps_per_epoch=per_epoch,
         tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, speed_basis=speed.basis, seconds_per_step=seconds, total_seconds=total,
         epoch_seconds=seconds * per_epoch if seconds and per_epoch else None, energy_kwh=energy_kwh(devices, total),
         communication_share=speed.communication_share, communication_seconds=speed.communication_seconds,
-        exchanges=exchanges(request, setup, speed.computing_seconds), reasons=tuple(reasons), remedies=tuple(lacking),
-        notices=(aloud,) if aloud else (),
+        exchanges=exchanges(request, setup, speed.computing_seconds), reasons=tuple(reasons), remedies=tuple(host_remedies),
+        notices=(notice,) if notice else (),
     )  # fmt: skip
 
 
@@ -155,7 +160,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
     return replace(setup, stages=groups.stages_of(request, setup, reasons))
 
 
-def _checkpointing(request: Request, setup: Setup, reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:
+def _choose_recomputation(request: Request, setup: Setup, reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:
     """Turn recomputation on when asked for, or when the wanted rows do not fit without it. Return the rows that fit, too."""
     asked, wanted = request.config.train.gradient_checkpointing, request.wanted_rows
     plain, saving = request.largest(setup), replace(setup, gradient_checkpointing=True)
