@@ -27,6 +27,18 @@ def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
         assert sum(other.micro_batches) * 2 >= 32  # beyond what gains speed, since it was asked for
 
 
+def test_more_rows_at_once_than_the_default_raise_the_global_batch_aloud() -> None:
+    batch = choose_batch(train(batch_size=32), (64,) * 4, 64)
+    assert (batch.micro_batches, batch.accumulation, batch.global_batch) == ((32,) * 4, 1, 128)
+    assert batch.reasons[0] == "global batch 128 = 32 per device x 4 devices: more at once than the default of 32"
+    with pytest.raises(UserError) as error:
+        choose_batch(train(batch_size=32, global_batch_size=64), (64,) * 4, 64)
+    assert "32 per device x 4 devices = 128 rows at once, but `train.global_batch_size` is 64: 64" in error.value.message
+    assert error.value.hint == "TRAIN_BATCH_SIZE=16 at most, or TRAIN_GLOBAL_BATCH_SIZE=128"
+    uneven = choose_batch(train(batch_size=3, global_batch_size=8), (64,) * 3, 64)  # no smaller one makes the same step
+    assert uneven.reasons[-1].endswith("1 of the 9 slots stay empty")
+
+
 def test_contradictions_show_the_arithmetic() -> None:
     with pytest.raises(UserError) as error:
         choose_batch(train(batch_size=4, grad_accum=4, global_batch_size=24), (8, 8), 64)

@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import HardwareError
-from sft_play.plan.hardware import GIB, Hardware, parse_hardware
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.plan import Plan
 from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, reason
 
@@ -62,6 +62,20 @@ def test_machines_with_different_gpus_agree_or_refuse(sizes: tuple[str, ...], mo
             continue
         found.add((plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate))
     assert len(found) <= 1 and all(strategy == "ddp" for strategy, *_ in found)
+
+
+def gpus(*free: float) -> Hardware:
+    devices = tuple(
+        Device(name=f"GPU {i}", memory_bytes=int(24 * GIB), free_bytes=int(f * GIB), bf16=True, number=i + 2) for i, f in enumerate(free)
+    )  # fmt: skip
+    return Hardware(kind="cuda", devices=devices, cpu_threads=8, ram_bytes=64 * GIB)
+
+
+def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
+    text = message(HardwareError, gpus(23, 0.4, 23), name=SMALL, command_strategy="auto")
+    assert "GPU 1 (GPU 1) is full: 0.4 of 24.0 GiB free = 1.7%, less than the 5%" in text
+    assert "CUDA_VISIBLE_DEVICES=2,4 skips full GPUs: 46.0 GiB free on 2 of 3 GPUs" in text
+    assert plan_of(gpus(0.4, 23), name=SMALL).ranks[0].device == "cuda:1"  # one process takes the free one
 
 
 # The learning rate that goes with the batch.
