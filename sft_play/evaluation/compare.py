@@ -6,13 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config.load import read_config, saved_form
-from sft_play.config.metrics import label_of_metric
+from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.evaluation.subject import Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
@@ -98,7 +98,8 @@ def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> lis
     values = [[side.score(row, metric) for row in rows] for side in sides]
     if None in values[0]:  # a metric of the whole set, with nothing for a single answer
         return [None] * len(sides)
-    return [None, *(paired_difference(values[0], other).to_json() for other in values[1:])]
+    known = higher_is_better(metric) is True
+    return [None, *(asdict(paired_difference(values[0], other, more_is_better=known)) for other in values[1:])]
 
 
 def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -> list[dict[str, Any]]:

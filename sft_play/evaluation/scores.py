@@ -79,7 +79,7 @@ Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float] | None, I
 
 
 def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-    """Returns scores of single answers (0 to 1), whose mean is the score of all."""
+    """Returns scores of single answers, whose mean is the score of all."""
     score = OF_SINGLE_ANSWERS.get(name) or (lambda reference, answer: rouge(reference, answer)[name])
     each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
     return each, mean_interval(each)
@@ -148,7 +148,7 @@ def token_f1(reference: str, answer: str) -> float:
 
 
 OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {"exact_match": exact_match, "f1": token_f1}
-"""Built-in metric that is not ROUGE -> its score (0 to 1) of a reference and an answer; `config.metrics.LABELS` has all."""
+"""Built-in metric of single answers but ROUGE -> its score of a reference and an answer; `config.metrics.LABELS` has all."""
 _PUNCTUATION = frozenset(string.punctuation)
 
 
@@ -323,18 +323,12 @@ class Difference(Interval):
     worse: int
     """Rows on which the first does."""
 
-    @property
-    def verdict(self) -> str:
-        """`better` or `worse` where the interval leaves 0 out, else `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`."""
-        if self.n < LEAST_ROWS:
-            return "too few to compare"
-        return "better" if self.low > 0 else "worse" if self.high < 0 else "undecided"
-
-    def to_json(self) -> dict[str, float | int | str]:
-        return {**asdict(self), "verdict": self.verdict}
+    verdict: str
+    """`better` or `worse` where the interval leaves 0 out (`higher` or `lower` of a score whose direction only the user knows), else
+    `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`."""
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+def paired_difference(first: Sequence[float], second: Sequence[float], *, more_is_better: bool = True) -> Difference:
     """Returns the difference of two models' scores of the same rows, in the same order.
 
     Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for both drops
@@ -345,5 +339,9 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Differ
         raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")
     gaps = [two - one for one, two in zip(first, second, strict=True)]
     mean = mean_interval(gaps)
-    better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
-    return Difference(mean=mean.mean, low=mean.low, high=mean.high, n=mean.n, better=better, worse=worse)
+    up, down = ("better", "worse") if more_is_better else ("higher", "lower")
+    verdict = up if mean.low > 0 else down if mean.high < 0 else "undecided"
+    return Difference(
+        **asdict(mean), better=sum(gap > 0 for gap in gaps), worse=sum(gap < 0 for gap in gaps),
+        verdict=verdict if mean.n >= LEAST_ROWS else "too few to compare",
+    )  # fmt: skip

@@ -130,6 +130,13 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
             LibraryMetric(metric).check()
 
 
+def test_a_steady_gain_is_certain_and_better_only_where_more_is_better() -> None:
+    first = [0.0, 0.9, 0.1, 0.7, 0.3] * 4
+    found, rising = (paired_difference(first, [score + 0.05 for score in first], more_is_better=known) for known in (True, False))
+    assert (found.n, found.better, found.worse, found.verdict) == (20, 20, 0, "better")
+    assert rising.verdict == "higher", "of a library's metric, such as an error rate, only the user knows what is better"
+
+
 def test_the_interval_is_of_resampled_means() -> None:
     first, second = [0.1, 0.5, 0.2, 0.8], [0.4, 0.3, 0.2, 0.9]
     gaps = np.array(second) - np.array(first)
