@@ -28,7 +28,7 @@ $(if $(wrong),$(error `VENV` is `$(value VENV)` (refused: $(wrong)); give a path
 override quoted = '$(subst ','\'',$(if $(findstring $(newline),$(value $1)),$(error `$1` holds a newline; write it on one line),$(value $1)))'
 override bin := $(VENV)/bin
 override program := @$(bin)/python -m sft_play
-# Two test processes; each keeps a file to itself, since the tests of a file share what they trained.
+# Three test processes; each keeps a file to itself, since the tests of a file share what they trained.
 override pytest := @$(bin)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Where `make test` looks: a folder, a file or a node id.
 TESTS ?= tests
