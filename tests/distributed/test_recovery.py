@@ -6,23 +6,21 @@ import contextlib
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from sft_play.launch.liveness import counters_of
-from tests.conftest import ROOT, environment, metrics, run_program
-from tests.fault_runs import workers_of
+from tests.conftest import environment, metrics, run_program
+from tests.fault_runs import Started
+from tests.fault_runs import start as start_launch
 from tests.memory_runs import heavy_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are the kernel's")]
-SECONDS = 240
 MIB = 2**20
 
 
@@ -36,15 +34,22 @@ def variables(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return environment(cache, tmp_path_factory.mktemp("runs"), {"OMP_NUM_THREADS": "1"})
 
 
-def start(words: list[str], variables: dict[str, str], limit: int | None = None) -> subprocess.Popen[str]:
-    """Starts the program, with at most `limit` bytes of address space for it and for each of its children."""
+def start(variables: dict[str, str], config: Path, command: str, *words: str, name: str) -> Started:
+    return start_launch(variables, command, f"CONFIG={config}", *words, name=name)
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sft_play", *words], cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
-    if limit:
-        resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
-    return process
+
+def limit_address_space(process: psutil.Process, mebibytes: int) -> None:
+    """Lets a process take no more than this above what it has."""
+    size = status(process.pid, "VmSize") + mebibytes * MIB
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (size, size))
+
+
+def end(launch: Started) -> str:
+    """Waits for a launch that succeeds; returns its line about the recovery."""
+    code, said = launch.end()
+    assert code == 0, said
+    (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
+    return line
 
 
 def status(pid: int, name: str) -> int:
@@ -53,32 +58,18 @@ def status(pid: int, name: str) -> int:
     return int(text.split(f"{name}:")[1].split()[0]) * 1024
 
 
-def after_first_step(process: subprocess.Popen[str], run: Path, act: Callable[[dict[int, psutil.Process]], None]) -> None:
-    """Calls `act` with the workers once the first, light step is done: what comes next is the heavy one."""
-    deadline = time.monotonic() + SECONDS
-    while not ((run / "metrics.jsonl").is_file() and metrics(run)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    act(workers_of(process.pid))
-
-
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, variables: dict[str, str]) -> tuple[Path, int]:
     """A run with half the micro-batch from the start, and the most address space that its worker took."""
-    process = start(["train", f"CONFIG={config}", "RUN_NAME=undisturbed", "TRAIN_BATCH_SIZE=4"], variables)
     peak = 0
-    while process.poll() is None:
-        with contextlib.suppress(psutil.Error, OSError, IndexError):
-            peak = max([peak, *(status(one.pid, "VmPeak") for one in workers_of(process.pid).values())])
-        time.sleep(0.1)
-    out, err = process.communicate()
-    assert process.returncode == 0, out + err
-    return Path(variables["RUNS_DIR"]) / "undisturbed", peak
-
-
-def events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    with start(variables, config, "train", "TRAIN_BATCH_SIZE=4", name="undisturbed") as launch:
+        while launch.process.poll() is None:
+            with contextlib.suppress(psutil.Error, OSError, IndexError):
+                peak = max([peak, *(status(one.pid, "VmPeak") for one in launch.workers().values())])
+            time.sleep(0.1)
+        code, said = launch.end()
+        assert code == 0, said
+    return launch.run, peak
 
 
 def require_same(run: Path, reference: Path, copies: int = 1) -> None:
@@ -95,17 +86,16 @@ def test_a_failed_allocation_halves_the_micro_batch(
     config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     reference, peak = undisturbed
-    words = ["train", f"CONFIG={config}", "RUN_NAME=short", "TRAIN_BATCH_SIZE=8"]
-    process = start(words, variables, limit=peak + 300 * MIB)  # eight rows take 700 MiB more
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, out + err
-    (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
+    with start(variables, config, "train", "TRAIN_BATCH_SIZE=8", name="short") as launch:
+        limit = peak + 300 * MIB  # eight rows take 700 MiB more
+        resource.prlimit(launch.process.pid, resource.RLIMIT_AS, (limit, limit))  # of its children too
+        line = end(launch)
     assert "rank 0: memory ran out in step 2, micro-batch 1 (rows " in line
     assert "micro-batch 8 x accumulation 1 -> 4 x 2 on every rank (although `train.batch_size` was given)" in line
     assert "global batch 8 as before; continuing from step-000001 (retry 1 of 3)" in line
-    run = reference.parent / "short"
+    run = launch.run
     require_same(run, reference)
-    assert [event["event"] for event in events(run)] == ["started", "recovered", "finished"]
+    assert [event["event"] for event in launch.events()] == ["started", "recovered", "finished"]
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["ranks"][0]["micro_batch"], plan["ranks"][0]["accumulation"], plan["global_batch_size"]) == (4, 2, 8)
     (kept,) = json.loads((run / "stamp.json").read_text())["recoveries"]
@@ -125,65 +115,37 @@ def test_a_failed_allocation_halves_the_micro_batch(
 def test_one_rank_of_two_at_a_micro_batch_of_one_turns_to_checkpointing(
     config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
-    run = undisturbed[0].parent / "pair"
-    words = [
-        "train-distributed",
-        f"CONFIG={config}",
-        "RUN_NAME=pair",
-        "NUM_GPUS=2",
-        "TRAIN_BATCH_SIZE=1",
-        "TRAIN_SAVE_STRATEGY=no",
-    ]
-    process = start(words, variables)
-
-    def limit_rank_1(found: dict[int, psutil.Process]) -> None:
-        room = status(found[1].pid, "VmSize") + 60 * MIB  # a long row takes 190
-        resource.prlimit(found[1].pid, resource.RLIMIT_AS, (room, room))
-
-    after_first_step(process, run, limit_rank_1)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, out + err
-    (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
+    words = ("NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_SAVE_STRATEGY=no")
+    with start(variables, config, "train-distributed", *words, name="pair") as launch:
+        launch.wait_for_step(1)
+        limit_address_space(launch.workers()[1], 60)  # a long row takes 190
+        line = end(launch)
     assert "rank 1: memory ran out in step 2" in line
     assert "gradient checkpointing off -> on" in line
     assert "continuing from step 0: there is no checkpoint yet" in line
-    require_same(run, undisturbed[0])
-    plan = json.loads((run / "plan.json").read_text())
+    require_same(launch.run, undisturbed[0])
+    plan = json.loads((launch.run / "plan.json").read_text())
     assert plan["gradient_checkpointing"] is True
     assert [rank["micro_batch"] for rank in plan["ranks"]] == [1, 1]
 
 
 def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[str, str], tmp_path: Path) -> None:
-    words = ["train", f"CONFIG={config}", "RUN_NAME=end", "TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=false", "JSON=1"]
-    process = start(words, variables | {"RUNS_DIR": str(tmp_path)})
-
-    def limit(found: dict[int, psutil.Process]) -> None:
-        room = status(found[0].pid, "VmSize") + 60 * MIB
-        resource.prlimit(found[0].pid, resource.RLIMIT_AS, (room, room))
-
-    after_first_step(process, tmp_path / "end", limit)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 75, out + err
-    assert "the micro-batch is 1 already and gradient checkpointing is off as configured" in err
-    (ways,) = [line for line in err.splitlines() if line.startswith("hint: choose one: ")]
-    assert "TRAIN_GRADIENT_CHECKPOINTING=true: " in ways
-    assert "MODEL_MAX_SEQ_LEN=" in ways
-    assert "make resume RUN=end" in err
-    assert "Traceback" not in err
-    last = json.loads((tmp_path / "end" / "events.jsonl").read_text().splitlines()[-1])
-    assert (last["event"], last["cause"]) == ("failed", "out_of_memory"), (
-        "a container's entry point goes by it (schedulers.entry)"
-    )
-    assert "Traceback" in (tmp_path / "end" / "logs" / "rank0.log").read_text()
-    record = json.loads((tmp_path / "end" / "logs" / "exit-rank0.json").read_text())
-    assert (record["code"], record["cause"], record["doing"]["phase"], record["doing"]["step"]) == (
-        75,
-        "out_of_memory",
-        "training",
-        2,
-    )
-    assert len(record["doing"]["rows"]) == 1
-    assert [event["event"] for event in events(tmp_path / "end")] == ["started", "failed"]
+    words = ("TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=false")
+    with start(variables | {"RUNS_DIR": str(tmp_path / "runs")}, config, "train", *words, name="end") as launch:
+        launch.wait_for_step(1)
+        limit_address_space(launch.workers()[0], 60)
+        code, said = launch.end()
+    assert code == 75, said
+    assert "the micro-batch is 1 already and gradient checkpointing is off as configured" in said
+    (ways,) = [line for line in said.splitlines() if line.startswith("hint: choose one: ")]
+    assert "TRAIN_GRADIENT_CHECKPOINTING=true: " in ways and "MODEL_MAX_SEQ_LEN=" in ways
+    assert "make resume RUN=end" in said and "Traceback" not in said
+    assert [event["event"] for event in launch.events()] == ["started", "failed"]
+    assert launch.events()[-1]["cause"] == "out_of_memory", "a container's entry point goes by it (schedulers.entry)"
+    assert "Traceback" in (launch.run / "logs" / "rank0.log").read_text()
+    record = json.loads((launch.run / "logs" / "exit-rank0.json").read_text())
+    assert (record["code"], record["cause"]) == (75, "out_of_memory")
+    assert (record["doing"]["phase"], record["doing"]["step"], len(record["doing"]["rows"])) == ("training", 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -198,21 +160,14 @@ def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[s
 def test_shards_and_parts_go_on_from_their_checkpoint(
     command: str, way: str, room: int, config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
-    run = undisturbed[0].parent / f"{command}{way}".replace("_", "-")
-    words = [command, f"CONFIG={config}", f"RUN_NAME={run.name}", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", *way.split()]
-    process = start(words, variables)
-
-    def limit_rank_1(found: dict[int, psutil.Process]) -> None:
-        size = status(found[1].pid, "VmSize") + room * MIB
-        resource.prlimit(found[1].pid, resource.RLIMIT_AS, (size, size))
-
-    after_first_step(process, run, limit_rank_1)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, out + err
-    (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
+    words = ("NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", *way.split())
+    with start(variables, config, command, *words, name=f"{command}{way}".replace("_", "-")) as launch:
+        launch.wait_for_step(1)
+        limit_address_space(launch.workers()[1], room)
+        line = end(launch)
     assert f"micro-batch 4 x accumulation {2 if way else 1} -> 2 x {4 if way else 2} on every rank" in line
     assert "continuing from step-000001" in line
-    require_same(run, undisturbed[0], copies=2 if way else 1)
+    require_same(launch.run, undisturbed[0], copies=2 if way else 1)
 
 
 @pytest.fixture
@@ -255,23 +210,17 @@ def held_by(folder: Path) -> int:
 def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
     config: Path, variables: dict[str, str], undisturbed: tuple[Path, int], cgroup: Path
 ) -> None:
-    run = undisturbed[0].parent / "killed"
-    process = start(["train-distributed", f"CONFIG={config}", "RUN_NAME=killed", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4"], variables)
-    (cgroup / "cgroup.procs").write_text(str(process.pid))
-    # Two ranks with four long rows each take 1,500 MiB in step 2, with two each 750.
-
-    def limit(_: object) -> None:
+    with start(variables, config, "train-distributed", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", name="killed") as launch:
+        (cgroup / "cgroup.procs").write_text(str(launch.process.pid))
+        launch.wait_for_step(1)
+        # Two ranks with four long rows each take 1,500 MiB in step 2, with two each 750.
         limit_file(cgroup).write_text(str(held_by(cgroup) + 1150 * MIB))
-
-    after_first_step(process, run, limit)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, out + err
-    (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
+        line = end(launch)
     assert "was killed by SIGKILL because memory ran out (`" in line
-    assert f"{cgroup}" in line
+    assert str(cgroup) in line
     assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
     assert "global batch 8 as before; continuing from step-000001" in line
-    require_same(run, undisturbed[0])
-    (kept,) = json.loads((run / "training_metrics.json").read_text())["recoveries"]
+    require_same(launch.run, undisturbed[0])
+    (kept,) = json.loads((launch.run / "training_metrics.json").read_text())["recoveries"]
     assert kept["rank"] in (0, 1)
     assert kept["doing"] == {}
