@@ -1,53 +1,61 @@
-"""`eval` as a user calls it, and answers scored during training: the same on one process, under DDP, ZeRO-3 and FSDP2."""
+"""`eval` of a run, other rows, plain models and standard benchmarks, and `compare`, as a user calls them on one small trained run."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
 from tests.places import Place, question_rows
-from tests.processor_time import importing, seconds_of
 from tests.tiny_models import build_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    place = Place(tmp_path_factory.mktemp("evaluate"))
+    """A run `one` of two steps, with the base and the model scored on its own rows."""
+    place = Place(tmp_path_factory.mktemp("others"))
     model = build_tiny_llama(place.folder / "model")
-    for name, start, count in (("train", 0, 24), ("val", 100, 11)):
+    for name, start, count in (("train", 0, 24), ("val", 100, 11), ("other", 200, 6)):
         (place.folder / f"{name}.jsonl").write_text(question_rows(start, count, longest=9))
     place.config.write_text(
-        f"model: {{name: {model}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
+        f"model: {{name: {model}, max_seq_len: 128}}\n"
         f"data: {{train_path: {place.folder / 'train.jsonl'}, val_path: {place.folder / 'val.jsonl'}}}\n"
-        "train: {max_steps: 2, global_batch_size: 8, learning_rate: 0.02, generation_max_new_tokens: 12, eval_strategy: steps,\n"
-        "        eval_steps: 2, predict_with_generate: true}\neval: {samples: 7, batch_size: 2}\n"
+        "train: {max_steps: 2, global_batch_size: 8, learning_rate: 0.02, generation_max_new_tokens: 8, eval_strategy: steps,\n"
+        "        eval_steps: 2, predict_with_generate: true}\neval: {samples: 7, batch_size: 2, metrics: [rougeL, chrf]}\n"
     )
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
     assert done.returncode == 0, done.stderr
+    place.scores("RUN=one", "CHECKPOINT=base")
     return place
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 
 def test_scores_are_printed_written_and_shown_again_at_once(place: Place) -> None:
     during = json.loads((place.folder_of("one", 2) / "scores.json").read_text())
     found = place.scores("RUN=one")
-    assert found["run"] == "one"
-    assert found["step"] == 2
+    assert (found["run"], found["step"]) == ("one", 2)
     # The last evaluation of the training saw the same weights, rows and settings.
     assert found["loss"] == pytest.approx(during["loss"], rel=1e-5)
-    for metric in ("rouge1", "rouge2", "rougeL"):
+    for metric in ("rougeL", "chrf"):
         assert found[metric] == pytest.approx(during[metric])
     assert found["rougeL"]["n"] == 7
-    lines = [json.loads(line) for line in (place.folder_of("one", 2) / "predictions.jsonl").read_text().splitlines()]
+    lines = answers(place.folder_of("one", 2))
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     again = [scorer.score(line["reference"], line["answer"])["rougeL"].fmeasure for line in lines]
     assert sum(again) / len(again) == pytest.approx(found["rougeL"]["mean"], abs=1e-12)
 
-    seconds, shown = seconds_of(lambda: place.run("eval", "RUN=one"))
-    assert seconds < importing("torch"), "kept scores need no torch"
+    shown = place.run("eval", "RUN=one")
     assert shown.returncode == 0, shown.stderr
     assert "scored before" in shown.stderr
     assert f"{found['loss']:.4f}" in shown.stdout
@@ -56,46 +64,177 @@ def test_scores_are_printed_written_and_shown_again_at_once(place: Place) -> Non
 
 
 def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
-    fewer = place.scores("RUN=one", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4")
+    runs = place.folder / "runs"
+    shutil.copytree(runs / "one", runs / "again", symlinks=True)
+    fewer = place.scores("RUN=again", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4")
     assert fewer["rougeL"]["n"] == 3
-    last = place.scores("RUN=one", "CHECKPOINT=last", "TRAIN_PREDICT_WITH_GENERATE=false")
+    last = place.scores("RUN=again", "CHECKPOINT=last", "TRAIN_PREDICT_WITH_GENERATE=false")
     assert last["weights"] == "step-000002"
     assert last["answers"] == 0
     assert "rougeL" not in last
     assert last["loss"] == pytest.approx(fewer["loss"], rel=1e-6)
-    base = place.scores("RUN=one", "CHECKPOINT=base")
-    assert Path(base["folder"]) == place.folder_of("one", 0)
+    base = place.scores("RUN=again", "CHECKPOINT=base")
+    assert Path(base["folder"]) == place.folder_of("again", 0)
     assert base["loss"] > last["loss"], "two steps at a high rate lower the loss"
+
+
+def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(place: Place) -> None:
+    bare = place.folder / "runs" / "bare"
+    shutil.copytree(bare.with_name("one"), bare, symlinks=True)
+    prepared = (bare / "prepared.json").read_text()
+    (bare / "prepared.json").write_text(json.dumps({**json.loads(prepared), "validation": None}))
+    done = place.run("eval", "RUN=bare")
+    assert done.returncode == 4, done.stderr
+    assert "no validation rows" in done.stderr
+
+    (bare / "prepared.json").write_text(prepared)
+    stamp = json.loads((bare / "model" / "stamp.json").read_text())
+    (bare / "model" / "stamp.json").write_text(json.dumps({**stamp, "backend": "unsloth"}))
+    done = place.run("eval", "RUN=bare")
+    assert done.returncode == 5, done.stderr
+    assert "`backend` was `unsloth` and is `bnb`" in done.stderr
+
+
+def modules_of_second(place: Place, *words: str) -> str:
+    """Runs a command again and returns what Python says of every import."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "sft_play", *words],
+        env=place.environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "scored before" in done.stderr
+    return done.stderr
+
+
+def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
+    other, own = place.folder / "other.jsonl", place.folder_of("one", 2) / "scores.json"
+    before = own.read_bytes()
+    found = place.scores("RUN=one", f"DATA={other}")
+    assert Path(found["folder"]).name.startswith("step-000002-other-")
+    assert found["chrf"]["n"] == 6
+    assert found["settings"]["data"] == str(other)
+    assert own.read_bytes() == before, "the run's own scores are left alone"
+    imported = modules_of_second(place, "eval", "RUN=one", f"DATA={other}")
+    assert re.search(r"\| +sft_play\.", imported)
+    assert not re.findall(r"\| +(?:torch|transformers|datasets)$", imported, re.M), "kept scores need nothing heavy"
+
+    words = (
+        f"MODEL={place.folder / 'model'}",
+        f"DATA={other}",
+        "EVAL_METRICS=[rougeL,chrf]",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS=8",
+    )
+    plain = place.scores(*words)
+    assert plain["weights"] == "base"
+    assert plain["loss"] > found["loss"], "two steps at a high rate lower the loss"
+    modules_of_second(place, "eval", *words)
+
+    done = place.run("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1")
+    assert done.returncode == 0, done.stderr
+    beside = json.loads(done.stdout)
+    assert beside["losses"]["loss"] == [found["loss"], plain["loss"]]
+    assert "train.max_steps" not in beside["settings"], "a plain model was never trained"
+    assert beside["differences"]["rougeL"][1]["n"] == 6
+
+
+def test_runs_side_by_side(place: Place) -> None:
+    done = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["settings"] == {}
+    assert found["facts"]["weights"][1].endswith("(step 2)")
+    lines = [{line["row"]: line for line in answers(place.folder_of("one", step))} for step in (0, 2)]
+    gaps = {row: lines[1][row]["scores"]["chrf"] - lines[0][row]["scores"]["chrf"] for row in lines[0]}
+    difference = found["differences"]["chrf"][1]
+    assert difference["n"] == 7
+    assert difference["mean"] == pytest.approx(sum(gaps.values()) / 7)
+    assert difference["low"] <= difference["mean"] <= difference["high"]
+    assert [part["gap"] for part in found["rows"]] == pytest.approx(sorted(map(abs, gaps.values()), reverse=True)[:3])
+    first = found["rows"][0]
+    assert [one["answer"] for one in first["answers"]] == [side[first["row"]]["answer"] for side in lines]
+
+    shown = place.call("compare", "RUNS=one@base,one")
+    assert shown.code == 0, shown.err
+    assert "paired difference" in shown.out and "too few to compare, n = 7" in shown.out
+    assert re.search(r"peak memory +\d\.\d\d GiB", shown.out) and "<|" not in shown.out
+    assert f"{found['losses']['loss'][0]:.4g}" in shown.out
+
+
+def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
+    runs = place.folder / "runs"
+    shutil.copytree(runs / "one", runs / "elsewhere", symlinks=True)
+    folder = place.folder_of("elsewhere", 2)
+    lines, file = answers(folder), folder / "predictions.jsonl"
+    file.write_text("".join(json.dumps({**line, "reference": "another"}) + "\n" for line in lines))
+    done = place.call("compare", "RUNS=one elsewhere")
+    assert done.code == 4, done.err
+    assert "answered no row in common" in done.err
+
+    file.write_text("".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines)))
+    done = place.call("compare", "RUNS=one elsewhere", "JSON=1")
+    assert done.code == 0, done.err
+    assert "2 of 7 answers of `elsewhere` are skipped" in " ".join(json.loads(done.out)["notes"])
+    shutil.rmtree(runs / "elsewhere")
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("RUN=none",), 5, "there is no run `none`"),
-        ((), 2, "`RUN` is missing"),
-        (("RUN=one", "CHECKPOINT=step-000099"), 5, "no checkpoint `step-000099`"),
-        (("RUN=one", "MODEL_MAX_SEQ_LEN=64"), 2, "`model.max_seq_len` would change how the run's own rows were made"),
+        (("eval", "MODEL=somewhere"), 2, "`DATA` is missing"),
+        (("eval", "RUN=one", "CHECKPOINT=step-000099"), 5, "no checkpoint `step-000099`"),
+        (("eval", "RUN=one", "MODEL_MAX_SEQ_LEN=64"), 2, "`model.max_seq_len` would change how the run's own rows were made"),
+        (("eval", "RUN=one", "DATA=x.jsonl", "DATA_VAL_PATH=y.jsonl"), 2, "are both given"),
+        (("eval", "RUN=one", "DATA_VALIDATION=0.5"), 2, "a fraction of which data?"),
+        (("eval", "RUN=one", "BENCHMARKS=none/task.yaml"), 2, "none/task.yaml: there is no such task file"),
+        (("compare", "RUNS=one"), 2, "expected two or more"),
+        (("compare", "RUNS=one one@base", "DATA=unscored.jsonl"), 5, "make eval RUN=one DATA=unscored.jsonl"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_wrong_calls(place: Place, words: tuple[str, ...], code: int, message: str) -> None:
-    done = place.call("eval", *words)
+    done = place.call(*words)
     assert done.code == code, done.err
     assert message in done.err
     assert not done.out
 
 
-def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(place: Place) -> None:
-    runs = place.folder / "runs"
-    shutil.copytree(runs / "one", runs / "bare", symlinks=True)
-    prepared = json.loads((runs / "bare" / "prepared.json").read_text())
-    (runs / "bare" / "prepared.json").write_text(json.dumps({**prepared, "validation": None}))
-    done = place.run("eval", "RUN=bare")
-    assert done.returncode == 4, done.stderr
-    assert "no validation rows" in done.stderr
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
+def test_benchmarks_without_their_package_name_the_command(place: Place) -> None:
+    done = place.run("eval", "RUN=one", "BENCHMARKS=arc_easy")
+    assert done.returncode == 3, done.stderr
+    assert "'.[benchmarks]'" in done.stderr
 
-    shutil.copytree(runs / "one", runs / "other", symlinks=True)
-    stamp = json.loads((runs / "other" / "model" / "stamp.json").read_text())
-    (runs / "other" / "model" / "stamp.json").write_text(json.dumps({**stamp, "backend": "unsloth"}))
-    done = place.run("eval", "RUN=other")
-    assert done.returncode == 5, done.stderr
-    assert "`backend` was `unsloth` and is `bnb`" in done.stderr
+
+TASK = """task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness (`.[benchmarks]`) is not installed"
+)
+def test_standard_benchmarks_of_a_run_and_a_plain_model(place: Place) -> None:
+    rows = place.folder / "choices.jsonl"
+    questions = [{"question": f"What is {i}?", "choices": ["a list", "a dict"], "answer": i % 2} for i in range(12)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    task = place.folder / "tiny.yaml"
+    task.write_text(TASK.format(rows=rows))
+    found = place.scores("RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
+    accuracy = found["tasks"]["tiny_choice"]
+    assert accuracy["n"] == 8
+    assert 0 <= accuracy["metrics"]["acc"]["value"] <= 1
+    again = place.run("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
+    assert "measured before" in again.stderr
+    assert "tiny_choice" in place.run("eval", "RUN=one").stdout, "the table of scores shows them too"
+    plain = place.scores(f"MODEL={place.folder / 'model'}", f"BENCHMARKS={task}")
+    assert plain["tasks"]["tiny_choice"]["n"] == 12
+    unknown = place.run("eval", "RUN=one", "BENCHMARKS=tiny_choise")
+    assert unknown.returncode == 2, unknown.stderr
+    assert "has no task `tiny_choise`" in unknown.stderr
