@@ -121,15 +121,11 @@ def nested_yaml(lines: Sequence[str]) -> str:
         part = tree
         for parent in parents:
             part = part.setdefault(parent, {})
-        part[leaf] = _scalar(value)
+        try:
+            part[leaf] = json.loads(value)
+        except ValueError:
+            part[leaf] = value
     return json.dumps(tree)
-
-
-def _scalar(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) -> tuple[list[str], dict[str, str]]:
