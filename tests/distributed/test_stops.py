@@ -46,7 +46,7 @@ class Place:
         return launch
 
 
-def make_place(folder: Path, tiny: Path, cache: Path, words: tuple[str, ...]) -> Place:
+def make_place(folder: Path, tiny: Path, cache: Path, *words: str) -> Place:
     train, held_out = ragged_rows(folder / "train.jsonl", 21), ragged_rows(folder / "val.jsonl", 12, seed=1)
     config = folder / "stops.yaml"
     config.write_text(
@@ -60,21 +60,19 @@ def make_place(folder: Path, tiny: Path, cache: Path, words: tuple[str, ...]) ->
         encoding="utf-8",
     )
     (folder / "runs").mkdir()
-    return Place(config=config, environment=environment(cache, folder / "runs", {"OMP_NUM_THREADS": "1"}), words=words)
+    place = Place(config=config, environment=environment(cache, folder / "runs", {"OMP_NUM_THREADS": "1"}), words=words)
+    place.again("whole")
+    return place
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory, tiny: Path, cache: Path) -> Place:
-    place = make_place(tmp_path_factory.mktemp("stops"), tiny, cache, ("train",))
-    place.again("whole")
-    return place
+    return make_place(tmp_path_factory.mktemp("stops"), tiny, cache, "train")
 
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory: pytest.TempPathFactory, tiny: Path, cache: Path) -> Place:
-    place = make_place(tmp_path_factory.mktemp("stops2"), tiny, cache, ("train-distributed", "NUM_GPUS=2"))
-    place.again("whole")
-    return place
+    return make_place(tmp_path_factory.mktemp("stops2"), tiny, cache, "train-distributed", "NUM_GPUS=2")
 
 
 def figures(run: Path) -> dict[str, list[list[Any]]]:
@@ -96,11 +94,6 @@ def checkpoints(run: Path) -> list[str]:
 def rows(launch: Started, kind: str) -> int:
     path = launch.run / "metrics.jsonl"
     return path.read_text().count(f'"kind": "{kind}"') if path.is_file() else 0
-
-
-def starting(launch: Started) -> bool:
-    """The launcher alone, importing; its handlers are there a moment after Python itself."""
-    return psutil.Process(launch.process.pid).cpu_times().user > 0.15
 
 
 def preparing(launch: Started) -> bool:
@@ -139,8 +132,6 @@ def stop(launch: Started, moment: Callable[[Started], bool], number: int, target
         everybody = [psutil.Process(launch.process.pid), *launch.family()]
         if target == "launcher":
             launch.process.send_signal(number)
-        elif target == "agent":
-            launch.agent().send_signal(number)
         elif target == "group":
             os.killpg(launch.process.pid, number)
         elif target == "everybody":  # as Slurm does to all processes of a job
@@ -175,7 +166,6 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
 @pytest.mark.parametrize(("changed", "words"), [
     (("TRAIN_LEARNING_RATE=1e-3",), ("`train.learning_rate` cannot change", "TRAIN_LEARNING_RATE=1e-3")),
     (("MODEL_MAX_SEQ_LEN=128",), ("max_seq_len", "set `model.max_seq_len` back")),
-    (("RUN_NAME=other",), ("`RUN_NAME` is given twice",)),
 ])  # fmt: skip
 def test_another_run_is_refused_as_resume_refuses_it(double: Place, changed: tuple[str, ...], words: tuple[str, ...]) -> None:
     before = figures(Path(double.environment["RUNS_DIR"]) / "whole")
@@ -194,13 +184,10 @@ def test_without_a_name_or_by_another_command_nothing_goes_on(double: Place) -> 
 
 
 MOMENTS = {
-    "starting": (starting, signal.SIGUSR1, "launcher"),
-    "preparing-ctrl-c": (preparing, signal.SIGINT, "group"),
     "preparing-everybody": (preparing, signal.SIGTERM, "everybody"),
     "loading-ctrl-c": (loading, signal.SIGINT, "group"),
     "before-steps": (before_steps, signal.SIGTERM, "launcher"),
     "step-ctrl-c": (stepping, signal.SIGINT, "group"),
-    "step-agent": (stepping, signal.SIGUSR1, "agent"),
     "step-worker": (stepping, signal.SIGUSR1, "0"),
 }
 
@@ -211,22 +198,13 @@ def test_a_stop_loses_nothing(single: Place, name: str) -> None:
     moment, number, target = MOMENTS[name]
     launch = single.start(name)
     assert stop(launch, moment, number, target) == (130 if number == signal.SIGINT else 143), launch.output.read_text()
-    if moment in (starting, preparing):
+    if moment == preparing:
         assert not launch.run.exists(), "what never began leaves no trace"
     else:
         assert launch.events()[-1]["event"] == "stopped"
-    stopped_at = [row["step"] for row in metrics(launch.run)][-1:] if moment in (stepping, evaluating) else []
-    assert not stopped_at or checkpoints(launch.run)[-1] == f"step-{stopped_at[0]:06d}"
+    if moment == stepping:
+        assert checkpoints(launch.run)[-1] == f"step-{metrics(launch.run)[-1]['step']:06d}"
     assert_same(single.again(name))
-
-
-@pytest.mark.long
-def test_slurms_warning_reaches_two_ranks(double: Place) -> None:
-    launch = double.start("slurm", "TRAIN_DATALOADER_NUM_WORKERS=1")
-    assert stop(launch, stepping, signal.SIGUSR1, "everybody") == 143, launch.output.read_text()
-    last = launch.events()[-1]
-    assert last["signal"] == "SIGUSR1" and last["saved"] == f"step-{last['step']:06d}"
-    assert_same(double.again("slurm"))
 
 
 @pytest.mark.long
@@ -234,8 +212,7 @@ def test_slurms_warning_reaches_two_ranks(double: Place) -> None:
 def test_sharded_ranks_leave_an_evaluation_together(
     command: str, words: tuple[str, ...], tmp_path: Path, tiny: Path, cache: Path
 ) -> None:
-    place = make_place(tmp_path, tiny, cache, (command, "NUM_GPUS=2", *words))
-    place.again("whole")
+    place = make_place(tmp_path, tiny, cache, command, "NUM_GPUS=2", *words)
     launch = place.start("sharded")
     assert stop(launch, evaluating, signal.SIGTERM, "1") == 143, launch.output.read_text()
     last = launch.events()[-1]
@@ -262,13 +239,6 @@ def test_a_step_that_does_not_end_is_left(double: Place) -> None:
     last = launch.events()[-1]
     assert last["event"] == "stopped" and last["saved"] in checkpoints(launch.run)
     assert_same(double.again("frozen"))
-
-
-@pytest.mark.long
-def test_a_probe_is_stopped_and_leaves_nothing(single: Place) -> None:
-    launch = single.start("probe", "SOURCE=probe")
-    assert stop(launch, lambda one: bool(one.family("sft_play.probe")), signal.SIGTERM) == 143, launch.output.read_text()
-    assert not launch.run.exists()
 
 
 @pytest.mark.long
