@@ -123,7 +123,6 @@ MACHINES: dict[str, Machine] = {
     "mig_without_rights": Machine(
         cards=(Gpu("NVIDIA A100-SXM4-80GB", 79.25, 30.0, (8, 0), slices=A100_SLICES, permitted=False),)
     ),
-    "split_beside_whole": Machine(cards=(A100_SPLIT, *2 * (Gpu("NVIDIA A100-SXM4-80GB", 79.25, 79.0, (8, 0)),))),
     "wsl2": Machine(cards=(RTX4090,), release="6.6.87.2-microsoft-standard-WSL2"),
     "old_driver": Machine(cards=(RTX4090,), driver="550.54.14", cuda=12040),
     "cpu_torch": Machine(cards=(RTX4090,), torch=Torch("2.13.0+cpu", None, ())),
