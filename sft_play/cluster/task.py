@@ -26,10 +26,10 @@ from sft_play.config.load import LoadedConfig, override_config, save_config, sav
 from sft_play.config.rules import elastic_bounds
 from sft_play.errors import HardwareError, Problems, UserError, raise_all
 from sft_play.files import lock, text_sha256, typed_path
-from sft_play.launch.attempt import DELIVERED, FETCH, run_preparation
+from sft_play.launch.attempt import DELIVERED, run_preparation
 from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import next_free_port, require_free_port
-from sft_play.launch.machines import ABSENT
+from sft_play.launch.machines import ABSENT, FETCH
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE

@@ -21,7 +21,7 @@ from sft_play.launch.deepspeed import resolve, settings_of
 from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
-from sft_play.launch.machines import ended_elsewhere_of
+from sft_play.launch.machines import FETCH, ended_elsewhere_of
 from sft_play.launch.node import supervise
 from sft_play.launch.process import bound_to_parent, raise_what_was_heard, say
 from sft_play.launch.resume import launch_facts
@@ -162,8 +162,6 @@ def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
 DELIVERED = "SFT_PLAY_PREPARED"
 """Variable that names a file: model and data were prepared on another machine and brought to this one (`cluster`)."""
 
-FETCH = "SFT_PLAY_FETCH"
-"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is asked."""
 WISH_SECONDS = 0.2
 
 

@@ -18,10 +18,10 @@ from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import remove_half_written
 from sft_play.launch import recovery
-from sft_play.launch.attempt import FETCH, fetch_checkpoint, prepare, probe, run_attempt, wait_until_free
+from sft_play.launch.attempt import fetch_checkpoint, prepare, probe, run_attempt, wait_until_free
 from sft_play.launch.environment import indices_of
 from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
-from sft_play.launch.machines import agree, join_machines, meet, remove_own_part
+from sft_play.launch.machines import FETCH, agree, join_machines, meet, remove_own_part
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
@@ -146,7 +146,9 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
     options = options_of_run(call, run, before)
-    first = newest_valid(run)[0] if FETCH in os.environ else choose_checkpoint(run)  # a brought one may be outdated, and gone
+    first = (
+        newest_valid(run)[0] if FETCH in os.environ else choose_checkpoint(run, first_node=first_node)
+    )  # a brought one may be outdated, and gone
     if first:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
@@ -313,7 +315,9 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     if outcome.stop:
         print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
     if outcome.code in (LOST, 130, 143) and not recovery.is_controlled():
-        print(f"hint: continue with: make resume RUN={run.name}", file=sys.stderr)
+        elsewhere = bool(call.integer("NODE_RANK", minimum=0)) and not run.checkpoints.is_dir()
+        where = f"; its checkpoints are on node 0 ({call.options.get('MASTER_ADDR')})" if elsewhere else ""
+        print(f"hint: continue with: make resume RUN={run.name}{where}", file=sys.stderr)
     report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}

@@ -41,6 +41,8 @@ from sft_play.runs.origin import code_sha256, torch_cuda, versions
 from sft_play.runs.prepared import Prepared
 from sft_play.text import plural
 
+FETCH = "SFT_PLAY_FETCH"
+"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is asked."""
 ABSENT = "SFT_PLAY_ABSENT"
 """Variable of node 0's launcher: ranks of machines that what started it knows not to come now; an elastic run does not wait for them."""
 LOOK_SECONDS = 1.0
@@ -52,7 +54,6 @@ def join_machines(job: Job, run: RunFolder, *, choose: Callable[[], Path | None]
     """Yield the job that knows the devices of all machines, with its rendezvous; of one machine the same job.
 
     `choose` returns the checkpoint that a resumed run continues from, anew for a later attempt that takes this machine in.
-
     Whatever the body raises is reported to the others. Raise `UserError` for machines that do not agree, the same on each, and
     `RetryableError` for those that do not come within `launch.join_seconds`.
     """
@@ -133,12 +134,15 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
         remove_left(run, range(planned[0].world_size))
     if ours is None:
         return job, planned[0]
-    here = {"node": ours.name, "prepared": _content(prepared), "apart": job.node.rank > 0 and not job.shared}
+    apart = job.node.rank > 0 and not job.shared
+    here = {"node": ours.name, "prepared": _content(prepared), "apart": apart, "alone": apart and FETCH not in os.environ}
     found = ours.share(
         "prepared", here, lambda given: compare_prepared(given, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
-        lambda _: {"plan": planned[0].to_json(), "port": ours.workers_port()},
+        lambda given: {"plan": planned[0].to_json(), "port": ours.workers_port(), "alone": [one["node"] for one in given if one["alone"]]},
     )  # fmt: skip
     _remove_marks(job, run)
+    if found["alone"] and (config.launch.max_restarts or config.launch.elastic):
+        say(f"note: {', '.join(found['alone'])}: no restart can continue there without the run folder of node 0; share RUNS_DIR")
     plan = Plan.from_json(found["plan"])
     require_disk_space(plan, config, run)
     ours.share("room", {}, lambda _: [], lambda _: {})
@@ -315,10 +319,8 @@ def _drop_folders(key: str, value: Any) -> Any:
 
 def _content(prepared: Prepared) -> dict[str, str]:
     """Return what must be the same on every node, in words that end with a hash."""
-    found = {
-        "base model": prepared.model.fingerprint[:12],
-        "tokenizer and template": prepared.model.tokenizer_fingerprint[:12],
-    }
+    model = prepared.model
+    found = {"base model": model.fingerprint[:12], "tokenizer and template": model.tokenizer_fingerprint[:12]}
     for name, split in (("training data", prepared.train), ("validation data", prepared.validation)):
         if split:
             found[name] = f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
@@ -328,9 +330,8 @@ def _content(prepared: Prepared) -> dict[str, str]:
 # ---- What must be the same
 
 
-LONGEST_VALUE = 120
-"""Letters of a value that a message shows."""
-MOST_DIFFERENCES = 20
+LONGEST_VALUE, MOST_DIFFERENCES = 120, 20
+"""Letters of a value, and differences, that a message shows."""
 
 
 def compare_given(given: Sequence[Given]) -> list[UserError]:

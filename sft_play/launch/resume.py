@@ -20,7 +20,7 @@ from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
 from sft_play.launch.job import LaunchOptions, set_train, without_batch_numbers
 from sft_play.launch.recovery import remedies_so_far
-from sft_play.launch.run_folder import cannot_continue, has_started, launches
+from sft_play.launch.run_folder import cannot_continue, has_started, launches, read_events
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, make_stamp
@@ -109,11 +109,20 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
     return planned if command == "auto" and planned in ("ddp", "fsdp2") and whole else command
 
 
-def choose_checkpoint(run: RunFolder) -> Path | None:
-    """Returns what `newest_checkpoint` does, and says so; what killed processes left is removed."""
+def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None:
+    """Returns what `newest_checkpoint` does, and says so; what killed processes left is removed.
+
+    Raises `CheckpointError` on what is to be the first node where another node's folder is all there is: its checkpoints are on node 0.
+    """
     for left in clean_up(run):
         print(f"removed: {left}", file=sys.stderr)
     checkpoint = newest_checkpoint(run)
+    events = read_events(run)
+    if checkpoint is None and first_node and events and all(event.get("node", 0) for event in events):
+        raise CheckpointError(
+            f"`{run.name}` trained on several machines, and its checkpoints are on node 0", place=str(run.path),
+            hint="continue there, or copy its `checkpoints/` here first",
+        )  # fmt: skip
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint
 

@@ -121,7 +121,7 @@ class Soak:
             over = time.monotonic()
             while (left := processes_of(mark)) and time.monotonic() - over < (NOTICE_SECONDS if shot else 0):
                 time.sleep(0.1)
-            code = None if shot and shot.target in (LAUNCHER, EVERYTHING) else process.poll()
+            code = None if left or (shot and shot.target in (LAUNCHER, EVERYTHING)) else process.wait(NOTICE_SECONDS)
         finally:
             send_sigkill(processes_of(mark))
             process.wait(30)

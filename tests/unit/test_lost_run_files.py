@@ -113,3 +113,12 @@ def test_a_model_is_not_written_over_where_checkpoints_and_metrics_are_lost(tmp_
         choose_checkpoint(run)
     run.model.rename(tmp_path / "away")
     assert choose_checkpoint(run) is None
+
+
+def test_the_folder_of_another_node_is_not_trained_from_its_start(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "lan")
+    run.path.mkdir(parents=True)
+    record_event(run, "started", node_rank=1)
+    assert choose_checkpoint(run, first_node=False) is None
+    with pytest.raises(CheckpointError, match="its checkpoints are on node 0"):
+        choose_checkpoint(run)
