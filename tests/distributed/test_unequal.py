@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -42,33 +41,19 @@ def same_updates(run: RunFolder, wanted: RunFolder) -> None:
 
 
 @LONG
-def test_ranks_with_their_own_micro_steps_make_the_same_updates(alone: RunFolder, base: Path, tmp_path: Path) -> None:
-    """One of the three has no rows at all."""
-    slots = ((4, 3), (1, 5), (0, 1))
-    run = must_train(make_run(tmp_path / "run", base, Trial(strategy="ddp", ranks=slots)))
-    same_updates(run, alone)
-    whole = [row for row in rows(run) if sum(row["rank_rows"]) == 8]
-    assert [row["rank_rows"] for row in whole] == [list(spans(8, slots))] * 6
-    assert all(
-        (tokens > 0) == (count > 0)
-        for row in rows(run)
-        for tokens, count in zip(row["rank_tokens"], row["rank_rows"], strict=True)
-    )
-
-
-@LONG
 @pytest.mark.parametrize(
     ("strategy", "slots", "pack"),
     [
-        ("ddp", ((0, 1), (2, 4)), 0),
+        ("ddp", ((4, 3), (1, 5), (0, 1)), 0),
         ("ddp", ((1, 6), (1, 2)), 64),
         ("zero2", ((3, 2), (1, 2)), 0),
         ("fsdp2", ((3, 2), (1, 2)), 0),
     ],
 )
-def test_other_shares_and_strategies_do_too(
+def test_ranks_with_their_own_micro_steps_make_the_same_updates(
     strategy: str, slots: tuple[tuple[int, int], ...], pack: int, alone: RunFolder, base: Path, tmp_path: Path
 ) -> None:
+    """Also where one of three ranks has no rows at all."""
     trial = Trial(strategy=strategy, ranks=slots, plan=(("pack_tokens", pack),))
     run = must_train(make_run(tmp_path / "run", base, trial))
     same_updates(run, alone)
@@ -76,25 +61,25 @@ def test_other_shares_and_strategies_do_too(
 
 # ---- Shares that follow measured speed
 
-ROWS, STEPS, EVERY = 16, 20, 5
+ROWS, STEPS, EVERY, SECONDS = 16, 20, 5, 300
 """Rows and steps of a run, steps between two checkpoints; an epoch of 20 rows has two steps, so step 15 stands in the middle of one."""
 PLANNED = ((4, 2), (4, 3))
 """More for the rank that will be slow."""
 
 
-def slowed(run: RunFolder, *, share: float, timeout: float = 300) -> RunFolder:
-    """Trains `run` with rank 1 held at `share` of a core from its first step on."""
+def slowed(run: RunFolder) -> RunFolder:
+    """Trains `run` with rank 1 held at a quarter of a core from its first step on."""
     arguments, variables = command(run)
     output = subprocess.STDOUT
     with (
-        quota(share) as group,
+        quota(0.25) as group,
         subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=output, text=True) as process,
     ):
         try:
             worker = worker_of(process.pid, 1)
-            until(lambda: run.metrics.is_file() and rows(run), process=process, seconds=timeout, said=lambda: logs(run))
+            until(lambda: run.metrics.is_file() and rows(run), process=process, seconds=SECONDS, said=lambda: logs(run))
             move(worker, group)
-            said, _ = process.communicate(timeout=timeout)
+            said, _ = process.communicate(timeout=SECONDS)
         finally:
             process.terminate()  # the launcher takes its workers along
     assert process.returncode == 0, f"{said}\n{logs(run)}"
@@ -102,13 +87,13 @@ def slowed(run: RunFolder, *, share: float, timeout: float = 300) -> RunFolder:
     return run
 
 
-def heavy(steps: int, *more: str, named: bool, **changes: Any) -> Trial:
+def heavy(*more: str, named: bool, **changes: Any) -> Trial:
     """Returns a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
     settings = (
-        f"train.max_steps: {steps}", f"train.global_batch_size: {ROWS}", f"train.save_steps: {EVERY}", "train.eval_strategy: no",
+        f"train.max_steps: {STEPS}", f"train.global_batch_size: {ROWS}", f"train.save_steps: {EVERY}", "train.eval_strategy: no",
         "train.eval_steps: null", "train.save_total_limit: 9", *more,
     )  # fmt: skip
-    values: dict[str, Any] = {"strategy": "ddp", "ranks": PLANNED, "mode": "lora", "settings": settings, "steps": steps}
+    values: dict[str, Any] = {"strategy": "ddp", "ranks": PLANNED, "mode": "lora", "settings": settings, "steps": STEPS}
     trial = Trial(**(values | changes))
     extra: dict[str, Any] = {"global_batch_size": ROWS, "steps_per_epoch": 2}
     if named:
@@ -124,18 +109,14 @@ def heavier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def heavy_alone(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    trial = heavy(STEPS, "train.save_strategy: no", named=False, strategy="single", ranks=((16, 1),))
+    trial = heavy("train.save_strategy: no", named=False, strategy="single", ranks=((16, 1),))
     return must_train(make_run(tmp_path_factory.mktemp("alone") / "run", heavier, trial))
 
 
 @pytest.fixture(scope="module")
 def half_speed(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The kernel holds rank 1 to a part of a core; the plan says that devices differ, so that it is believed soon."""
-    return slowed(make_run(tmp_path_factory.mktemp("slowed") / "run", heavier, heavy(STEPS, named=True)), share=0.25)
-
-
-def shares_told(run: RunFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics.read_text().splitlines() if '"balance"' in line]
+    return slowed(make_run(tmp_path_factory.mktemp("slowed") / "run", heavier, heavy(named=True)))
 
 
 def share_of_rank_0(found: list[dict[str, Any]]) -> float:
@@ -144,8 +125,8 @@ def share_of_rank_0(found: list[dict[str, Any]]) -> float:
     return float(counts[0] / sum(counts))
 
 
-def is_whole(row: dict[str, Any]) -> bool:
-    return bool(sum(row["rank_rows"]) == ROWS)
+def whole_steps(run: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in rows(run) if sum(row["rank_rows"]) == ROWS]
 
 
 def same_losses(run: RunFolder, wanted: RunFolder) -> None:
@@ -158,16 +139,16 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     """What is trained stays what one process trains, in unequal shares from the first step on, and in others later."""
     run, planned = half_speed, list(spans(ROWS, PLANNED))
     same_losses(run, heavy_alone)
-    told = shares_told(run)
+    told = rows(run, "balance")
     assert told, logs(run)
     first, last = told[0], told[-1]
     assert sum(last["rows"]) == ROWS and last["rows"][0] > planned[0]
-    whole = [row for row in rows(run) if is_whole(row)]
-    before = [row["rank_rows"] for row in whole if row["step"] < first["from_step"]]
+    whole = whole_steps(run)
+    before = [row for row in whole if row["step"] < first["from_step"]]
     after = [row for row in whole if row["step"] >= last["from_step"]]
-    assert before and all(counts == planned for counts in before)
+    assert before and all(row["rank_rows"] == planned for row in before)
     assert after and all(row["rank_rows"] == last["rows"] for row in after)
-    assert share_of_rank_0(after) > share_of_rank_0([row for row in whole if row["step"] < first["from_step"]])
+    assert share_of_rank_0(after) > share_of_rank_0(before)
     said = (run.logs / "said.txt").read_text()
     now, then = (" + ".join(map(str, counts)) for counts in (first["rows"], planned))
     assert f"from step {first['from_step']} on: " in said and f": rows per step {now} instead of {then}" in said
@@ -177,7 +158,7 @@ def test_a_run_goes_on_in_mid_epoch_with_other_shares(half_speed: RunFolder, hea
     """With those of its plan, until ranks are measured again."""
     slots = ((2, 8), (1, 1))
     again = resume_from(
-        half_speed, tmp_path / "again", 15, replace(heavy(STEPS, named=False, ranks=slots), plan=heavy(STEPS, named=False).plan)
+        half_speed, tmp_path / "again", 15, replace(heavy(named=False, ranks=slots), plan=heavy(named=False).plan)
     )
     same_losses(again, heavy_alone)
-    assert all(row["rank_rows"] == list(spans(ROWS, slots)) for row in rows(again)[15:] if is_whole(row))
+    assert all(row["rank_rows"] == list(spans(ROWS, slots)) for row in whole_steps(again) if row["step"] > 15)
