@@ -57,13 +57,9 @@ def planted_in(folder: Path) -> list[str]:
     return [str(path) for path in files if any(value in path.read_bytes() for value in wanted)]
 
 
-def environ(place: Place) -> dict[str, str]:
-    return {**place.environment, **SECRETS}
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A trained run, made with tokens in the environment while the arguments of all processes are watched."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, str]:
+    """A run, made with tokens in the environment while the arguments of all processes are watched; and everything that it printed."""
     place = Place(tmp_path_factory.mktemp("security"))
     model = build_tiny_llama(place.folder / "model")
     (place.folder / "data.jsonl").write_text(question_rows(0, 24, longest=6))
@@ -73,12 +69,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         f"data: {{train_path: {place.folder}/data.jsonl, val_path: {place.folder}/held.jsonl}}\n"
         "train: {max_steps: 4, save_steps: 2, logging_steps: 1, global_batch_size: 8, generation_max_new_tokens: 4}\n"
     )
-    return place
-
-
-@pytest.fixture(scope="module")
-def trained(place: Place) -> tuple[Place, str]:
-    """The place, and everything that the training printed."""
     with Watch() as watch:
         done = run(place, "train", f"CONFIG={place.config}", "RUN_NAME=demo", timeout=400)
     assert done.returncode == 0, done.stderr
@@ -89,7 +79,7 @@ def trained(place: Place) -> tuple[Place, str]:
 def run(place: Place, *words: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         place.command(*words),
-        env=environ(place),
+        env=place.environment | SECRETS,
         capture_output=True,
         text=True,
         timeout=timeout,
