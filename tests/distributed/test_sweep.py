@@ -82,6 +82,9 @@ def test_what_is_drawn_is_different_and_the_same_each_time(tmp_path: Path) -> No
     [
         ("keys: {learning_rate: [1]}", "did you mean `train.learning_rate`?"),
         ("keys:\n  train.seed: 3", "sweep.yaml:2: `train.seed` is `3`; expected a list of values"),
+        ("keys: {}", "sweep.yaml:1: `keys` is empty"),
+        ("method: gird\nkeys: {train.seed: [1]}", "sweep.yaml:1: `method` is `gird`"),
+        ("keys:\n  train.seed: {min: 1, max: 3}", "is a range, which a grid cannot go through"),
         ("keys:\n  train.seed: [1, two]", "`train.seed` is `two`; expected an integer"),
     ],
 )
@@ -95,9 +98,14 @@ def test_a_mistake_is_found_before_anything_starts(in_process: Program, tmp_path
 def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
+    (mixed := tmp_path / "mixed.yaml").write_text("metric: loss\nkeys: {launch.strategy: [ddp, zero2]}\n")
     (half := tmp_path / "half.yaml").write_text("method: halving\nkeys: {train.seed: [1, 2]}\n")
     for words, said in (
         ((f"SWEEP={path}", "TRAIN_SEED=3"), "is typed, and a key of the sweep too"),
+        ((), "needs `SWEEP`"),
+        ((f"SWEEP={path}", "HARDWARE=4xH100"), "`HARDWARE` is for a sweep by Slurm"),
+        ((f"SWEEP={mixed}", "SLURM=1", "HARDWARE=2xH100"), "train-deepspeed and train-distributed"),
+        ((f"SWEEP={path}", "SLURM=1", "SLURM_ARRAY=1-2"), "`slurm.array` is typed"),
         ((f"SWEEP={half}", "SLURM=1"), "`method: halving` needs the scores of a round before the next"),
         ((f"SWEEP={path}", "TRAIN_EVAL_STRATEGY=no"), "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`"),
     ):

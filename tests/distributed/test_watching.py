@@ -109,6 +109,7 @@ def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
     ("lists", "named"),
     [
         ({"rank_tokens_per_second": [100.0, 0.0, 85.0]}, None),
+        ({"rank_memory_gib": [7.7, 1.0], "rank_memory_limit_gib": [8.0, 8.0]}, "the memory of rank 0 is within 5% of its limit"),
         ({"rank_data_seconds": [0.01, 0.3]}, "rank 1 waits 30% of each step for data"),
         (
             {"rank_throttled": [0.0, 40.0], "rank_temperature": [60.0, 91.0]},
@@ -120,6 +121,11 @@ def test_what_slows_a_run_is_said_in_words(lists: dict[str, Any], named: str | N
     found = [one.text for one in findings(rows(**lists))]
     assert len(found) == (named is not None) and (named is None or found[0].startswith(named))
     assert findings(rows(2, **lists)) == [], "too few steps to tell"
+
+
+def test_a_spike_is_said_while_it_is_new() -> None:
+    assert [one.id for one in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
+    assert not findings(rows(30), [{"step": 5, "norm": 80.0}])
 
 
 def test_a_panel_of_whatever_is_there(tmp_path: Path) -> None:
