@@ -31,6 +31,8 @@ from sft_play.training.metrics import MetricsFile
 from sft_play.training.process import Activity, launched_world
 
 CPU = torch.device("cpu")
+MOST_BYTES = 256 * 2**20
+"""Bytes that one rank may send at once: a peer's number must not decide how much memory is taken."""
 EXPECTED = {
     "single": ("NO",),
     "ddp": ("MULTI_GPU", "MULTI_CPU"),
@@ -95,7 +97,7 @@ class Ranks:
         data = self._bytes(value)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
         distributed.all_gather(sizes, self._size(data))
-        longest = max(int(size) for size in sizes)
+        longest = _checked(max(int(size) for size in sizes))
         parts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in sizes]
         distributed.all_gather(parts, pad(data, (0, longest - data.numel())))
         return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
@@ -108,7 +110,7 @@ class Ranks:
         size = self._size(data)
         distributed.broadcast(size, src=0)
         if not self.first:
-            data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+            data = torch.empty(_checked(int(size)), dtype=torch.uint8, device=self.device)
         distributed.broadcast(data, src=0)
         return _value(data)
 
@@ -164,6 +166,12 @@ class Ranks:
 
 def _value(data: Tensor) -> Any:
     return json.loads(data.cpu().numpy().tobytes())
+
+
+def _checked(size: int) -> int:
+    if not 0 <= size <= MOST_BYTES:
+        raise ValueError(f"a rank would send {size:,} bytes; at most {MOST_BYTES:,} are taken")
+    return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
