@@ -35,7 +35,7 @@ WORDS = {True: "yes", False: "**no**", None: ""}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all commands."""
+    """Run the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all commands."""
     try:
         options, chosen = options_of(arguments)
         small = Path(options["SMALL"]).resolve() if options["SMALL"] else None
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
-    """Returns the options, and the steps to run. Raises `UserError`."""
+    """Return the options, and the steps to run. Raise `UserError`."""
     given = dict(argument.partition("=")[::2] for argument in arguments)
     if unknown := given.keys() - DEFAULTS.keys():
         raise UserError(f"unknown arguments: {', '.join(sorted(unknown))}; there are {', '.join(DEFAULTS)}")
@@ -87,7 +87,7 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
 
 
 def run_step(lab: Lab, step: Step, end: float) -> dict[str, Any]:
-    """Runs one step within its time and `end`; a failure is kept as its reason."""
+    """Run one step within its time and `end`; a failure is kept as its reason."""
     begun, rows, reason = time.monotonic(), list[Row](), ""
     lab.deadline = end if lab.on_cpu else min(begun + step.seconds, end)  # the limits are those of a card
     try:
@@ -104,13 +104,13 @@ def run_step(lab: Lab, step: Step, end: float) -> dict[str, Any]:
 
 
 def describe(hardware: Hardware) -> str:
-    """Returns what the figures depend on."""
+    """Return what the figures depend on."""
     card, versions = hardware.devices[0], ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
     return f"{card.name}, {card.memory_bytes / GIB:.1f} GiB, driver {hardware.driver}, {hardware.cpu_threads} cores; {versions}"
 
 
 def commit_here() -> str:
-    """Returns the commit of this project's files, marked where files differ from it; `unknown` in a copy without git."""
+    """Return the commit of this project's files, marked where files differ from it; `unknown` in a copy without git."""
     state = git_state()
     return f"{state['commit'][:10]}{'-dirty' if state['dirty'] else ''}" if state else "unknown"
 

@@ -22,14 +22,14 @@ WORDS = re.findall(r"\w+", "the model learns a row of words and says them again 
 
 
 def parameters(shape: Mapping[str, int]) -> int:
-    """Returns the weights that every token passes: all but the table of embeddings."""
+    """Return the weights that every token passes: all but the table of embeddings."""
     hidden, head = shape["hidden"], shape["hidden"] // shape["heads"]
     attention = 2 * hidden * head * (shape["heads"] + shape["kv_heads"])
     return shape["layers"] * (attention + 3 * hidden * shape["inner"]) + hidden * shape["vocabulary"]
 
 
 def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bool = True, batch: int = 64) -> None:
-    """Writes model, rows and `8b.yaml` with `batch` rows a step into `folder`; the weights are drawn on the GPU where there is one."""
+    """Write model, rows and `8b.yaml` with `batch` rows a step into `folder`; the weights are drawn on the GPU where there is one."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -64,7 +64,7 @@ def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bo
 
 
 def row(chance: random.Random) -> dict[str, object]:
-    """Returns a conversation whose length is lognormal, as that of instruction data."""
+    """Return a conversation whose length is lognormal, as that of instruction data."""
     count = min(LONGEST_WORDS, max(16, int(chance.lognormvariate(5.6, 0.8))))
     said = [" ".join(chance.choices(WORDS, k=part)) for part in (count // 4, 3 * count // 4)]
     return {"messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]}

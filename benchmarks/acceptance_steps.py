@@ -139,7 +139,7 @@ class Run:
         return dict(read_json(self.folder / "plan.json"))
 
     def column(self, name: str) -> dict[int, float]:
-        """Returns step -> value of the training rows."""
+        """Return step -> value of the training rows."""
         rows = read_json_lines(self.folder / "metrics.jsonl")
         return {row["step"]: row[name] for row in rows if row.get("kind") == "train" and row.get(name) is not None}
 
@@ -163,7 +163,7 @@ class Lab:
     deadline: float = 0.0
 
     def words(self, one: Training) -> dict[str, str]:
-        """Returns the variables of a training."""
+        """Return the variables of a training."""
         words = {"CONFIG": str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml", **one.words}
         if one.large and self.memory_bytes < FORTY_GIB * GIB:
             words = {"TRAIN_BATCH_SIZE": "1", "TRAIN_GRADIENT_CHECKPOINTING": "true"} | words  # their goals bound memory, too
@@ -172,14 +172,14 @@ class Lab:
         return words
 
     def needs(self, gib: int) -> None:
-        """Raises `SkippedError` on a smaller card."""
+        """Raise `SkippedError` on a smaller card."""
         if not self.on_cpu and self.memory_bytes < gib * GIB:
             raise SkippedError(f"needs a card of {gib} GiB")
 
     def call(
         self, *words: str, env: Mapping[str, str] | None = None, stop: Callable[[], bool] | None = None
     ) -> tuple[int, str, str]:
-        """Runs a Python program until it ends, or the step's time; returns code, stdout, stderr. `stop` says when to send SIGTERM."""
+        """Run a Python program until it ends, or the step's time; return code, stdout, stderr. `stop` says when to send SIGTERM."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             environment = {**os.environ, **(env or {})}
             process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment, start_new_session=True)
@@ -204,14 +204,14 @@ class Lab:
             return process.returncode, *said
 
     def program(self, command: str, words: Mapping[str, str], env: Mapping[str, str] | None = None) -> str:
-        """Runs `python -m sft_play COMMAND NAME=value ...`, which must end with 0, and returns its stdout."""
+        """Run `python -m sft_play COMMAND NAME=value ...`, which must end with 0, and returns its stdout."""
         code, out, err = self.call("-m", "sft_play", command, *(f"{name}={value}" for name, value in words.items()), env=env)
         if code:
             raise StepError(f"`{command}` ended with code {code}: {last_error(err or out)}")
         return out
 
     def train(self, name: str, env: Mapping[str, str] | None = None) -> Run:
-        """Starts a new run under this name and returns it; 8B weights that it wrote are removed, since disks are small."""
+        """Start a new run under this name and return it; 8B weights that it wrote are removed, since disks are small."""
         one, run = TRAININGS[name], Run(self.folder / "runs" / slug(name))
         shutil.rmtree(run.folder, ignore_errors=True)
         self.program(one.command, self.words(one) | {"RUN_NAME": slug(name)}, {**(HIDDEN if one.cpu else {}), **(env or {})})
@@ -220,43 +220,43 @@ class Lab:
         return run
 
     def trained(self, name: str) -> Run:
-        """Returns the run of an earlier step, or trains it."""
+        """Return the run of an earlier step, or trains it."""
         run = Run(self.folder / "runs" / slug(name))
         return run if (run.folder / "training_metrics.json").is_file() else self.train(name)
 
 
 def slug(name: str) -> str:
-    """Returns a run's name."""
+    """Return a run's name."""
     return name.replace(", ", "-").replace(" ", "-").lower()
 
 
 def last_error(text: str) -> str:
-    """Returns the last line that says what went wrong, else the last of all."""
+    """Return the last line that says what went wrong, else the last of all."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "rror:" in line), lines[-1] if lines else "it said nothing")[:300]
 
 
 def require(package: str) -> None:
-    """Raises `SkippedError` where a package is not installed."""
+    """Raise `SkippedError` where a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise SkippedError(f"`{package}` is not installed")
 
 
 def close(what: str, one: Run, other: Run, most: float) -> Row:
-    """Returns whether two curves agree."""
+    """Return whether two curves agree."""
     mine, theirs = one.column("loss"), other.column("loss")
     found = max(abs(mine[step] - theirs[step]) for step in mine.keys() & theirs.keys())
     return Row(f"{what}: largest difference of a step's loss", f"{found:.1e}", f"<= {most:g}", found <= most)
 
 
 def within_plan(name: str, run: Run) -> Row:
-    """Returns whether memory stayed within the plan."""
+    """Return whether memory stayed within the plan."""
     peak, planned = run.metrics["peak_memory_bytes"], run.plan["ranks"][0]["peak_bytes"]
     return Row(f"{name}: most GiB allocated", f"{peak / GIB:.2f}", f"<= {planned / GIB:.2f} (plan)", peak <= planned)
 
 
 def learns(name: str, run: Run) -> Iterator[Row]:
-    """Yields whether the loss falls, and whether memory stays within the plan."""
+    """Yield whether the loss falls, and whether memory stays within the plan."""
     losses = list(run.column("loss").values())
     first, last = fmean(losses[:3]), fmean(losses[-3:])
     yield Row(f"{name}: loss, mean of the first and the last 3 steps", f"{first:.3f}, {last:.3f}", "falls", last < first)
@@ -264,7 +264,7 @@ def learns(name: str, run: Run) -> Iterator[Row]:
 
 
 def each(lab: Lab, names: Iterable[str], rows: Callable[[str, Run], Iterator[Row]]) -> Iterator[Row]:
-    """Trains one after the other; one that fails is a row, and the others go on."""
+    """Train one after the other; one that fails is a row, and the others go on."""
     for name in names:
         try:
             yield from rows(name, lab.train(name))
@@ -284,7 +284,7 @@ def machine(lab: Lab) -> Iterator[Row]:
 
 
 def large_model(lab: Lab) -> Iterator[Row]:
-    """Writes the 8B model and its rows."""
+    """Write the 8B model and its rows."""
     words = [f"{name}={value}" for name, value in (TINY_SHAPE if lab.on_cpu else SHAPE).items()]
     code, _, err = lab.call("-m", "benchmarks.acceptance_model", str(lab.folder), str(lab.small or embedded_folder()), *words)
     if code:

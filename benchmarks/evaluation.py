@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(folder: Path, count: int, tokens: int) -> Setting:
-    """Returns the embedded model, and the first built-in rows (the model is untuned, so any will do) as our evaluation prepares them."""
+    """Return the embedded model, and the first built-in rows (the model is untuned, so any will do) as our evaluation prepares them."""
     write_json(
         folder / "bench.yaml",
         {

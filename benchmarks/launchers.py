@@ -116,7 +116,7 @@ def measure(count: int, processes: int = 4) -> dict[str, float]:
 
 
 def crowd(count: int, port: int, first: int, processes: int) -> list[int]:
-    """Machines first + 1, first + 1 + processes, ..., a thread each once all are connected; returns the codes with which the run ended for them."""
+    """Machines first + 1, first + 1 + processes, ..., a thread each once all are connected; return the codes with which the run ended for them."""
     machines, codes = Machines(count, port), list[int]()
     sys.setswitchinterval(0.2)  # hundreds of threads that wait for one interpreter lock would wake each other every 5 ms
 

@@ -113,7 +113,7 @@ def plain(file: str, folder: str, model: str, processes: str) -> int:
 
 
 def write_rows(path: Path, count: int, seed: int) -> Path:
-    """Writes conversations of words from Python's own help texts, no two alike."""
+    """Write conversations of words from Python's own help texts, no two alike."""
     chance = random.Random(seed)
     words = " ".join(topics.values()).split()
 
@@ -133,7 +133,7 @@ def write_rows(path: Path, count: int, seed: int) -> Path:
 
 
 def run_measured(arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[Measurement, str]:
-    """Runs a command to its end; returns its time, the most memory of all its processes, and what it printed. Raises on failure."""
+    """Run a command to its end; return its time, the most memory of all its processes, and what it printed. Raise on failure."""
     environment = {
         **os.environ,
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -160,13 +160,13 @@ def run_measured(arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[Me
 
 
 def processor_seconds() -> float:
-    """Returns what the children that have ended, and theirs, have used so far."""
+    """Return what the children that have ended, and theirs, have used so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def held_bytes(pid: int) -> int:
-    """Returns the memory of a process and its descendants, pages that they share counted once (where the system tells)."""
+    """Return the memory of a process and its descendants, pages that they share counted once (where the system tells)."""
     total = 0
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

@@ -34,7 +34,7 @@ BLOCK = "WATCHING_BLOCK"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains, and prints medians of the blocks' processor seconds a step; 1 where watching costs more than 1 %."""
+    """Train, and print medians of the blocks' processor seconds a step; 1 where watching costs more than 1 %."""
     options, _ = options_of(arguments, steps=140, block=1)
     with tempfile.TemporaryDirectory() as folder:
         rows, config = Path(folder) / "rows.jsonl", Path(folder) / "watched.yaml"

@@ -40,7 +40,7 @@ class Head(nn.Module):  # type: ignore[misc]
 
 
 def seconds(model: Head, hidden: Tensor, targets: Tensor) -> float:
-    """Returns the time of one forward and backward pass."""
+    """Return the time of one forward and backward pass."""
     start = time.perf_counter()
     token_loss_sum(model, {"hidden": hidden.detach().requires_grad_(), "targets": targets}).backward()
     model.zero_grad()
@@ -48,7 +48,7 @@ def seconds(model: Head, hidden: Tensor, targets: Tensor) -> float:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print(f"| head | label positions | whole, s | chunks of {CHUNK}, s |\n|---|---|---|---|")
     for trains in (False, True):

@@ -19,7 +19,7 @@ TABLE = Path(__file__).parent.parent / "sft_play" / "launch" / "deepspeed_keys.j
 
 
 def kind(annotation: Any) -> str:
-    """Returns the JSON type of a pydantic field: bool, int, number, string, object or any."""
+    """Return the JSON type of a pydantic field: bool, int, number, string, object or any."""
     options = [a for a in typing.get_args(annotation) or (annotation,) if a is not type(None)]
     for option in options:
         if isinstance(option, type):
@@ -32,7 +32,7 @@ def kind(annotation: Any) -> str:
 
 
 def fields(model: Any) -> dict[str, str]:
-    """Returns every accepted spelling of a model's keys with its type."""
+    """Return every accepted spelling of a model's keys with its type."""
     found = {}
     for name, field in model.model_fields.items():
         found[name] = kind(field.annotation)
@@ -42,7 +42,7 @@ def fields(model: Any) -> dict[str, str]:
 
 
 def table() -> dict[str, Any]:
-    """Returns the table: removed keys with DeepSpeed's reason, and the keys of each section that forbids unknown ones."""
+    """Return the table: removed keys with DeepSpeed's reason, and the keys of each section that forbids unknown ones."""
     from deepspeed.runtime import config
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

@@ -34,7 +34,7 @@ KEPT: Mapping[str, tuple[Strategy, str, Precision, str | None]] = {
 
 
 def kept_files() -> dict[str, str]:
-    """Returns path in the repository -> content of each file: two processes on one machine; we or transformers fill `auto` in."""
+    """Return path in the repository -> content of each file: two processes on one machine; we or transformers fill `auto` in."""
     files = {}
     for name, (strategy, device, precision, deepspeed) in KEPT.items():
         settings = accelerate_settings(

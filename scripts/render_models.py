@@ -48,7 +48,7 @@ def table(known: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def adapted_cell(road: Road) -> str:
-    """Returns the names of the layers that `auto` has adapted."""
+    """Return the names of the layers that `auto` has adapted."""
     if road.at:
         return _stopped(road)
     names = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in road.adapted()))
@@ -58,7 +58,7 @@ def adapted_cell(road: Road) -> str:
 
 
 def trained_cell(road: Road) -> str:
-    """Returns which weights full tuning has left as they were."""
+    """Return which weights full tuning has left as they were."""
     if road.at:
         return _stopped(road)
     kept = dict.fromkeys(name.removesuffix(".weight") for name in road.untouched())
@@ -76,7 +76,7 @@ def _stopped(road: Road) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Makes the rows of these families anew, each written as soon as it is known."""
+    """Make the rows of these families anew, each written as soon as it is known."""
     for name in names or FAMILIES:
         page = PAGE.read_text(encoding="utf-8")
         known = read_table(page) | {name: cells(name)}

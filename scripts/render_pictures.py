@@ -38,7 +38,7 @@ FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http
 
 
 def draw(name: str, command: str) -> None:
-    """Runs a command and writes its picture. Raises `CalledProcessError` where it fails."""
+    """Run a command and writes its picture. Raise `CalledProcessError` where it fails."""
     printed = subprocess.run(command.split(), check=True, text=True, stdout=subprocess.PIPE).stdout
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text(f"$ {command}", style="bold"))

@@ -56,7 +56,7 @@ CLAIMS = (
 
 
 def plan_of(preset: str, hardware: str, **train: int) -> Plan:
-    """Returns the plan that `make plan CONFIG=configs/PRESET.yaml HARDWARE=... SOURCE=formula TRAIN_...=` shows."""
+    """Return the plan that `make plan CONFIG=configs/PRESET.yaml HARDWARE=... SOURCE=formula TRAIN_...=` shows."""
     typed = [Override(key=f"train.{key}", text=str(value), origin=f"TRAIN_{key.upper()}={value}") for key, value in train.items()]
     loaded = load_config(ROOT / "configs" / f"{preset}.yaml", typed, {})
     found = parse_hardware(hardware)
@@ -67,13 +67,13 @@ def plan_of(preset: str, hardware: str, **train: int) -> Plan:
 
 
 def tightest(plan: Plan) -> tuple[int, int]:
-    """Returns (peak, room) in bytes of the rank with the least to spare."""
+    """Return (peak, room) in bytes of the rank with the least to spare."""
     rank = max(plan.ranks, key=lambda rank: rank.peak_bytes / rank.capacity_bytes)
     return rank.peak_bytes, rank.capacity_bytes
 
 
 def table() -> str:
-    """Returns a row for every claim: what the plan takes, and what people quote."""
+    """Return a row for every claim: what the plan takes, and what people quote."""
     lines = [
         "| preset | `HARDWARE=` | plan: micro-batch x accumulation | recompute | GiB of room, tightest | people quote | needs GiB |",
         "|---|---|---|---|---|---|---|",
@@ -113,7 +113,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def groups(plan: Plan, rank: int) -> dict[str, float]:
-    """Returns GB (1e9 bytes, as people quote them) of one rank by kind, and their `sum`."""
+    """Return GB (1e9 bytes, as people quote them) of one rank by kind, and their `sum`."""
     parts = plan.ranks[rank].memory_bytes
     found = {name: sum(parts.get(part, 0) for part in members) / 1e9 for name, members in GROUPS.items()}
     return found | {"sum": sum(found.values())}
@@ -124,7 +124,7 @@ def _gb(value: float) -> str:
 
 
 def llama() -> str:
-    """Returns Llama-2-7B QLoRA on an 8 GB card, beside the figures that people quote."""
+    """Return Llama-2-7B QLoRA on an 8 GB card, beside the figures that people quote."""
     plan = plan_of("home_lan", LAN, batch_size=1, grad_accum=8)
     found = groups(plan, 1)
     quoted = {
@@ -144,7 +144,7 @@ def llama() -> str:
 
 
 def gemma() -> str:
-    """Returns Gemma-27B QLoRA on two H200, as quoted and as planned."""
+    """Return Gemma-27B QLoRA on two H200, as quoted and as planned."""
     quoted, chosen = plan_of("h200_pair", "2xH200", batch_size=4, grad_accum=4), plan_of("h200_pair", "2xH200")
     left, right = groups(quoted, 0), groups(chosen, 0)
     said = {"weights": "13.5", "sum": "13.5"}
@@ -174,7 +174,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
 
 
 def rendered(page: str) -> str:
-    """Returns a page with every block made anew."""
+    """Return a page with every block made anew."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, block in PAGES[page].items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
@@ -185,7 +185,7 @@ def rendered(page: str) -> str:
 
 
 def main() -> int:
-    """Returns 1 under `--check` when a page is stale, else 0."""
+    """Return 1 under `--check` when a page is stale, else 0."""
     stale = 0
     for page in PAGES:
         before, after = (ROOT / page).read_text(encoding="utf-8"), rendered(page)

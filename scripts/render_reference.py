@@ -35,14 +35,14 @@ NAMES = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null
 
 
 def members(annotation: Any) -> list[Any]:
-    """Returns the members of a union, or the annotation alone."""
+    """Return the members of a union, or the annotation alone."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [part for member in typing.get_args(annotation) for part in members(member)]
     return [annotation]
 
 
 def type_names(annotation: Any) -> tuple[list[str], list[str]]:
-    """Returns the JSON types of a field and the words it takes, if they are an enumeration."""
+    """Return the JSON types of a field and the words it takes, if they are an enumeration."""
     names: list[str] = []
     words: list[str] = []
     for part in members(annotation):
@@ -57,7 +57,7 @@ def type_names(annotation: Any) -> tuple[list[str], list[str]]:
 
 
 def training_arguments() -> dict[str, Any]:
-    """Returns the table: field -> type, default, choices and help of the installed transformers."""
+    """Return the table: field -> type, default, choices and help of the installed transformers."""
     import transformers
     from transformers import TrainingArguments
 
@@ -76,7 +76,7 @@ def training_arguments() -> dict[str, Any]:
 
 
 def render_table() -> str:
-    """Returns the text of `sft_play/config/training_arguments.json`."""
+    """Return the text of `sft_play/config/training_arguments.json`."""
     head = {"rendered_by": "python scripts/render_reference.py"}
     return json.dumps({**head, **training_arguments()}, indent=1, ensure_ascii=False) + "\n"
 
@@ -109,7 +109,7 @@ LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 
 def render_document() -> str:
-    """Returns the text of `docs/configuration.md`."""
+    """Return the text of `docs/configuration.md`."""
     lines = [RENDERED, INTRODUCTION]
     for section, record in sections().items():
         keys = [key for key in schema_keys().values() if key.name.rpartition(".")[0] == section]
@@ -171,7 +171,7 @@ def _cell(text: str) -> str:
 
 
 def render_schema() -> str:
-    """Returns the text of `configs/schema.json`, a JSON Schema for editors."""
+    """Return the text of `configs/schema.json`, a JSON Schema for editors."""
     root: dict[str, Any] = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "$comment": "Rendered by `make render` from sft_play/config/schema.py.",
@@ -201,7 +201,7 @@ def _object(root: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _json_type(key: Key) -> dict[str, Any]:
-    """Returns the JSON Schema of a key."""
+    """Return the JSON Schema of a key."""
     choices = _json_choices(key.annotation)
     choices += [{"type": ALSO_TAKEN[key.name]}] if key.name in ALSO_TAKEN else []
     return {"anyOf": choices, "default": list(key.default) if isinstance(key.default, (list, tuple)) else key.default}

@@ -209,7 +209,7 @@ MAKEFILE_TARGETS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code of contract section 7; under make, which has its own, it ends make."""
+    """Run one command and returns the exit code of contract section 7; under make, which has its own, it ends make."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # libgomp reads it when torch is loaded, here or in a worker
@@ -263,7 +263,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def show_help(_: object) -> int:
-    """Prints every command with one line."""
+    """Print every command with one line."""
     width = max(map(len, COMMANDS)) + 2
     print("make COMMAND NAME=value ..., or sft-play COMMAND NAME=value ...\n")
     for name, command in COMMANDS.items():
@@ -276,7 +276,7 @@ def show_help(_: object) -> int:
 
 
 def show_command(name: str) -> int:
-    """Prints what a command does and the variables that it takes."""
+    """Print what a command does and the variables that it takes."""
     from sft_play.config.call import command_help
 
     print(command_help(name, COMMANDS[name]))

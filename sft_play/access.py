@@ -27,7 +27,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def address_of(host: str | None) -> str:
-    """Returns the IP address that `HOST=` names, 127.0.0.1 when it was not given. Raises `UserError` for a name or nonsense."""
+    """Return the IP address that `HOST=` names, 127.0.0.1 when it was not given. Raise `UserError` for a name or nonsense."""
     text = (host or LOOPBACK).strip()
     if text == "localhost":
         return LOOPBACK
@@ -44,15 +44,15 @@ def is_loopback(address: str) -> bool:
 
 
 def own_url(address: str, port: int) -> str:
-    """Returns how a client on this machine calls a server that listens at `address`."""
+    """Return how a client on this machine calls a server that listens at `address`."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve_token(address: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the token that requests must bear; `None` on a loopback address when none is set.
+    """Return the token that requests must bear; `None` on a loopback address when none is set.
 
-    Raises `UserError` where an address that others can reach has none, or a weak one.
+    Raise `UserError` where an address that others can reach has none, or a weak one.
     """
     token = (os.environ if environ is None else environ).get(TOKEN_VARIABLE, "")
     if not token and is_loopback(address):
@@ -87,7 +87,7 @@ class Guard:
         self._own = {"localhost", address, LOOPBACK, "::1"}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers 401 or 403."""
+        """Pass a request on, or answers 401 or 403."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -138,7 +138,7 @@ def _password(given: bytes) -> bytes:
 
 
 async def _answer(send: Send, status: int, text: str, *, challenge: bytes) -> None:
-    """Sends an error as OpenAI's API words it."""
+    """Send an error as OpenAI's API words it."""
     body = json.dumps({"error": {"message": text, "type": "invalid_request_error", "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

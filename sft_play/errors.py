@@ -48,19 +48,19 @@ HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
 
 
 def without_tokens(text: str) -> str:
-    """Returns `text` with each token that it holds cut down to its first letters."""
+    """Return `text` with each token that it holds cut down to its first letters."""
     return NAMED.sub(r"\1...", TOKEN.sub(lambda found: f"{next(filter(None, found.groups()))}...", text))
 
 
 def mask(name: str, value: str) -> str:
-    """Returns `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password and keys go."""
+    """Return `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password and keys go."""
     if SECRET_VARIABLE.search(name) or TOKEN.search(value) or SECRET_VALUE.search(value):
         return f"({len(value)} letters, not shown)"
     return SECRET_IN_URL.sub(r"\1(not shown)", USER_IN_URL.sub("(not shown)@", value))
 
 
 def without_secret(origin: str, name: str) -> str:
-    """Returns an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a secret."""
+    """Return an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a secret."""
     head, given, _ = origin.partition("=")
     return f"{head}=..." if given and SECRET.fullmatch(name) else origin
 
@@ -80,7 +80,7 @@ class UserError(Exception):
         self.hint = hint
 
     def render(self) -> str:
-        """Returns the text that is printed on stderr, without a final newline."""
+        """Return the text that is printed on stderr, without a final newline."""
         place = _safe(self.place or "").replace("\n", "\\n")
         where = f"{place}: " if self.place else ""
         text = f"error: {where}{_safe(self.message)}"
@@ -121,19 +121,19 @@ class Problems(UserError):
         self.exit_code = problems[0].exit_code
 
     def render(self) -> str:
-        """Returns the first problems, and how many more there are."""
+        """Return the first problems, and how many more there are."""
         left = len(self.problems) - MOST_PROBLEMS
         more = f"\n\n... and {left} more errors" if left > 0 else ""
         return "\n\n".join(p.render() for p in self.problems[:MOST_PROBLEMS]) + more
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error of a library says; its kind where it says nothing."""
+    """Return the first line of what an error of a library says; its kind where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def raise_all(problems: Sequence[UserError]) -> None:
-    """Raises nothing for no problem, the problem itself for one, `Problems` for more."""
+    """Raise nothing for no problem, the problem itself for one, `Problems` for more."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -141,12 +141,12 @@ def raise_all(problems: Sequence[UserError]) -> None:
 
 
 def _safe(text: str) -> str:
-    """Returns `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape."""
+    """Return `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape."""
     return printable(without_tokens(text))
 
 
 def printable(text: str) -> str:
-    """Returns `text` with its line ends, and with escapes for what moves a terminal's cursor, hides or turns letters round."""
+    """Return `text` with its line ends, and with escapes for what moves a terminal's cursor, hides or turns letters round."""
     return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
 
 
@@ -155,7 +155,7 @@ def _escaped(line: str) -> str:
 
 
 def causes(error: BaseException, *, handled: bool = True) -> Iterator[BaseException]:
-    """Yields an error and what it was raised from; with `handled` also what was being handled when it was raised."""
+    """Yield an error and what it was raised from; with `handled` also what was being handled when it was raised."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

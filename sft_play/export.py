@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(call: Call) -> int:
-    """Merges, shows the proof and where the model is."""
+    """Merge, shows the proof and where the model is."""
     if "RUN" not in call.options:
         raise UserError("`RUN` is missing", hint="make merge RUN=name-of-a-run")
     if call.overrides:

@@ -27,7 +27,7 @@ LONGEST_PATH, LONGEST_PART = 4_095, 255
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` aside, syncs it to the disk and publishes it by rename; the old file survives any failure."""
+    """Write `text` aside, sync it to the disk and publish it by rename; the old file survives any failure."""
     write_bytes(path, text.encode("utf-8"))
 
 
@@ -53,18 +53,18 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_half_written(path: Path) -> None:
-    """Removes what writers of `path` left beside it that were killed. Nobody may be writing it."""
+    """Remove what writers of `path` left beside it that were killed. Nobody may be writing it."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):
         left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Publishes `value` as indented JSON with a final newline. Raises `ValueError` for NaN and infinity."""
+    """Publish `value` as indented JSON with a final newline. Raise `ValueError` for NaN and infinity."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Returns the parsed JSON of `path`. Raises `OSError` or `ValueError`.
+    """Return the parsed JSON of `path`. Raise `OSError` or `ValueError`.
 
     Only plain files are read: a pipe or a device would never end.
     """
@@ -77,7 +77,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object of `path`; an empty one where the file is torn, missing or something else."""
+    """Return the JSON object of `path`; an empty one where the file is torn, missing or something else."""
     with contextlib.suppress(OSError, ValueError):
         found = read_json(path)
         return found if isinstance(found, dict) else {}
@@ -85,7 +85,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Returns `value` with what JSON cannot say (NaN, infinity) as `None`, at any depth."""
+    """Return `value` with what JSON cannot say (NaN, infinity) as `None`, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -94,9 +94,9 @@ def finite(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file that has one on each line; what is none is left out.
+    """Return the JSON objects of a file that has one on each line; what is none is left out.
 
-    A crash or a full disk may cut the last line anywhere, inside a letter too. Empty where there is no file; raises other `OSError`s.
+    A crash or a full disk may cut the last line anywhere, inside a letter too. Empty where there is no file; raise other `OSError`s.
     """
     rows = []
     with contextlib.suppress(FileNotFoundError):
@@ -108,14 +108,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Appends one JSON object as a line, as `append_text` does, and syncs it to the disk."""
+    """Append one JSON object as a line, as `append_text` does, and syncs it to the disk."""
     append_text(path, json.dumps(value, ensure_ascii=False) + "\n", sync=True)
 
 
 def append_text(path: Path, text: str, *, sync: bool) -> None:
-    """Appends complete lines in a single write, so that concurrent writers do not mix. A line that was cut short before stays alone.
+    """Append complete lines in a single write, so that concurrent writers do not mix. A line that was cut short before stays alone.
 
-    Raises `OSError` on a full disk; what a part of the lines has taken there is given back, so that the next line begins a line.
+    Raise `OSError` on a full disk; what a part of the lines has taken there is given back, so that the next line begins a line.
     """
     line = text.encode("utf-8")
     with path.open("ab+", buffering=0) as stream:
@@ -135,13 +135,13 @@ def append_text(path: Path, text: str, *, sync: bool) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Returns the hexadecimal sha256 of a file's content."""
+    """Return the hexadecimal sha256 of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def text_sha256(text: str) -> str:
-    """Returns the hexadecimal sha256 of a text's UTF-8 bytes."""
+    """Return the hexadecimal sha256 of a text's UTF-8 bytes."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
@@ -155,7 +155,7 @@ def is_file_name(name: str) -> bool:
 
 
 def typed_path(text: str) -> Path:
-    """Returns the path that a user typed, `~` and `~name` replaced where there is such a user."""
+    """Return the path that a user typed, `~` and `~name` replaced where there is such a user."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -163,7 +163,7 @@ def typed_path(text: str) -> Path:
 
 
 def current_umask() -> int:
-    """Returns the process's umask (POSIX offers no way to read it without setting it)."""
+    """Return the process's umask (POSIX offers no way to read it without setting it)."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -186,7 +186,7 @@ def lock(path: Path, *, shared: bool = False) -> int | None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames inside `path` durable."""
+    """Make renames inside `path` durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -210,7 +210,7 @@ _unwritten: set[str] = set()
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any more."""
+    """Return the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any more."""
     found = os.statvfs(folder)
     if found.f_files and not found.f_favail:
         return 0
@@ -245,7 +245,7 @@ def is_gone(folder: Path) -> bool:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Returns the system's error number of a failed write, also where a library has wrapped it; `None` for other errors."""
+    """Return the system's error number of a failed write, also where a library has wrapped it; `None` for other errors."""
     for link in causes(error):
         if isinstance(link, OSError) and link.errno is not None:
             return link.errno
@@ -255,7 +255,7 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def disk_problem(error: BaseException) -> str:
-    """Returns what the user reads of a write that failed."""
+    """Return what the user reads of a write that failed."""
     number = errno_of(error)
     if number in NO_ROOM:
         return "no space is left on the disk" if number == errno.ENOSPC else "the disk quota is used up"
@@ -286,7 +286,7 @@ def disk_errors_told(place: Path, hint: Callable[[bool, Path], str]) -> Iterator
 
 @contextlib.contextmanager
 def side_file(path: Path, what: str) -> Iterator[None]:
-    """Lets the body write a file that the run can do without: a full or read-only disk gives one warning until `what` is written again.
+    """Let the body write a file that the run can do without: a full or read-only disk gives one warning until `what` is written again.
 
     Other errors are raised.
     """
@@ -310,7 +310,7 @@ def side_file(path: Path, what: str) -> Iterator[None]:
 
 
 def made_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
-    """Returns `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at all."""
+    """Return `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at all."""
     if (folder / mark).is_file():
         remove_abandoned(folder.parent)
         return folder
@@ -328,14 +328,14 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Returns a new folder inside `parent` whose name says which process on which machine makes it."""
+    """Return a new folder inside `parent` whose name says which process on which machine makes it."""
     parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(parent)
     return Path(tempfile.mkdtemp(prefix=f".{name}.{socket.gethostname()}.{os.getpid()}.", dir=parent))
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what processes of this machine that live no more have left half-written."""
+    """Remove what processes of this machine that live no more have left half-written."""
     for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
         owner = path.name.rsplit(".", 2)[1]
         if owner.isdigit() and not _lives(int(owner)):

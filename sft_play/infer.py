@@ -162,7 +162,7 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
 
 
 def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
-    """Returns how many answers ended at the limit and not by themselves, after a note that says so."""
+    """Return how many answers ended at the limit and not by themselves, after a note that says so."""
     cut = sum(not answer.stopped for answer in answers)
     if cut:
         limit = ready.settings.max_new_tokens
@@ -174,7 +174,7 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
 
 
 def _output_row(row: Question, answer: str) -> dict[str, Any]:
-    """Returns a line of `OUTPUT`."""
+    """Return a line of `OUTPUT`."""
     found: dict[str, Any] = {"prompt": row.messages[-1]["content"] if row.messages else "", "answer": answer}
     if row.reference is not None:
         found["reference"] = row.reference
@@ -182,7 +182,7 @@ def _output_row(row: Question, answer: str) -> dict[str, Any]:
 
 
 def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
-    """Returns the rows' tokens. Raises `DataError` for rows that the template refuses or that leave no room for an answer."""
+    """Return the rows' tokens. Raise `DataError` for rows that the template refuses or that leave no room for an answer."""
     from sft_play.evaluation.answering import context_length, prompt_ids
 
     room = context_length(ready.model)
@@ -210,7 +210,7 @@ class Conversation:
         self.messages: Messages = []
 
     def run(self, stdin: Any) -> int:
-        """Reads lines until the end or `/quit`; returns the exit code."""
+        """Read lines until the end or `/quit`; return the exit code."""
         interactive = stdin.isatty()
         if interactive:
             print(COMMANDS, file=sys.stderr)
@@ -247,7 +247,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def _stream(self, prompt: Sequence[int]) -> str:
-        """Prints the answer while it is made, and returns it."""
+        """Print the answer while it is made, and return it."""
         import torch
         from transformers import TextStreamer
 
@@ -264,7 +264,7 @@ class Conversation:
         return str(self.tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)).strip()
 
     def _fitting_prompt(self) -> list[int]:
-        """Returns the conversation's tokens, without its oldest exchanges where it would not fit with an answer."""
+        """Return the conversation's tokens, without its oldest exchanges where it would not fit with an answer."""
         from sft_play.evaluation.answering import context_length, prompt_ids
 
         room = context_length(self.model) - self.settings.max_new_tokens

@@ -32,7 +32,7 @@ Makefile: ;
 
 
 def main(_: Call) -> int:
-    """Writes the files and says what to type next. Raises `UserError` where one of them is there already."""
+    """Write the files and say what to type next. Raise `UserError` where one of them is there already."""
     taken = [name for name in ("Makefile", *FOLDERS) if Path(name).exists()]
     if taken:
         raise UserError(f"`{taken[0]}` is here already, and nothing of yours is replaced", hint="type it in an empty folder")

@@ -22,7 +22,7 @@ from sft_play.training.process import StopRequest, check_launch, import_librarie
 
 
 def worst_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Returns rows for all steps: each as long as the longest, with as many labels as the worst micro-batch has."""
+    """Return rows for all steps: each as long as the longest, with as many labels as the worst micro-batch has."""
     length = max(2, plan.row_tokens)
     if plan.pack_tokens:  # several in each pack, so that there is a mask between them
         length = max(2, length // _rows_of_a_pack(plan))
@@ -32,13 +32,13 @@ def worst_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _rows_of_a_pack(plan: Plan) -> int:
-    """Returns how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or nearly."""
+    """Return how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or nearly."""
     slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.group_size])
     return max(2, -(-plan.global_batch_size // slots))
 
 
 def work(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
-    """Trains two steps and writes what this rank needed."""
+    """Train two steps and write what this rank needed."""
     quiet_libraries()
     run = request.run
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
@@ -82,7 +82,7 @@ def used_bytes() -> int:
 
 
 def measure(rank: int, micro_batch: int, seconds: float, before_bytes: int) -> Probed:
-    """Returns the peaks of this process, on a GPU of which `before_bytes` were held before it began."""
+    """Return the peaks of this process, on a GPU of which `before_bytes` were held before it began."""
     import torch
 
     if torch.cuda.is_available():

@@ -31,7 +31,7 @@ WORDS = {
 
 
 def main(call: Call) -> int:
-    """Shows the profile of `RUN`, or trains a few steps of `CONFIG` for one."""
+    """Show the profile of `RUN`, or trains a few steps of `CONFIG` for one."""
     if name := call.options.get("RUN"):
         unused = [*sorted(call.options.keys() - {"RUN", "JSON"}), *(one.origin for one in call.overrides)]
         if unused:
@@ -54,13 +54,13 @@ def main(call: Call) -> int:
 
 
 def summaries(run: RunFolder) -> dict[str, dict[str, Any]]:
-    """Returns rank -> what it left."""
+    """Return rank -> what it left."""
     paths = sorted(run.profile.glob("rank*.json"), key=lambda path: (len(path.name), path.name))
     return {path.stem: read_object(path) for path in paths}
 
 
 def lines(name: str, one: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is said of a rank."""
+    """Yield what is said of a rank."""
     last = one["start"] + one["steps"] - 1
     yield f"{name}: steps {one['start']} to {last}, {one['step_seconds']:.3g} s each"
     yield from table(
@@ -74,7 +74,7 @@ def lines(name: str, one: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _short(call: Call) -> Call:
-    """Returns the call of a run that ends with the profile; one without a configuration is refused by `start_run`."""
+    """Return the call of a run that ends with the profile; one without a configuration is refused by `start_run`."""
     if not (name := call.options.get("CONFIG")):
         return call
 

@@ -61,7 +61,7 @@ def main(call: Call) -> int:
 
 
 def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
-    """Runs `make eval RUN=... CHECKPOINT=... JSON=1` and returns its answer. Raises `SystemExit` with its exit code."""
+    """Run `make eval RUN=... CHECKPOINT=... JSON=1` and returns its answer. Raise `SystemExit` with its exit code."""
     arguments = [sys.executable, "-m", "sft_play", "eval", f"RUN={run.path.resolve()}", "JSON=1"]
     arguments += [f"CHECKPOINT={checkpoint}"] if checkpoint else []
     process = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=False)
@@ -72,7 +72,7 @@ def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
 
 
 def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns both evaluations side by side, with some answers of each. Asserts that the prompts are the same."""
+    """Return both evaluations side by side, with some answers of each. Asserts that the prompts are the same."""
     folders = {name: Path(part["folder"]) for name, part in (("before", before), ("after", after))}
     answers = [read_predictions(folder) for folder in folders.values()]
     assert [(a["row"], a["prompt"]) for a in answers[0]] == [(a["row"], a["prompt"]) for a in answers[1]], "the same prompts"
@@ -91,7 +91,7 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Returns the comparison as the user reads it."""
+    """Return the comparison as the user reads it."""
     before, after = result["before"], result["after"]
     lines = ["", f"== {result['run']}: {len(result['answers'])} held-out answers before and after"] if result["answers"] else []
     for answer in result["answers"]:
@@ -113,7 +113,7 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def tell(text: str) -> None:
-    """Prints progress where it does not disturb `JSON=1`."""
+    """Print progress where it does not disturb `JSON=1`."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -131,12 +131,12 @@ def _interval(value: Mapping[str, float]) -> str:
 
 
 def _question(prompt: str) -> str:
-    """Returns the last user turn of a ChatML prompt, or the prompt as it is."""
+    """Return the last user turn of a ChatML prompt, or the prompt as it is."""
     return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>", 1)[0].strip()
 
 
 def _wrap(label: str, text: str) -> list[str]:
-    """Returns `text` after `label`, at most 12 lines; line breaks of code are kept."""
+    """Return `text` after `label`, at most 12 lines; line breaks of code are kept."""
     lines = [part for line in (text.splitlines() or [""]) for part in (textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""])]
     lines = lines if len(lines) <= 12 else [*lines[:11], "..."]
     return [f"{label if index == 0 else ' ' * len(label)}{line}".rstrip() for index, line in enumerate(lines)]

@@ -88,7 +88,7 @@ class Place(NamedTuple):
 
 
 def check_packages() -> None:
-    """Raises `HardwareError` when packages of the server are missing."""
+    """Raise `HardwareError` when packages of the server are missing."""
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         raise HardwareError(
@@ -98,7 +98,7 @@ def check_packages() -> None:
 
 
 def whole_model(run: RunFolder, weights: Path) -> Path:
-    """Returns a folder that holds the whole model: the weights themselves, or a merged copy in the cache, made when needed.
+    """Return a folder that holds the whole model: the weights themselves, or a merged copy in the cache, made when needed.
 
     The cache is keyed by the adapter's content, so that training on makes a new copy.
     """
@@ -118,7 +118,7 @@ def whole_model(run: RunFolder, weights: Path) -> Path:
 
 
 def _plain(call: Call, model: str) -> tuple[Path, str]:
-    """Returns the folder of a model that no run made, and what clients call it: the last part of its name."""
+    """Return the folder of a model that no run made, and what clients call it: the last part of its name."""
     from sft_play.model.use import find_plain
 
     _, found = find_plain(call, model)
@@ -126,7 +126,7 @@ def _plain(call: Call, model: str) -> tuple[Path, str]:
 
 
 def name_for_clients(run: RunFolder, label: str) -> str:
-    """Returns the model's name in the API: the run's, with the checkpoint's where one was asked for (`demo-step-000040`).
+    """Return the model's name in the API: the run's, with the checkpoint's where one was asked for (`demo-step-000040`).
 
     transformers reads `@` as a revision, so it cannot stand in a name.
     """
@@ -140,7 +140,7 @@ def _api_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _named(folder: Path, name: str) -> Iterator[None]:
-    """Makes `folder` reachable as `name` from the working folder, which is a temporary one meanwhile.
+    """Make `folder` reachable as `name` from the working folder, which is a temporary one meanwhile.
 
     The server calls a model by the path that it was given; clients shall see the run's name instead.
     """
@@ -156,7 +156,7 @@ def _named(folder: Path, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying by them, so that the server can finish what it answers."""
+    """Collect SIGINT and SIGTERM instead of dying by them, so that the server can finish what it answers."""
     stopped: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -177,7 +177,7 @@ def _stop_on_signals() -> Iterator[list[int]]:
 
 
 def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int:
-    """Loads the model into transformers' server and waits for the end; returns 130 or 143 after a signal."""
+    """Load the model into transformers' server and wait for the end; return 130 or 143 after a signal."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is here; the server would ask the hub for its revision
     from transformers.cli.serve import Serve
 
@@ -226,7 +226,7 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
 
 
 def limit_time(handler: Any) -> None:
-    """Ends each answer of a handler after `LONGEST_ANSWER_SECONDS`, with what there is: answers wait for one another."""
+    """End each answer of a handler after `LONGEST_ANSWER_SECONDS`, with what there is: answers wait for one another."""
     build = handler._build_generation_config
 
     def bounded(*arguments: Any, **named: Any) -> Any:
@@ -238,7 +238,7 @@ def limit_time(handler: Any) -> None:
 
 
 def only_model(manager: Any, name: str) -> None:
-    """Makes the server know one model: by itself it loads any folder or hub id that a request names, and lists the hub's cache."""
+    """Make the server know one model: by itself it loads any folder or hub id that a request names, and lists the hub's cache."""
     from fastapi import HTTPException
 
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}

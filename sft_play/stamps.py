@@ -24,7 +24,7 @@ USAGE = "make stamp RUN=name, or make stamp A=name B=other; each may be NAME@ste
 
 
 def main(call: Call) -> int:
-    """Shows one stamp, or the difference of two. Raises `UserError` for what does not go together."""
+    """Show one stamp, or the difference of two. Raise `UserError` for what does not go together."""
     given = call.options.keys() & {"RUN", "A", "B"}
     if given == {"A", "B"} and "CHECKPOINT" not in call.options:
         return _difference(call)
@@ -38,9 +38,9 @@ def main(call: Call) -> int:
 
 
 def find(name: str) -> Path:
-    """Returns the folder whose stamp `name` means: a run, `NAME@step-000040`, `NAME@best`, `NAME@model`, or a folder with a stamp.
+    """Return the folder whose stamp `name` means: a run, `NAME@step-000040`, `NAME@best`, `NAME@model`, or a folder with a stamp.
 
-    Raises `CheckpointError` with what exists.
+    Raise `CheckpointError` with what exists.
     """
     folder = typed_path(name)
     if "/" in name and (folder / NAME).is_file():
@@ -67,7 +67,7 @@ def _part(run: RunFolder, part: str) -> Path:
 
 
 def run_again(run: RunFolder) -> str | None:
-    """Returns the command that repeats a run from its folder; `None` for one whose workers never started.
+    """Return the command that repeats a run from its folder; `None` for one whose workers never started.
 
     What the plan chose for this machine and this moment is written out: free memory decides it, and so does what is typed.
     """
@@ -89,7 +89,7 @@ def run_again(run: RunFolder) -> str | None:
 
 
 def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
-    """Returns what `auto` became where free memory decided, or where typing one of these would decide another."""
+    """Return what `auto` became where free memory decided, or where typing one of these would decide another."""
     words = []
     divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
     if len(divided) == 1 and train["batch_size"] == "auto" and train.get("grad_accum", "auto") == "auto":
@@ -102,7 +102,7 @@ def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
 
 
 def _typed(word: str) -> str:
-    """Returns a word as a shell and make take it letter for letter."""
+    """Return a word as a shell and make take it letter for letter."""
     return shlex.quote(word.replace("$", "$$"))
 
 
@@ -130,7 +130,7 @@ def _one(call: Call) -> int:
 
 
 def differences(a: Stamp, b: Stamp) -> list[dict[str, Any]]:
-    """Returns every field that differs: both values, and what that means to each purpose when `a`'s weights are used as `b` says."""
+    """Return every field that differs: both values, and what that means to each purpose when `a`'s weights are used as `b` says."""
     found = []
     for field, rule in RULES.items():
         one, other = getattr(a, field), getattr(b, field)
@@ -171,7 +171,7 @@ def _difference(call: Call) -> int:
 
 
 def _pair(one: Any, other: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns what differs of two values, by the name inside a mapping; single values have the name ``."""
+    """Return what differs of two values, by the name inside a mapping; single values have the name ``."""
     if not isinstance(one, Mapping) and not isinstance(other, Mapping):
         return {"": _text(one)}, {"": _text(other)}
     left, right = (dict(value) if isinstance(value, Mapping) else {} for value in (one, other))
@@ -180,7 +180,7 @@ def _pair(one: Any, other: Any) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _lines(field: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yields name and text of a field, one line for each entry of a mapping."""
+    """Yield name and text of a field, one line for each entry of a mapping."""
     if isinstance(value, Mapping) and value:
         for name, part in value.items():
             yield _one_line(f"{field}.{name}"), _text(part)

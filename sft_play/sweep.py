@@ -52,7 +52,7 @@ class Span:
     """Whether each order of magnitude is as likely as another."""
 
     def draw(self, generator: random.Random) -> str:
-        """Returns a number with three figures."""
+        """Return a number with three figures."""
         if self.log:
             return f"{math.exp(generator.uniform(math.log(self.min), math.log(self.max))):.3g}"
         return f"{generator.uniform(self.min, self.max):.3g}"
@@ -84,7 +84,7 @@ class Trial:
     """In place of the configuration's."""
 
     def overrides(self) -> tuple[Override, ...]:
-        """Returns what it adds to the configuration. The same command finds its runs again."""
+        """Return what it adds to the configuration. The same command finds its runs again."""
         values = {**self.values, "launch.auto_resume": "true"} | ({"train.max_steps": str(self.steps)} if self.steps else {})
         return tuple(Override(key=key, text=text, origin=self.origin) for key, text in values.items())
 
@@ -99,7 +99,7 @@ class Result:
 
 
 def main(call: Call) -> int:
-    """Plans all runs, trains them in turn or as a Slurm array, and prints them in order of their scores. The same command continues where
+    """Plan all runs, train them in turn or as a Slurm array, and print them in order of their scores. The same command continues where
     it was stopped."""
     for name in ("CONFIG", "SWEEP"):
         if name not in call.options:
@@ -129,7 +129,7 @@ def main(call: Call) -> int:
 
 
 def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int | None]], metric: str) -> int:
-    """Trains the runs of each round one after the other, and ranks those of the last. Returns the exit code."""
+    """Train the runs of each round one after the other, and ranks those of the last. Return the exit code."""
     results: list[Result] = []
     for number, (count, steps) in enumerate(rounds, 1):
         if number > 1:
@@ -154,7 +154,7 @@ def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int
 
 
 def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
-    """Returns the score by which runs are ranked. Raises `UserError` where no run will have it."""
+    """Return the score by which runs are ranked. Raise `UserError` where no run will have it."""
     metric = sweep.metric or (base.metric_for_best_model if base.eval_strategy != "no" else "loss")
     metric = metric if metric == "loss" or metric.startswith("eval_") else f"eval_{metric}"
     if metric != "loss" and base.eval_strategy == "no":
@@ -187,12 +187,12 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
 
 
 def result_of(trial: Trial) -> Result:
-    """Returns what became of a trial so far."""
+    """Return what became of a trial so far."""
     return Result(trial=trial, summary=summary_of(RunFolder(runs_folder() / trial.name)))
 
 
 def usable_metric(metric: str, results: Sequence[Result]) -> str:
-    """Returns the metric by which the runs can be ranked; says so where it is another."""
+    """Return the metric by which the runs can be ranked; says so where it is another."""
     if metric == "loss" or any(metric in one.summary.scores for one in results):
         return metric
     print(f"note: no run has `{metric}`; ranked by the loss of training", file=sys.stderr)
@@ -200,7 +200,7 @@ def usable_metric(metric: str, results: Sequence[Result]) -> str:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Returns a sweep file's content. Raises every mismatch at once, with its line."""
+    """Return a sweep file's content. Raise every mismatch at once, with its line."""
     node, problems = read_yaml(path), list[Mismatch]()
     found: Any = read_record(node, Sweep, "", problems) if isinstance(node.value, dict) else INVALID
     if found is INVALID and not problems:
@@ -237,7 +237,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def check_unchanged(trial: Trial) -> None:
-    """Raises `UserError` where the run of a trial was begun with other values: the file was changed since."""
+    """Raise `UserError` where the run of a trial was begun with other values: the file was changed since."""
     run = RunFolder(runs_folder() / trial.name)
     if not run.config.is_file():
         return
@@ -260,7 +260,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
-    """Yields the values of each trial: all of a grid in order, or `runs` different ones that the seed draws."""
+    """Yield the values of each trial: all of a grid in order, or `runs` different ones that the seed draws."""
     if sweep.method == "grid":
         for values in itertools.product(*sweep.keys.values()):
             yield dict(zip(sweep.keys, values, strict=True))
@@ -274,14 +274,14 @@ def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
 
 
 def halving_rounds(trials: int, steps: int) -> Iterator[tuple[int, int]]:
-    """Yields runs and steps of each round: half of the runs, twice as long, until one has all steps."""
+    """Yield runs and steps of each round: half of the runs, twice as long, until one has all steps."""
     rounds = max(1, math.ceil(math.log2(trials)) + 1)
     for number in range(rounds):
         yield max(1, math.ceil(trials / 2**number)), max(1, math.ceil(steps / 2 ** (rounds - 1 - number)))
 
 
 def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int | None]]) -> None:
-    """Plans every run, so that a mistake in any is found before the first starts, and says number, time and cost of all."""
+    """Plan every run, so that a mistake in any is found before the first starts, and say number, time and cost of all."""
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     for trial in trials:
         check_unchanged(trial)
@@ -316,7 +316,7 @@ def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, in
 
 
 def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
-    """Returns finished runs, the best first, then the others. Sets their scores."""
+    """Return finished runs, the best first, then the others. Sets their scores."""
     for one in results:
         score = one.summary.loss if metric == "loss" else one.summary.scores.get(metric)
         one.score = score if one.summary.state == "finished" and score is not None and math.isfinite(score) else None
@@ -325,7 +325,7 @@ def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
 
 
 def show(call: Call, results: Sequence[Result], metric: str) -> None:
-    """Prints the runs of the last round, the best first."""
+    """Print the runs of the last round, the best first."""
     if call.json:
         facts = [
             {"run": one.trial.name, "values": dict(one.trial.values), metric: one.score, "state": one.summary.state}
@@ -353,14 +353,14 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
 
 
 def _call(call: Call, run_name: str, *ours: Override) -> Call:
-    """Returns the call of one run, or of the job for all."""
+    """Return the call of one run, or of the job for all."""
     options = {name: text for name, text in call.options.items() if name not in ("SWEEP", "PRICE_PER_HOUR", "SLURM")}
     typed = [one for one in call.overrides if one.key not in {each.key for each in ours}]
     return replace(call, options={**options, "RUN_NAME": run_name}, overrides=(*typed, *ours))
 
 
 def _text(node: Node) -> str:
-    """Returns a value as it is typed on a command line."""
+    """Return a value as it is typed on a command line."""
     plain = node.plain()
     return json.dumps(plain) if isinstance(plain, list | dict) else node.text if node.text is not None else scalar_text(plain)
 

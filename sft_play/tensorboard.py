@@ -67,7 +67,7 @@ def pid_file() -> Path:
 
 
 def train(call: Call) -> int:
-    """Opens TensorBoard before the training and leaves it running, so that the curves stay to be read."""
+    """Open TensorBoard before the training and leave it running, so that the curves stay to be read."""
     if "RUN" not in call.options:
         call.load_config()  # a mistake in it is reported before anything is started
     code = start(replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False))
@@ -79,7 +79,7 @@ def train(call: Call) -> int:
 
 
 def start(call: Call) -> int:
-    """Starts TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is asked for."""
+    """Start TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is asked for."""
     _refuse_other_hosts(call)
     wanted = call.port("TENSORBOARD_PORT")
     name = call.options.get("RUN")
@@ -99,7 +99,7 @@ def start(call: Call) -> int:
 
 
 def _refuse_other_hosts(call: Call) -> None:
-    """Raises `UserError` for an address that others can reach: TensorBoard asks nobody for a password, and shows files."""
+    """Raise `UserError` for an address that others can reach: TensorBoard asks nobody for a password, and shows files."""
     address = address_of(call.options.get("HOST"))
     if address == HOST:
         return
@@ -111,7 +111,7 @@ def _refuse_other_hosts(call: Call) -> None:
 
 
 def stop(call: Call) -> int:
-    """Ends the TensorBoard that this project started, and no other process."""
+    """End the TensorBoard that this project started, and no other process."""
     server = find_server()
     if server is not None:
         _end(server)
@@ -124,7 +124,7 @@ def stop(call: Call) -> int:
 
 
 def _end(server: Server) -> None:
-    """Ends the server and waits for it, so that its port is free again."""
+    """End the server and wait for it, so that its port is free again."""
     if (process := server.process) is not None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -137,7 +137,7 @@ def _end(server: Server) -> None:
 
 
 def find_server() -> Server | None:
-    """Returns the server of the pid file while it lives; forgets it otherwise."""
+    """Return the server of the pid file while it lives; forgets it otherwise."""
     try:
         server = Server(**read_json(pid_file()))
     except (OSError, TypeError, json.JSONDecodeError):

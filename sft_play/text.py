@@ -52,7 +52,7 @@ def finding_lines(findings: Iterable[Finding], where: str = "") -> Iterator[str]
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """Returns a number with so many digits that count, never with an exponent: `4,590`, `11.8`, `0.00012`."""
+    """Return a number with so many digits that count, never with an exponent: `4,590`, `11.8`, `0.00012`."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     rounded = float(f"{value:.{digits}g}")
@@ -61,14 +61,14 @@ def figure(value: float, digits: int = 3) -> str:
 
 
 def gib(size: float) -> str:
-    """Returns bytes as `1.06 GiB`, of large ones `120 GiB`, of small ones `3.2 MiB`."""
+    """Return bytes as `1.06 GiB`, of large ones `120 GiB`, of small ones `3.2 MiB`."""
     if size < 2**30 / 100:
         return f"{size / 2**20:.1f} MiB"
     return f"{size / 2**30:.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:.0f} GiB"
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in the largest unit that leaves a readable number."""
+    """Return a time in the largest unit that leaves a readable number."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -94,7 +94,7 @@ def on_terminal() -> bool:
 
 @contextlib.contextmanager
 def bar(what: str, unit: str) -> Iterator[Show]:
-    """Yields what shows the progress of `what`, counted in `unit`s; what is printed meanwhile appears above the bar."""
+    """Yield what shows the progress of `what`, counted in `unit`s; what is printed meanwhile appears above the bar."""
     if not on_terminal():
         yield _lines(what, unit)
         return

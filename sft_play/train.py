@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None, program: Program | None = None) -> int:
-    """Trains this rank's share (or runs another `program` of a worker) and returns the exit code, recorded for the launcher too."""
+    """Train this rank's share (or run another `program` of a worker) and return the exit code, recorded for the launcher too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
@@ -93,7 +93,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
 
 
 def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared, checkpoint: Path | None) -> Stamp:
-    """Returns the run's stamp; on resume the checkpoint's is compared first. Raises `CheckpointError` on a refusal."""
+    """Return the run's stamp; on resume the checkpoint's is compared first. Raise `CheckpointError` on a refusal."""
     rank, _ = launched_world()
     stamp = make_stamp(config, plan, prepared)
     if checkpoint is not None:
@@ -108,9 +108,9 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
 def build_trainer(
     request: StopRequest, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None
 ) -> SftTrainer:
-    """Returns the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load.
+    """Return the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load.
 
-    Raises `DataError` where the validation rows cannot give `train.metric_for_best_model`.
+    Raise `DataError` where the validation rows cannot give `train.metric_for_best_model`.
     """
     from transformers import PrinterCallback, ProgressCallback
 
@@ -181,7 +181,7 @@ def build_trainer(
 
 
 def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
-    """Makes the ranks of a group share lines, layers or stages of the model; returns what knows the parts of the weights. Collective."""
+    """Make the ranks of a group share lines, layers or stages of the model; return what knows the parts of the weights. Collective."""
     from sft_play.training.ranks import group_of, replicas_of
 
     limit = config.launch.timeout_seconds
@@ -205,7 +205,7 @@ def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer
 
 
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
-    """Returns the content of `training_metrics.json`; `forecast` is what the plan said of it, of a resumed run only a part."""
+    """Return the content of `training_metrics.json`; `forecast` is what the plan said of it, of a resumed run only a part."""
     from sft_play.files import finite
     from sft_play.runs.progress import energy_kwh
     from sft_play.training.metrics import peak_memory_bytes, rows_until, saving_totals

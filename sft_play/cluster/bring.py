@@ -70,7 +70,7 @@ def deliver(
 
     With a `marker` (a path there) a folder that has none, and files of other content, is refused with their names and `hint`: `UserError`, and
     nothing is sent. What is replaced in a marked folder is set aside in `aside`, where that is given. `seen` names a file in `source` by which
-    the folder is recognized as `source` itself: then nothing is done, and `False` returned. Raises `HardwareError` for a host that cannot be
+    the folder is recognized as `source` itself: then nothing is done, and `False` returned. Raise `HardwareError` for a host that cannot be
     asked, or has no room.
     """
     if not names:
@@ -116,7 +116,7 @@ def _failed(host: Host, text: str, hint: str | None) -> HardwareError:
 
 
 def _ask(host: Host, words: Sequence[str], what: str, text: bytes | None = None) -> list[str]:
-    """Run a command on `host` and return the lines that it printed. Raises `HardwareError`, with `what` that means."""
+    """Run a command on `host` and return the lines that it printed. Raise `HardwareError`, with `what` that means."""
     code, out, said = run(arguments(host, words), text, 60)
     _require_done(host, code, said, what)
     return out.decode(errors="replace").splitlines()
@@ -148,7 +148,7 @@ def rsync(
 ) -> bytes:  # fmt: skip
     """Run rsync and return what it prints; `names` are its list of files, in which `#` and `;` begin a comment. `heard`: see `run`.
 
-    Raises `HardwareError` with what it says.
+    Raise `HardwareError` with what it says.
     """
     shell = shlex.join(arguments(host, [])[:-3])
     argv = ["rsync", "-a", "--no-owner", "--no-group", "-s", "--timeout=60", "-e", shell, *words]
@@ -189,7 +189,7 @@ def project() -> Path:
 def code_files(*, report: bool = False) -> list[str]:
     """Return the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the folder of runs.
 
-    With `report` the user is told which files stay behind since they are not tracked, inventories excepted. Raises `UserError` where it is no
+    With `report` the user is told which files stay behind since they are not tracked, inventories excepted. Raise `UserError` where it is no
     git checkout, or one in which nothing was added.
     """
     place, runs = project(), runs_folder().absolute()
@@ -224,7 +224,7 @@ def _git_files(*options: str) -> list[str]:
 
 
 def send_code(host: Host, files: Sequence[str]) -> None:
-    """Make the project on `host` the same as here; what is replaced or has left the project is set aside. Raises as `deliver`."""
+    """Make the project on `host` the same as here; what is replaced or has left the project is set aside. Raise as `deliver`."""
     hint = "another `folder` in the inventory; or commit and move them away there, and type the same command again"
     aside, marker = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}", f"{host.folder}/{MARKER}"
     with mark_in(project() / ".cache") as name:

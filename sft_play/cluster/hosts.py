@@ -52,7 +52,7 @@ class Session:
     def __init__(
         self, host: Host, variables: Mapping[str, str] | None = None, *, system: bool = False, inbox: Inbox | None = None
     ) -> None:
-        """Start; nothing is waited for. Raises `HardwareError` where there is no ssh program.
+        """Start; nothing is waited for. Raise `HardwareError` where there is no ssh program.
 
         `variables` say where runs and cache are. `system`: by the machine's own `python3`, where it has no environment yet.
         """
@@ -79,7 +79,7 @@ class Session:
         self._outbox.put(json.dumps(words) + "\n")
 
     def call(self, do: str, timeout: float, /, **values: Any) -> dict[str, Any]:
-        """Return the answer to one request, which may be a `problem`. Raises `NoAnswer`, after which there are no more."""
+        """Return the answer to one request, which may be a `problem`. Raise `NoAnswer`, after which there are no more."""
         self.say(do=do, seconds=timeout, **values)
         try:
             _, found = self.inbox.get(timeout=timeout)
@@ -147,7 +147,7 @@ def program() -> str:
 def ask(
     host: Host, do: str, *, timeout: float = SECONDS, variables: Mapping[str, str] | None = None, **values: Any
 ) -> dict[str, Any]:
-    """Return the answer to one request. Raises `HardwareError` where the machine cannot be asked, with what to do."""
+    """Return the answer to one request. Raise `HardwareError` where the machine cannot be asked, with what to do."""
     session = Session(host, variables)
     try:
         found = session.call(do, timeout, **values)
@@ -167,7 +167,7 @@ def ask(
 
 
 def facts_of(host: Host, **wanted: Any) -> Facts:
-    """Ask one host. Raises `HardwareError` where it cannot be asked."""
+    """Ask one host. Raise `HardwareError` where it cannot be asked."""
     return Facts(**ask(host, "facts", **wanted))
 
 

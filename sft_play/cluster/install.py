@@ -72,7 +72,7 @@ def main(call: Call) -> int:
 
 
 def venv_of(host: Host) -> str:
-    """Return the environment's folder, from its interpreter. Raises `UserError` for one that is in no environment."""
+    """Return the environment's folder, from its interpreter. Raise `UserError` for one that is in no environment."""
     python = PurePosixPath(host.python)
     if python.parent.name != "bin" or not python.name.startswith("python") or len(python.parts) < 3:
         raise UserError(
@@ -86,7 +86,7 @@ def venv_of(host: Host) -> str:
 def install(host: Host, files: Sequence[str], own: Facts) -> str:
     """Bring the project to one machine and make its environment, with the versions of this one (`own`); return what it has then.
 
-    The machine's output is shown with its name before each line. Raises `UserError`.
+    The machine's output is shown with its name before each line. Raise `UserError`.
     """
     if is_here(host):
         return "this machine; `make install` keeps its environment"

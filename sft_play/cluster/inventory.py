@@ -96,7 +96,7 @@ class Inventory:
 
 
 def inventory_for_call(call: Call) -> Inventory:
-    """Return the inventory of `CLUSTER=`, changed by the `CLUSTER_...=` variables. Raises `UserError`."""
+    """Return the inventory of `CLUSTER=`, changed by the `CLUSTER_...=` variables. Raise `UserError`."""
     name = call.options.get("CLUSTER")
     if not name:
         raise UserError(
@@ -107,7 +107,7 @@ def inventory_for_call(call: Call) -> Inventory:
 
 
 def inventory_path(name: str) -> Path:
-    """Return the file that `CLUSTER=` names; a bare name is that of a shipped inventory. Raises `UserError`."""
+    """Return the file that `CLUSTER=` names; a bare name is that of a shipped inventory. Raise `UserError`."""
     check_name(name, "CLUSTER")
     path, shipped = Path(name), INVENTORIES / f"{name}.yaml"
     if path.is_file():
@@ -122,7 +122,7 @@ def inventory_path(name: str) -> Path:
 
 
 def read_inventory(path: Path, changes: Mapping[str, str] | None = None) -> Inventory:
-    """Return the inventory of a file and of those that it extends. Raises every problem at once, each with its `file:line`.
+    """Return the inventory of a file and of those that it extends. Raise every problem at once, each with its `file:line`.
 
     `changes` are variables of the command line: `CLUSTER_NETWORK`, `CLUSTER_SSH_CONFIG`, `CLUSTER_HOSTS` (the hosts to use, in this
     order), `CLUSTER_PYTHON` and other keys, for all hosts, and `CLUSTER_NAME_GPUS`, for one.

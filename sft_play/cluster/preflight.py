@@ -46,7 +46,7 @@ PORT, FAILED = 29500, 3
 
 
 def main(call: Call) -> int:
-    """Print what was found; returns 0, or 3 where a machine cannot take part. Raises `UserError`."""
+    """Print what was found; return 0, or 3 where a machine cannot take part. Raise `UserError`."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     given = call.options.get("CONFIG") or call.options.get("RUN")

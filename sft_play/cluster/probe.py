@@ -186,7 +186,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def run_module(words: Sequence[str], config: str = "", variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the JSON that one of our modules prints; with `config`, the text of its configuration. Raises with its error."""
+    """Return the JSON that one of our modules prints; with `config`, the text of its configuration. Raise with its error."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")
         file.write_text(config)

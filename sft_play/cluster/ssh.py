@@ -94,7 +94,7 @@ _stopped = threading.Event()
 def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a program whose output is read here, and which `on_all` ends when its command is stopped.
 
-    Raises `HardwareError` where there is no `ssh`, `OSError` where another program cannot be started.
+    Raise `HardwareError` where there is no `ssh`, `OSError` where another program cannot be started.
     """
     try:
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, **options)
@@ -111,7 +111,7 @@ def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 def run(
     argv: Sequence[str], text: bytes | None, timeout: float, *, heard: Callable[[bytes], object] | None = None
 ) -> tuple[int, bytes, str]:
-    """Run a program here to its end; return its exit code (124 after `timeout` seconds), output and messages. Raises as `start`.
+    """Run a program here to its end; return its exit code (124 after `timeout` seconds), output and messages. Raise as `start`.
 
     `heard` gets its output so far, twice a second.
     """

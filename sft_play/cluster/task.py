@@ -79,7 +79,7 @@ class Task:
 
 
 def read_task(call: Call) -> Task:
-    """Return what was asked for. Raises `UserError` for what cannot be started."""
+    """Return what was asked for. Raise `UserError` for what cannot be started."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     options, name = call.options, call.options.get("RUN")
@@ -150,14 +150,14 @@ def take_over(task: Task) -> Task:
 def choose_machines(task: Task) -> dict[str, Facts]:
     """Ask all machines; return the facts of those that take part, in the inventory's order.
 
-    Raises every reason when too few are there; with `launch.elastic` it says who is skipped.
+    Raise every reason when too few are there; with `launch.elastic` it says who is skipped.
     """
     fit = _enough(task, judge_machines(task, task.inventory.hosts), "skipped")
     return dict(list(fit.items())[: task.bounds[1]])
 
 
 def _enough(task: Task, answers: Mapping[str, Facts | UserError], what: str) -> dict[str, Facts]:
-    """Return the machines that are ready. Raises why others are not, unless these are enough: then it is said only."""
+    """Return the machines that are ready. Raise why others are not, unless these are enough: then it is said only."""
     ready = {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
     missing = {name: answer for name, answer in answers.items() if isinstance(answer, UserError)}
     if missing and (not task.elastic or len(ready) < task.bounds[0] or task.inventory.master.name in missing):
@@ -202,7 +202,7 @@ def unfit(task: Task, host: Host, facts: Facts) -> Iterator[UserError]:
 
 
 def choose_port(task: Task) -> int:
-    """Return the port of the launchers' store: the typed one, else a free one from 29500 on. Raises `HardwareError`."""
+    """Return the port of the launchers' store: the typed one, else a free one from 29500 on. Raise `HardwareError`."""
     if typed := task.call.port("MASTER_PORT"):
         require_free_port(typed, hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens")
         return typed
@@ -229,7 +229,7 @@ def prepare(task: Task) -> Prepared:
 def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> list[tuple[Host, Facts]]:
     """Bring every machine what it lacks: code, model, prepared rows, and of a run that is resumed its newest checkpoint.
 
-    Returns the machines that have it all. Raises why others have not, unless enough remain under `launch.elastic`.
+    Return the machines that have it all. Raise why others have not, unless enough remain under `launch.elastic`.
     """
     hosts = [host for host in task.inventory.hosts if host.name in facts]
     say(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
@@ -244,7 +244,7 @@ def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> li
 
 
 def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequence[str]) -> Facts:
-    """Bring one machine what it lacks, and its launcher's configuration; return its facts. Raises `UserError`."""
+    """Bring one machine what it lacks, and its launcher's configuration; return its facts. Raise `UserError`."""
     there = prepared
     if not is_here(host):
         bring.send_code(host, files)
@@ -309,7 +309,7 @@ def _lock_file(run: RunFolder) -> Path:
 
 @contextlib.contextmanager
 def control_run(run: RunFolder, inventory: Path) -> Iterator[None]:
-    """Keep a run for this command. Raises `UserError` when another command controls it."""
+    """Keep a run for this command. Raise `UserError` when another command controls it."""
     path = _lock_file(run)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -346,7 +346,7 @@ class Control:
         self.asked_at = time.monotonic()
 
     def supply_again(self, host: Host, answer: Facts | UserError) -> None:
-        """Bring one machine what it lacks, unless a launcher of the run lives there. Raises why it cannot take part."""
+        """Bring one machine what it lacks, unless a launcher of the run lives there. Raise why it cannot take part."""
         if isinstance(answer, UserError):
             raise answer
         had = max((one.facts.gpu_count for one in self.members.values() if one.host.name == host.name), default=0)

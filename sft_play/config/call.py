@@ -54,9 +54,9 @@ class Call:
     """Whether MODEL_TRUST_REMOTE_CODE=true was typed with `RUN`: this user lets the code of the run's base model run."""
 
     def load_config(self, default: str | None = None) -> LoadedConfig:
-        """Returns the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to stderr.
+        """Return the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to stderr.
 
-        Raises `UserError` with every problem at once.
+        Raise `UserError` with every problem at once.
         """
         run = self.options.get("RUN")
         if run and self.options.get("CONFIG"):
@@ -78,21 +78,21 @@ class Call:
         return loaded
 
     def port(self, name: str) -> int | None:
-        """Returns a port, `None` when it was not given. Raises `UserError`."""
+        """Return a port, `None` when it was not given. Raise `UserError`."""
         port = self.integer(name, minimum=1)
         if port is not None and port > LARGEST_PORT:
             raise UserError(f"`{name}` is `{port}`; expected a port, 1 to {LARGEST_PORT}")
         return port
 
     def flag(self, name: str) -> bool:
-        """Returns whether an option is switched on. Raises `UserError`."""
+        """Return whether an option is switched on. Raise `UserError`."""
         text = self.options.get(name, "").lower()
         if text not in TRUE | FALSE:
             raise UserError(f"`{name}` is `{self.options[name]}`; expected `1` or `0`")
         return text in TRUE
 
     def integer(self, name: str, minimum: int = 0) -> int | None:
-        """Returns a whole-number option, `None` when it was not given. Raises `UserError`."""
+        """Return a whole-number option, `None` when it was not given. Raise `UserError`."""
         text = self.options.get(name)
         if text is None:
             return None
@@ -121,7 +121,7 @@ COLUMN = 44
 
 
 def show(call: Call) -> int:
-    """Prints the configuration and returns 0."""
+    """Print the configuration and return 0."""
     loaded = call.load_config()
     flat = flatten(loaded)
     if call.json:
@@ -132,7 +132,7 @@ def show(call: Call) -> int:
 
 
 def flatten(loaded: LoadedConfig) -> dict[str, Any]:
-    """Returns dotted key -> plain value, in the schema's order; further `TrainingArguments` stand behind the schema's own."""
+    """Return dotted key -> plain value, in the schema's order; further `TrainingArguments` stand behind the schema's own."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def as_yaml(flat: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Returns block YAML that can be saved and used again; origins are comments."""
+    """Return block YAML that can be saved and used again; origins are comments."""
     lines: list[str] = []
     opened: set[str] = set()
     for key, value in flat.items():
@@ -181,7 +181,7 @@ def _comment(origin: str) -> str:
 
 
 def command_help(name: str, row: Command) -> str:
-    """Returns what `sft-play NAME --help` prints."""
+    """Return what `sft-play NAME --help` prints."""
     taken = [option for option in VARIABLES if option in row.options]
     lines = [f"sft-play {name} NAME=value ...", "", f"  {row.help}", ""]
     width = max(map(len, [*taken, "SECTION_KEY"])) + 2

@@ -64,9 +64,9 @@ def parse_call(
     environ: Mapping[str, str] | None = None,
     targets: Iterable[str] = (),
 ) -> Call:
-    """Returns the call that `arguments` (without the program's name) describe; `targets`: those of the Makefile that are no commands.
+    """Return the call that `arguments` (without the program's name) describe; `targets`: those of the Makefile that are no commands.
 
-    Raises `UserError` with all problems.
+    Raise `UserError` with all problems.
     """
     environ = os.environ if environ is None else environ
     from_make = "--from-make" in arguments
@@ -109,9 +109,9 @@ def parse_call(
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
-    """Yields the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks escaped.
+    """Yield the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks escaped.
 
-    Raises `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the variables.
+    Raise `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the variables.
     """
     escaped = _split(flags)
     if "--" not in escaped:
@@ -125,7 +125,7 @@ def make_variables(flags: str) -> Iterator[tuple[str, str]]:
 
 
 def _split(flags: str) -> list[str]:
-    """Cuts at spaces that no backslash escapes; a newline in a value is not a cut."""
+    """Cut at spaces that no backslash escapes; a newline in a value is not a cut."""
     words = [""]
     skip = False
     for letter in flags:
@@ -157,7 +157,7 @@ def _command(words: list[str], commands: Mapping[str, Command], targets: Iterabl
 
 
 def _typed(words: Sequence[str], commands: Mapping[str, Command], problems: list[UserError]) -> list[_Given]:
-    """Returns the assignments of a direct command line; `--section.key value` takes the next word."""
+    """Return the assignments of a direct command line; `--section.key value` takes the next word."""
     found: list[_Given] = []
     rest = list(words)
     while rest:
@@ -186,7 +186,7 @@ def _typed(words: Sequence[str], commands: Mapping[str, Command], problems: list
 
 
 def _key(one: _Given) -> str | None:
-    """Returns the dotted key that was meant, exactly; make takes variables only."""
+    """Return the dotted key that was meant, exactly; make takes variables only."""
     if not one.make and find_key(one.name) is not None:
         return one.name
     if not one.make and names.refusal(one.name):
@@ -222,7 +222,7 @@ def _option(
 
 
 def _stands_for(option: str, row: Command) -> str | None:
-    """Returns the key or option that another command's option means to this one."""
+    """Return the key or option that another command's option means to this one."""
     better = STANDS_FOR.get(option, "")
     return better if better in row.options else variables().get(better) if row.overrides else None
 
@@ -267,7 +267,7 @@ def _hint(one: _Given, known: frozenset[str], command: str, commands: Mapping[st
 
 
 def _words(meant: Mapping[str, str], command: str, one: _Given) -> str:
-    """Returns what to type, with the command that takes it where the one that was typed starts a single process."""
+    """Return what to type, with the command that takes it where the one that was typed starts a single process."""
     typed = " ".join(f"{_as_variable(name)}={value}" for name, value in meant.items())
     several = next((other for start, other in FOR_SEVERAL if f" {typed}".find(f" {start}") >= 0), None)
     if command not in SINGLE or several is None or typed in (f"NUM_GPUS={few}" for few in ("1", "...")):
@@ -276,7 +276,7 @@ def _words(meant: Mapping[str, str], command: str, one: _Given) -> str:
 
 
 def _did_you_mean(one: _Given, better: str, command: str) -> str:
-    """Returns the suggestion of a key or an option, with the value that was typed where it can be one of its values."""
+    """Return the suggestion of a key or an option, with the value that was typed where it can be one of its values."""
     key, value, takes = find_key(better), one.text or ("1" if better == "JSON" else ""), ""
     if key is not None:
         if one.name.startswith("--") and not value and not explain_mismatch(key, "true"):

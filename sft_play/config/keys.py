@@ -40,7 +40,7 @@ class Key:
 
 
 def variable_name(key: str) -> str:
-    """Returns the variable of a dotted key."""
+    """Return the variable of a dotted key."""
     return key.replace(".", "_").upper()
 
 
@@ -58,7 +58,7 @@ def read_field_docs(record: type) -> dict[str, str]:
 
 @functools.cache
 def sections() -> Mapping[str, type]:
-    """Returns dotted section -> its dataclass: `tuning.lora` -> `LoraSettings`; the root is ``."""
+    """Return dotted section -> its dataclass: `tuning.lora` -> `LoraSettings`; the root is ``."""
     found: dict[str, type] = {}
 
     def walk(record: type, name: str) -> None:
@@ -73,7 +73,7 @@ def sections() -> Mapping[str, type]:
 
 @functools.cache
 def schema_keys() -> Mapping[str, Key]:
-    """Returns the keys that the schema owns, in its order. `help` is left out: it costs a parse of the source."""
+    """Return the keys that the schema owns, in its order. `help` is left out: it costs a parse of the source."""
     found = {}
     for section, record in sections().items():
         hints = fields_of(record)
@@ -87,7 +87,7 @@ def schema_keys() -> Mapping[str, Key]:
 
 
 def _with_choices(name: str, annotation: Any) -> Any:
-    """Gives `train.optim` and `train.lr_scheduler_type` the words that the pinned transformers takes."""
+    """Give `train.optim` and `train.lr_scheduler_type` the words that the pinned transformers takes."""
     if name == "train.optim":
         return _words([*table()["optim"]["choices"], "auto"])
     if name == "train.lr_scheduler_type":
@@ -101,13 +101,13 @@ def _words(words: list[str]) -> Any:
 
 @functools.cache
 def table() -> Mapping[str, Any]:
-    """Returns the fields of the pinned `TrainingArguments`: type, default, choices, help."""
+    """Return the fields of the pinned `TrainingArguments`: type, default, choices, help."""
     return cast(Mapping[str, Any], json.loads(TABLE.read_text(encoding="utf-8"))["fields"])
 
 
 @functools.cache
 def extra_keys() -> Mapping[str, Key]:
-    """Returns the further fields of `TrainingArguments` that `train.` takes."""
+    """Return the further fields of `TrainingArguments` that `train.` takes."""
     found = {}
     for field, row in table().items():
         name = f"train.{field}"
@@ -124,13 +124,13 @@ def extra_keys() -> Mapping[str, Key]:
 
 
 def find_key(name: str) -> Key | None:
-    """Returns the key of a dotted name, or `None`."""
+    """Return the key of a dotted name, or `None`."""
     return schema_keys().get(name) or extra_keys().get(name)
 
 
 @functools.cache
 def variables() -> Mapping[str, str]:
-    """Returns variable -> dotted key for every key that can be set, refused ones included so that their reason can be given."""
+    """Return variable -> dotted key for every key that can be set, refused ones included so that their reason can be given."""
     names = [*schema_keys(), *extra_keys(), *(f"train.{field}" for field in REFUSED)]
     return {variable_name(name): name for name in names}
 

@@ -62,7 +62,7 @@ class Values:
     """Layer -> name of the shipped preset that it is: its validation data belong to its training data."""
 
     def put(self, key: str, node: Node, origin: str, *, literal: bool = False) -> None:
-        """Sets a key over what earlier layers said, and takes away what contradicts it there."""
+        """Set a key over what earlier layers said, and take away what contradicts it there."""
         inherited = [other for other, value in self.values.items() if value.layer < self.layer]
         gone = {other for pair in RIVALS if key in pair for other in pair}
         if key in TRAINING:
@@ -77,7 +77,7 @@ class Values:
         self.values[key] = Value(node, origin, literal, self.layer)
 
     def settle_batch(self) -> None:
-        """Lets two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (contract B2)."""
+        """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (contract B2)."""
         numbers = [self.values.get(key) for key in ("train.batch_size", "train.grad_accum", GLOBAL_BATCH)]
         micro, steps, rows = (value if value and value.node.value != "auto" else None for value in numbers)
         if not (micro and steps and rows) or rows.layer >= min(micro.layer, steps.layer):
@@ -89,7 +89,7 @@ class Values:
         )
 
     def put_text(self, key: str, text: str, origin: str) -> None:
-        """Sets a key from text that was typed: the key's type says what it means."""
+        """Set a key from text that was typed: the key's type says what it means."""
         known = find_key(key)
         assert known is not None
         try:
@@ -99,9 +99,9 @@ class Values:
 
 
 def node_of_text(text: str, key: Key) -> Node:
-    """Returns the value of `text` as `key` takes it: text letter for letter, lists and mappings as YAML, else one scalar.
+    """Return the value of `text` as `key` takes it: text letter for letter, lists and mappings as YAML, else one scalar.
 
-    Nothing at all, or `null`, is null where the key allows it. Raises `UserError` for a list or mapping that is not YAML.
+    Nothing at all, or `null`, is null where the key allows it. Raise `UserError` for a list or mapping that is not YAML.
     """
     parts = options(key.annotation)
     if text in ("", "null") and type(None) in parts:
@@ -118,7 +118,7 @@ def node_of_text(text: str, key: Key) -> Node:
 
 
 def explain_mismatch(key: Key, text: str) -> str:
-    """Returns what a key takes in words where `text` is none of its values; nothing where it is."""
+    """Return what a key takes in words where `text` is none of its values; nothing where it is."""
     try:
         node = as_meant(key.name, node_of_text(text, key))
     except UserError:
@@ -132,7 +132,7 @@ ALSO_TAKEN: Mapping[str, str] = {"train.packing": "boolean", "tuning.lora.target
 
 
 def as_meant(key: str, node: Node) -> Node:
-    """Returns what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or `q_proj,v_proj`."""
+    """Return what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or `q_proj,v_proj`."""
     value = node.value
     if key == "train.packing" and isinstance(value, bool):
         return Node("on" if value else "off", line=node.line)
@@ -245,7 +245,7 @@ DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 def config_path(name: str) -> Path:
-    """Returns the file that `CONFIG=` names; a bare preset name is its file. Raises `UserError`."""
+    """Return the file that `CONFIG=` names; a bare preset name is its file. Raise `UserError`."""
     path = Path(name)
     preset = preset_path(name)
     check_name(name, "CONFIG")
@@ -269,12 +269,12 @@ def config_path(name: str) -> Path:
 
 
 def preset_path(name: str) -> Path:
-    """Returns the path of a preset."""
+    """Return the path of a preset."""
     return shipped(f"configs/{name}.yaml")
 
 
 def shipped(name: str) -> Path:
-    """Returns the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since, comes first."""
+    """Return the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since, comes first."""
     if Path(name).is_file():
         return Path(name)
     path = SHIPPED / name
@@ -282,7 +282,7 @@ def shipped(name: str) -> Path:
 
 
 def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
-    """Adds a file's values as one layer, over those of its parents. Raises `UserError` for what is not a mapping of YAML."""
+    """Add a file's values as one layer, over those of its parents. Raise `UserError` for what is not a mapping of YAML."""
     if path.resolve() in (other.resolve() for other in chain):
         way = " -> ".join(str(p) for p in (*chain, path))
         raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
@@ -329,7 +329,7 @@ def _parents(node: Node | None, path: Path) -> list[Path]:
 
 
 def leaves(node: Node, prefix: str) -> Iterable[tuple[str, Node]]:
-    """Yields dotted key -> node of a mapping, going into sections only."""
+    """Yield dotted key -> node of a mapping, going into sections only."""
     assert isinstance(node.value, dict)
     for name, part in node.value.items():
         key = f"{prefix}.{name}" if prefix else name
@@ -342,6 +342,6 @@ def leaves(node: Node, prefix: str) -> Iterable[tuple[str, Node]]:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raises `UserError` where `name` can be no path."""
+    """Raise `UserError` where `name` can be no path."""
     if not is_file_name(name):
         raise UserError(f"`{what}` is `{quoted(name)}`, which no file can be called")

@@ -63,7 +63,7 @@ class LoadedConfig:
 
 
 def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
-    """Returns the configuration of a file with overrides. Raises `UserError` with every problem at once.
+    """Return the configuration of a file with overrides. Raise `UserError` with every problem at once.
 
     A run's `config.json` is taken as the run had it, so that `CONFIG=runs/NAME/config.json` makes the same run again.
     """
@@ -81,7 +81,7 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
 
 
 def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
-    """Returns the configuration of a run's `config.json`. Raises `CheckpointError` for a file that is none, else `UserError`."""
+    """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is none, else `UserError`."""
     found, source = _read_saved(path)
     _read_overrides(overrides, found)
     return _finish(found, source)
@@ -155,12 +155,12 @@ def _values_of(saved: Mapping[str, Any], place: str) -> Values:
 
 
 def save_config(loaded: LoadedConfig, path: Path) -> None:
-    """Writes `config.json`: the whole configuration, the origin of every key, and the file it came from."""
+    """Write `config.json`: the whole configuration, the origin of every key, and the file it came from."""
     write_json(path, saved_form(loaded))
 
 
 def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
-    """Returns what `config.json` holds."""
+    """Return what `config.json` holds."""
     config = replace(loaded.config, train=replace(loaded.config.train, extra=dict(loaded.config.train.extra)))
     origins, path = dict(loaded.origins), str(loaded.path) if loaded.path else None
     return {"config": dataclasses.asdict(config), "origins": origins, "path": path}
@@ -170,7 +170,7 @@ def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def _read_environment(environ: Mapping[str, str], found: Values) -> None:
-    """Adds `SFT_SECTION_KEY` variables as one layer; one that is nearly such a name is an error, any other is not ours."""
+    """Add `SFT_SECTION_KEY` variables as one layer; one that is nearly such a name is an error, any other is not ours."""
     found.layer += 1
     for name, text in sorted(environ.items()):
         if not name.startswith("SFT_") or name.startswith(NOT_KEYS):
@@ -192,7 +192,7 @@ def _read_environment(environ: Mapping[str, str], found: Values) -> None:
 
 
 def _note_unread(environ: Mapping[str, str], found: Values) -> None:
-    """Says which variables of the environment look like settings and are none, where nothing else was typed for them."""
+    """Say which variables of the environment look like settings and are none, where nothing else was typed for them."""
     typed = {key for key, value in found.values.items() if value.layer >= found.layer - 1}
     for name in sorted(environ):
         if (key := names.ambient_key(name)) and key not in typed:

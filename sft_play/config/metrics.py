@@ -27,12 +27,12 @@ OF_LOSS = ("loss", "perplexity")
 
 
 def label_of_metric(name: str) -> str:
-    """Returns what the user reads for a metric: of another than `LABELS` its own name."""
+    """Return what the user reads for a metric: of another than `LABELS` its own name."""
     return LABELS.get(name, name)
 
 
 def short_name(metric: str) -> str:
-    """Returns what an entry of `eval.metrics` is called in files: itself, or the last part of a library metric's name or path."""
+    """Return what an entry of `eval.metrics` is called in files: itself, or the last part of a library metric's name or path."""
     if not metric.startswith(LIBRARY):
         return metric
     where, score = library_parts(metric)
@@ -41,7 +41,7 @@ def short_name(metric: str) -> str:
 
 
 def library_parts(metric: str) -> tuple[str, str | None]:
-    """Returns (name or path, score or `None`) of `evaluate:NAME_OR_PATH[:SCORE]`; a path that exists is never cut."""
+    """Return (name or path, score or `None`) of `evaluate:NAME_OR_PATH[:SCORE]`; a path that exists is never cut."""
     where = metric.removeprefix(LIBRARY)
     head, colon, tail = where.rpartition(":")
     if colon and head and re.fullmatch(r"\w+", tail) and not (is_file_name(where) and typed_path(where).exists()):
@@ -50,7 +50,7 @@ def library_parts(metric: str) -> tuple[str, str | None]:
 
 
 def unknown(metric: str) -> tuple[str, str] | None:
-    """Returns (problem, hint) for an entry of `eval.metrics` that nothing can measure; `None` where something can."""
+    """Return (problem, hint) for an entry of `eval.metrics` that nothing can measure; `None` where something can."""
     if metric in OF_ANSWERS:
         return None
     if metric.startswith(LIBRARY):
@@ -65,7 +65,7 @@ def unknown(metric: str) -> tuple[str, str] | None:
 
 
 def metrics_hint(value: object) -> str | None:
-    """Returns what was probably meant by text in the place of a list of metrics: the right names first, then the brackets."""
+    """Return what was probably meant by text in the place of a list of metrics: the right names first, then the brackets."""
     if not isinstance(value, str) or not value.strip():
         return None
     words = [word.strip() for word in value.split(",")]
@@ -78,14 +78,14 @@ def metrics_hint(value: object) -> str | None:
 
 
 def validation_names(config: Config) -> tuple[str, ...]:
-    """Returns what the sources of the validation rows are called; they are measured one by one where there are several."""
+    """Return what the sources of the validation rows are called; they are measured one by one where there are several."""
     validation = config.data.validation
     sources = validation if isinstance(validation, list) else config.data.sources if validation else []
     return tuple(source.name or source.path for source in sources)
 
 
 def measurable_scores(config: Config) -> tuple[str, ...]:
-    """Returns every name that `train.metric_for_best_model` may take, without `eval_`."""
+    """Return every name that `train.metric_for_best_model` may take, without `eval_`."""
     names = validation_names(config)
     per_source = [f"{kind}/{name}" for kind in OF_LOSS for name in names] if len(names) > 1 else []
     return (*OF_LOSS, *(short_name(metric) for metric in config.eval.metrics), *per_source)
@@ -120,14 +120,14 @@ CLASHES: Mapping[str, str] = {
 
 
 def trackers(config: Config) -> list[str]:
-    """Returns the trackers that are named."""
+    """Return the trackers that are named."""
     wanted = config.train.extra.get("report_to", OWN)
     names = [wanted] if isinstance(wanted, str) else list(wanted or [])
     return ["comet_ml" if name == "comet" else name for name in names]
 
 
 def missing_trackers(config: Config) -> list[HardwareError]:
-    """Returns what is wrong with this environment: a tracker that is named and not installed."""
+    """Return what is wrong with this environment: a tracker that is named and not installed."""
     needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
     return [
         HardwareError(

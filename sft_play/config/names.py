@@ -216,7 +216,7 @@ VARIABLES: Mapping[str, str] = {
 
 
 def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) -> str | None:
-    """Returns the key (`train.learning_rate`) or variable (`NUM_GPUS`) that `name` probably means, or `None`.
+    """Return the key (`train.learning_rate`) or variable (`NUM_GPUS`) that `name` probably means, or `None`.
 
     `name` may be a YAML key, dotted or not, a variable or a flag; `section` is where in a file it stands.
     """
@@ -248,26 +248,26 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
 
 
 def plain_word(name: str) -> str:
-    """Returns the last part of a key, flag or variable as tables have it: `--rdzv-endpoint` is `rdzv_endpoint`, `SLURM_GRES` is `gres`."""
+    """Return the last part of a key, flag or variable as tables have it: `--rdzv-endpoint` is `rdzv_endpoint`, `SLURM_GRES` is `gres`."""
     flat = name.strip().lstrip("-").replace("-", "_").lower().rpartition(".")[2]
     return flat if flat.startswith("kubernetes_") else flat.removeprefix(_section_of(flat).replace(".", "_") + "_")
 
 
 def environment_hint(word: str, text: str) -> str | None:
-    """Returns what to type for what only the environment says, such as where the runs are."""
+    """Return what to type for what only the environment says, such as where the runs are."""
     name = OF_ENVIRONMENT.get(word)
     named = "; in it RUN_NAME= names a run" if word == "output_dir" else ""
     return f"`export {name}={text}` moves all {'runs' if name == 'RUNS_DIR' else 'caches'}{named}" if name else None
 
 
 def ambient_key(name: str) -> str | None:
-    """Returns the key that a variable of the environment without `SFT_` seems to mean."""
+    """Return the key that a variable of the environment without `SFT_` seems to mean."""
     key = variables().get(name) or (suggest(name) if name in OF_CONTAINERS else None)
     return key if key and find_key(key) and not key.startswith(OF_LAUNCHES) else None
 
 
 def settings(name: str, text: str) -> Mapping[str, str]:
-    """Returns what `name: text` of another tool is here, key or variable -> value; empty where the value stays as it is or is not known."""
+    """Return what `name: text` of another tool is here, key or variable -> value; empty where the value stays as it is or is not known."""
     word = plain_word(name)
     if word == "rdzv_endpoint" and (found := ENDPOINT.fullmatch(text.strip())):
         return {"MASTER_ADDR": found["host"]} | ({"MASTER_PORT": found["port"]} if found["port"] else {})
@@ -278,20 +278,20 @@ def settings(name: str, text: str) -> Mapping[str, str]:
 
 
 def _section_of(flat: str) -> str:
-    """Returns the section that a variable's name begins with, the longest; or nothing."""
+    """Return the section that a variable's name begins with, the longest; or nothing."""
     found = [section for section in sections() if section and flat.startswith(section.replace(".", "_") + "_")]
     return max(found, key=len, default="")
 
 
 @functools.cache
 def _names() -> Mapping[str, str]:
-    """Returns flat name -> key: `train_learning_rate` -> `train.learning_rate`."""
+    """Return flat name -> key: `train_learning_rate` -> `train.learning_rate`."""
     return {variable_name(key).lower(): key for key in [*schema_keys(), *extra_keys()]}
 
 
 @functools.cache
 def _leaves() -> Mapping[str, str]:
-    """Returns last part -> key; where two sections share one, the first in this order of use."""
+    """Return last part -> key; where two sections share one, the first in this order of use."""
     found: dict[str, str] = {}
     for key in [*(key for key in schema_keys() if key.startswith("train.")), *schema_keys(), *extra_keys()]:
         found.setdefault(key.rpartition(".")[2], key)
@@ -299,7 +299,7 @@ def _leaves() -> Mapping[str, str]:
 
 
 def _by_likeness(flat: str, rest: str, section: str, known: set[str]) -> str | None:
-    """Looks in the section first, then everywhere; a far match would mislead more than none."""
+    """Look in the section first, then everywhere; a far match would mislead more than none."""
     if section:
         inside = [key.removeprefix(section + ".") for key in [*schema_keys(), *extra_keys()] if key.startswith(section + ".")]
         if close := get_close_matches(rest, inside, n=1, cutoff=0.7):
@@ -317,7 +317,7 @@ ALIASES_OF_KEYS: Mapping[str, str] = {name: key for name, key in ALIASES.items()
 
 
 def closest_section(name: str) -> str | None:
-    """Returns the section of a file (`data`) that a mistyped one (`bata`) stands for."""
+    """Return the section of a file (`data`) that a mistyped one (`bata`) stands for."""
     close = get_close_matches(
         name.lower(), [section for section in sections() if section and "." not in section], n=1, cutoff=0.7
     )
@@ -325,7 +325,7 @@ def closest_section(name: str) -> str | None:
 
 
 def refusal(key: str) -> tuple[str | None, str] | None:
-    """Returns (name to use, why) for a `train.` field of `TrainingArguments` that is decided elsewhere."""
+    """Return (name to use, why) for a `train.` field of `TrainingArguments` that is decided elsewhere."""
     section, _, leaf = key.partition(".")
     return REFUSED.get(leaf) if section == "train" else None
 

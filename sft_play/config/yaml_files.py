@@ -36,7 +36,7 @@ class Node:
     """Line of the value's key (or list entry), counted from 1."""
 
     def plain(self) -> Any:
-        """Returns the value as ordinary Python."""
+        """Return the value as ordinary Python."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -44,7 +44,7 @@ class Node:
         return self.value
 
     def place(self, path: Path, key: str) -> str:
-        """Returns `file:line` of a dotted key, or of the nearest part around it, or the file `path`."""
+        """Return `file:line` of a dotted key, or of the nearest part around it, or the file `path`."""
         node, line = self, None
         for name in key.split("."):
             if not isinstance(node.value, dict) or name not in node.value:
@@ -60,7 +60,7 @@ def is_writable(text: str) -> bool:
 
 
 def wrap(value: Any, line: int | None = None) -> Node:
-    """Returns ordinary Python as a `Node`, every part at `line`."""
+    """Return ordinary Python as a `Node`, every part at `line`."""
     if isinstance(value, Mapping):
         return Node({str(key): wrap(part, line) for key, part in value.items()}, line=line)
     if isinstance(value, (list, tuple)):
@@ -69,7 +69,7 @@ def wrap(value: Any, line: int | None = None) -> Node:
 
 
 def resolve_scalar(text: str) -> Any:
-    """Returns what a plain scalar means in YAML 1.2's core schema."""
+    """Return what a plain scalar means in YAML 1.2's core schema."""
     if text in NULLS:
         return None
     if text in BOOLEANS:
@@ -84,12 +84,12 @@ def resolve_scalar(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Node:
-    """Reads one document from `path`. Raises `UserError` with file, line and column."""
+    """Read one document from `path`. Raise `UserError` with file, line and column."""
     return parse_yaml(read_text(path), str(path))
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file that a person wrote. Raises `UserError` for one that cannot be read or is none."""
+    """Return the text of a file that a person wrote. Raise `UserError` for one that cannot be read or is none."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)  # never all of a model that was named by mistake
@@ -113,7 +113,7 @@ def read_plain_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, name: str) -> Node:
-    """Parses one document; `name` is the place in errors. Raises `UserError`."""
+    """Parse one document; `name` is the place in errors. Raise `UserError`."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         return _Builder(name).build(root, None) if root is not None else Node(None, line=1)

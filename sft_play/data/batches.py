@@ -84,7 +84,7 @@ class GlobalBatchSampler:
         return max(steps for _, steps in shares) <= self.turns and (room >= self.global_batch or bool(self.pack_tokens and room))
 
     def adopt(self, step: int, shares: Sequence[Slots]) -> None:
-        """Lets `shares` hold from an optimizer step on that has not been cut. Raises `ValueError` for one that has, or for too few slots."""
+        """Let `shares` hold from an optimizer step on that has not been cut. Raise `ValueError` for one that has, or for too few slots."""
         if step < self.next_step or not self.holds(shares) or len(shares) != len(self.ranks):
             raise ValueError(
                 f"shares {shares} cannot hold from step {step} on: {self.next_step} steps are cut, {self.turns} turns"
@@ -157,7 +157,7 @@ def _deal(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]
 
 
 def _cut(rows: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
-    """Cuts `rows` into contiguous spans in proportion to `weights`.
+    """Cut `rows` into contiguous spans in proportion to `weights`.
 
     With no more rows than the weights' sum, no span is longer than its weight (rounded up in equal shares): the boundaries are
     floor(n * W_i / W), so a span holds at most ceil(n * w_i / W) rows.

@@ -283,7 +283,7 @@ DAY = "01 Jan 2026"
 def template_sha256(tokenizer: Any) -> str | None:
     """Return a sha256 over a sample conversation as the tokenizer's template writes it, with and without the prompt for an answer.
 
-    Templates that write today's date get a fixed one. Returns `None` where there is no template, or one that cannot write the sample
+    Templates that write today's date get a fixed one. Return `None` where there is no template, or one that cannot write the sample
     even without its system turn.
     """
     if not tokenizer.chat_template:

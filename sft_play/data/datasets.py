@@ -26,7 +26,7 @@ from sft_play.runs.folder import require_inside
 
 
 def saved_files(folder: Path, split: str | None) -> list[Path] | None:
-    """Return the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raises `DataError`."""
+    """Return the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raise `DataError`."""
     root, splits = folder, folder / "dataset_dict.json"
     if splits.is_file():
         names = _strings(splits, "splits")
@@ -49,7 +49,7 @@ def saved_files(folder: Path, split: str | None) -> list[Path] | None:
 
 
 def _strings(path: Path, key: str) -> list[str]:
-    """Return the texts that a file of `save_to_disk` lists under `key`. Raises `DataError`."""
+    """Return the texts that a file of `save_to_disk` lists under `key`. Raise `DataError`."""
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))[key]
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in listed]
@@ -70,7 +70,7 @@ SECONDS = 30
 
 
 def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
-    """Yield the rows of a hub dataset, whose commit `left` keeps. Raises `DataError`; `hint` says how paths of files are meant."""
+    """Yield the rows of a hub dataset, whose commit `left` keeps. Raise `DataError`; `hint` says how paths of files are meant."""
     import datasets
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
@@ -90,7 +90,7 @@ def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
 
 
 def _commit(source: DataSource) -> str | None:
-    """Return the commit that the revision stands for. Raises what `huggingface_hub` raises where there is none.
+    """Return the commit that the revision stands for. Raise what `huggingface_hub` raises where there is none.
 
     The library itself takes whatever it has cached of the dataset when a revision is not found, and only logs that.
     """
@@ -138,7 +138,7 @@ VALIDATION_SHARE = 10
 
 
 def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a built-in set, each with its place. Raises `DataError` for unknown names and splits."""
+    """Yield the rows of a built-in set, each with its place. Raise `DataError` for unknown names and splits."""
     readers = {"docstrings": _docstrings, "code": _code}
     if name not in readers:
         raise DataError(

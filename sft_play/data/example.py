@@ -58,7 +58,7 @@ SHOWN_COLUMNS = 8
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value`, which is text that a tokenizer can read. Raises `DataError`."""
+    """Return `value`, which is text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
         raise DataError(f"`{name}` is {kind_of(value)}; expected text")
     if not value.isascii():
@@ -70,7 +70,7 @@ def text_of(value: Any, name: str) -> str:
 
 
 def answer_of(value: Any, name: str) -> str:
-    """Return `value`, which is text with something in it. Raises `DataError`."""
+    """Return `value`, which is text with something in it. Raise `DataError`."""
     text = text_of(value, name)
     if not text or text.isspace():
         raise DataError(f"`{name}` is empty, so there is nothing to learn")
@@ -78,7 +78,7 @@ def answer_of(value: Any, name: str) -> str:
 
 
 def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the system turn of a row's `system` column, or nothing. Raises `DataError`."""
+    """Return the system turn of a row's `system` column, or nothing. Raise `DataError`."""
     found = row.get("system")
     if not found:
         return []
@@ -186,12 +186,12 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def chat_turns(found: Any, name: str) -> list[Message]:
-    """Return a list of `role` and `content` mappings made uniform. Raises `DataError`."""
+    """Return a list of `role` and `content` mappings made uniform. Raise `DataError`."""
     return [chat_turn(message, f"{name}[{index}]") for index, message in enumerate(_list(found, name))]
 
 
 def chat_turn(message: Any, name: str) -> Message:
-    """Return one `role` and `content` mapping made uniform. Raises `DataError`."""
+    """Return one `role` and `content` mapping made uniform. Raise `DataError`."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise _no_turn(message, name)
     role = message["role"]
@@ -246,7 +246,7 @@ def _train(message: Mapping[str, Any], name: str) -> bool | None:
 
 
 def content_of(content: Any, name: str) -> str:
-    """Return the text of a turn: text, or a list of text parts, which are put together. Raises `DataError`."""
+    """Return the text of a turn: text, or a list of text parts, which are put together. Raise `DataError`."""
     if isinstance(content, Mapping):
         raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
     if isinstance(content, str) or not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -260,7 +260,7 @@ def content_of(content: Any, name: str) -> str:
 
 
 def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raises `DataError`."""
+    """Return the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raise `DataError`."""
     calls, single = message.get("tool_calls"), message.get("function_call")
     if single:
         return [_call(single, f"{name}.function_call")]
@@ -285,7 +285,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the functions that a row's conversation may call: a list, or JSON of one in a string. Raises `DataError`."""
+    """Return the functions that a row's conversation may call: a list, or JSON of one in a string. Raise `DataError`."""
     found = row.get("tools")
     if isinstance(found, str) and found.strip():
         found = parse_json(found, "tools")
@@ -299,7 +299,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Return what JSON in a string says. Raises `DataError`."""
+    """Return what JSON in a string says. Raise `DataError`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -309,7 +309,7 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def sharegpt_turns(found: Any, name: str) -> list[Message]:
-    """Return ShareGPT's `from` and `value` turns made uniform; `role` and `content` are taken too. Raises `DataError`.
+    """Return ShareGPT's `from` and `value` turns made uniform; `role` and `content` are taken too. Raise `DataError`.
 
     Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
     """
@@ -346,7 +346,7 @@ def _sharegpt_turn(message: Any, name: str) -> Message:
 
 
 def end_at_answer(turns: list[Message]) -> list[Message]:
-    """Return the turns up to the last answer, in an order that a conversation can have. Raises `DataError`."""
+    """Return the turns up to the last answer, in an order that a conversation can have. Raise `DataError`."""
     before: str | None = None
     for index, turn in enumerate(turns):
         role = turn["role"]

@@ -132,7 +132,7 @@ def _integers(found: Any, name: str, minimum: int) -> list[int]:
 
 
 def _unpadded(mask: list[int]) -> tuple[int, int]:
-    """Return where the row begins and ends without its padding: `attention_mask` is 1 in between. Raises `DataError`."""
+    """Return where the row begins and ends without its padding: `attention_mask` is 1 in between. Raise `DataError`."""
     if 1 not in mask:
         return 0, 0
     start, end = mask.index(1), len(mask) - mask[::-1].index(1)
@@ -164,7 +164,7 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
 
 
 def recognise(row: Row) -> str:
-    """Return the format whose columns `row` has. Raises `DataError` when none or more than one fits."""
+    """Return the format whose columns `row` has. Raise `DataError` when none or more than one fits."""
     fitting = _fitting(row)
     if len(fitting) == 1:
         return fitting[0]
@@ -202,7 +202,7 @@ def _fitting(row: Row) -> list[str]:
 
 
 def to_example(row: Row, form: str, *, place: str, source: int, group: str | None = None) -> Example:
-    """Return the training example that `row` is in the named format. Raises `DataError` without its place."""
+    """Return the training example that `row` is in the named format. Raise `DataError` without its place."""
     _require(row, form)
     parts = FORMATS[form][1](row)
     tools = tools_of(row) if "tools" in row and "messages" in parts else None
@@ -212,7 +212,7 @@ def to_example(row: Row, form: str, *, place: str, source: int, group: str | Non
 def understand(placed: tuple[str, Row | DataError], source: int, form: str | None, *, group_by: str | None = None) -> Example:
     """Return the example of a row that a reader gave; `form` is `None` where the row itself must tell.
 
-    `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raises `DataError` with the row's place.
+    `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raise `DataError` with the row's place.
     """
     place, row = placed
     try:
@@ -226,7 +226,7 @@ def understand(placed: tuple[str, Row | DataError], source: int, form: str | Non
 
 
 def group_of(row: Row, column: str) -> str:
-    """Return the value of `data.group_by`. Raises `DataError` where a row has none."""
+    """Return the value of `data.group_by`. Raise `DataError` where a row has none."""
     value = row.get(column)
     if value is None:
         said = "is empty" if column in row else "is missing"
@@ -291,7 +291,7 @@ class Question(NamedTuple):
 def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
     """Return the rows of a file, or its lines. `columns`: new names of columns (`data.sources[].columns`), the first that apply.
 
-    Raises `DataError` with the places of all bad rows, and for a file without prompts.
+    Raise `DataError` with the places of all bad rows, and for a file without prompts.
     """
     rows: list[Question] = []
     faults = Faults()

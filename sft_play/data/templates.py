@@ -30,7 +30,7 @@ def template_names() -> list[str]:
 def chat_format(data: DataConfig) -> ChatFormat | None:
     """Return what the configuration says about writing conversations; `None` where it leaves it to the tokenizer.
 
-    Raises `DataError` for an unknown name, a file that is missing or no text, and a template with a syntax error.
+    Raise `DataError` for an unknown name, a file that is missing or no text, and a template with a syntax error.
     """
     style = {key: value for key, value in asdict(data.style).items() if value}
     if data.chat_template is None and data.system is None and not style:

@@ -41,9 +41,9 @@ class AnswerSettings:
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-    """Returns the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
+    """Return the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
 
-    Raises `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order) or leaves out
+    Raise `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order) or leaves out
     its tools, a call or a result.
     """
     import jinja2
@@ -62,12 +62,12 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any]
 
 
 def context_length(model: Any) -> int:
-    """Returns the most positions that the model knows; a huge number where its configuration names none."""
+    """Return the most positions that the model knows; a huge number where its configuration names none."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
 def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) -> GenerationConfig:
-    """Returns greedy (or beam) settings that end at the template's end of turn and within `room` more tokens."""
+    """Return greedy (or beam) settings that end at the template's end of turn and within `room` more tokens."""
     stops = end_of_turn_ids(tokenizer)
     pad = tokenizer.pad_token_id
     return GenerationConfig(
@@ -81,7 +81,7 @@ def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) 
 
 
 def use_our_settings(model: Any) -> None:
-    """Drops the folder's own generation settings: transformers would take from them (sampling, penalties) what a call omits."""
+    """Drop the folder's own generation settings: transformers would take from them (sampling, penalties) what a call omits."""
     for part in (model, getattr(model, "get_base_model", lambda: model)()):
         part.generation_config = GenerationConfig()
 
@@ -94,7 +94,7 @@ def answer_all(
     *,
     progress: Show | None = None,
 ) -> list[Answer]:
-    """Answers prompts (lists of tokens) in batches of similar length, padded on the left; returns answers in the given order."""
+    """Answers prompts (lists of tokens) in batches of similar length, padded on the left; return answers in the given order."""
     use_our_settings(model)
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     answers: dict[int, Answer] = {}
@@ -176,7 +176,7 @@ class _Cut(StoppingCriteria):
 
 
 def cut_when(enough: Enough | None) -> StoppingCriteriaList:
-    """Returns the criterion that ends all answers when `enough` says so; none without it."""
+    """Return the criterion that ends all answers when `enough` says so; none without it."""
     return StoppingCriteriaList([_Cut(enough)] if enough else [])
 
 
@@ -218,7 +218,7 @@ def generate_refilling(
     device: Any,
     enough: Enough | None = None,
 ) -> list[list[int]]:
-    """Returns each prompt's new tokens, with the one that ended it where one did; at most `generation.max_new_tokens`.
+    """Return each prompt's new tokens, with the one that ended it where one did; at most `generation.max_new_tokens`.
 
     What happens when depends on `prompts` and `at_once` alone, in their order. Caches other than plain keys and values (recurrent
     states, sliding windows) are not refilled: such a batch only shrinks, or is computed again from its tokens.
@@ -250,7 +250,7 @@ def _pad_left(prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int
 
 
 def _admit(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
-    """Returns `batch` with `new` in it; the keys and values of new prompts are computed here, but for the last token."""
+    """Return `batch` with `new` in it; the keys and values of new prompts are computed here, but for the last token."""
     if batch is None:
         return new
     positions = (new.mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
@@ -280,7 +280,7 @@ def _admit(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
 
 
 def _widen(batch: _Batch, width: int) -> _Batch:
-    """Returns the batch with more padding on the left (or less: `width` counts from the right), its cache too."""
+    """Return the batch with more padding on the left (or less: `width` counts from the right), its cache too."""
     more = width - batch.ids.shape[1]
     if more:
         batch.ids, batch.mask = pad(batch.ids, (more, 0)), pad(batch.mask, (more, 0))
@@ -293,7 +293,7 @@ def _advance(
     model: Any, batch: _Batch, generation: GenerationConfig, stops: Tensor, found: list[list[int]], *, more: bool,
     cut: StoppingCriteriaList,
 ) -> _Batch | None:  # fmt: skip
-    """Generates until enough of the batch has ended and adds the tokens to `found`; returns those that continue, if any."""
+    """Generate until enough of the batch has ended and add the tokens to `found`; return those that continue, if any."""
     generation.max_new_tokens = int(batch.left.max())
     generation.return_dict_in_generate = True
     ended = _EnoughStopped(stops, batch.left, SHARE_STOPPED)

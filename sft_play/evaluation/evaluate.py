@@ -99,7 +99,7 @@ def _benchmarks(call: Call, loaded: LoadedConfig, run: RunFolder | None, weights
 
 
 def kept_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns earlier scores that were made of the same weights and rows in the same way, and of all rows that were asked for.
+    """Return earlier scores that were made of the same weights and rows in the same way, and of all rows that were asked for.
 
     Scores that a time budget cut short (`complete: false`) are never taken for whole.
     """
@@ -110,7 +110,7 @@ def kept_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def table(name: str, weights: Weights, scores: Mapping[str, Any], folder: Path) -> str:
-    """Returns what the user reads."""
+    """Return what the user reads."""
     lines = [_heading(name, weights, scores["step"])]
     if data := scores["settings"].get("data"):
         lines.append(f"data         {data}")
@@ -134,7 +134,7 @@ def table(name: str, weights: Weights, scores: Mapping[str, Any], folder: Path) 
 
 
 def benchmark_lines(found: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each task and metric of standard benchmarks."""
+    """Return one line for each task and metric of standard benchmarks."""
     return [
         f"{task:<12} {name} {value['value']:.4f}"
         + (f" +- {value['stderr']:.4f}" if value.get("stderr") is not None else "")
@@ -178,7 +178,7 @@ def _key(task: str, limit: int | None, weights: str) -> str:
 
 
 def find_model(config: Config) -> ResolvedModel:
-    """Returns where a plain model is, fetched when it must be. Raises `DataError`."""
+    """Return where a plain model is, fetched when it must be. Raise `DataError`."""
     if not Path(config.model.name).expanduser().is_dir():
         offline_unless_reachable()
     from sft_play.data.templates import chat_format, with_chat
@@ -221,7 +221,7 @@ def run_benchmarks(
 
 
 def _tasks(wanted: Sequence[str]) -> tuple[Any, list[str]]:
-    """Returns lm-evaluation-harness' task manager, with the folders of task files, and the tasks' names."""
+    """Return lm-evaluation-harness' task manager, with the folders of task files, and the tasks' names."""
     from lm_eval.tasks import TaskManager
 
     files = [Path(task) for task in wanted if Path(task).is_file()]
@@ -236,7 +236,7 @@ def _tasks(wanted: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def _name_in(path: Path) -> str:
-    """Returns the task or group that a YAML file defines. Raises `UserError` where it defines none."""
+    """Return the task or group that a YAML file defines. Raise `UserError` where it defines none."""
     found = re.search(r"^(?:task|group):\s*[\"']?([\w.+-]+)[\"']?\s*(?:#.*)?$", path.read_text(encoding="utf-8"), re.M)
     if found is None:
         raise UserError("the file has no line `task: NAME`, so it defines no task", place=str(path))
@@ -244,7 +244,7 @@ def _name_in(path: Path) -> str:
 
 
 def _evaluate(model: Any, tokenizer: Any, name: str, manager: Any, limit: int | None, size: int, device: str) -> dict[str, Any]:
-    """Returns for each task of `name` its metrics as lm-evaluation-harness computes them, with n."""
+    """Return for each task of `name` its metrics as lm-evaluation-harness computes them, with n."""
     from datasets.exceptions import DatasetsError
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

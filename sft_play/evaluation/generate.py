@@ -65,7 +65,7 @@ class GenerationResult:
         return len(self.predictions) == self.asked
 
     def metrics(self) -> dict[str, float]:
-        """Returns `eval_NAME` of every metric and what describes the answers, for `metrics.jsonl`."""
+        """Return `eval_NAME` of every metric and what describes the answers, for `metrics.jsonl`."""
         count = len(self.predictions)
         return {
             **{f"eval_{name}": interval.mean for name, interval in self.scores.items()},
@@ -77,7 +77,7 @@ class GenerationResult:
         }
 
     def speed(self) -> dict[str, float]:
-        """Returns how long generating took, over all ranks, and how much came of it."""
+        """Return how long generating took, over all ranks, and how much came of it."""
         return {
             "generation_seconds": self.seconds,
             "answers_per_second": len(self.predictions) / self.seconds,
@@ -95,7 +95,7 @@ class Budget:
     clock: Callable[[], float] = time.perf_counter
 
     def over(self, started: float, turns: int, ranks: Ranks) -> bool:
-        """Returns whether another round would probably end past the limit: the same on every rank. The first is always run."""
+        """Return whether another round would probably end past the limit: the same on every rank. The first is always run."""
         if self.seconds is None or turns == 0:
             return False
         elapsed = self.clock() - started
@@ -109,7 +109,7 @@ def decide(
     validation_rows: int | None = None,
     answerable_rows: int | None = None,
 ) -> tuple[bool, str]:
-    """Returns whether answers are generated and scored, and why, as a sentence for the user.
+    """Return whether answers are generated and scored, and why, as a sentence for the user.
 
     `answerable_rows`: how many of the validation rows ask for an answer, where that is known.
     """
@@ -138,7 +138,7 @@ def decide(
 
 
 def _names(metrics: Sequence[str]) -> str:
-    """Returns the metrics in words; all of ROUGE by one."""
+    """Return the metrics in words; all of ROUGE by one."""
     others = [short_name(metric) for metric in metrics if metric not in ROUGE]
     return ", ".join((["ROUGE"] if len(others) < len(metrics) else []) + others)
 
@@ -162,7 +162,7 @@ def score_by_generation(
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
     is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is called with the batches of this rank, `alive` of every forward
     pass. `stop` may end it on all ranks with an exception. All ranks must call this together and get the same result.
-    Raises `ValueError` when there are no rows, `DataError` when a metric fails.
+    Raise `ValueError` when there are no rows, `DataError` when a metric fails.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -220,7 +220,7 @@ def score_by_generation(
 
 
 def _score(metrics: Sequence[str], references: Sequence[str], texts: Sequence[str], ranks: Ranks) -> Scored:
-    """Returns the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
+    """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
     found: dict[str, Any] = {}
     if ranks.first:
         try:
@@ -262,7 +262,7 @@ def _warnings(predictions: Sequence[Prediction], metrics: Sequence[str], *, aske
 
 @contextmanager
 def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | None) -> Iterator[Any]:
-    """Yields the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back afterwards.
+    """Yield the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back afterwards.
 
     `generate` of an adapter model calls the causal model below FSDP2's root, so the root's own parameters are gathered here
     and stay so meanwhile; the layers gather and free theirs as usual.
@@ -295,14 +295,14 @@ def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | 
 
 
 def choose_rows(count: int, samples: int, seed: int) -> list[int]:
-    """Returns the indices (ascending) of the rows to answer: all, or `samples` of `count` chosen by `seed`."""
+    """Return the indices (ascending) of the rows to answer: all, or `samples` of `count` chosen by `seed`."""
     if samples >= count:
         return list(range(count))
     return sorted(random.Random(seed).sample(range(count), samples))
 
 
 def share_size(count: int, batch_size: int) -> int:
-    """Returns how many prompts are given to a rank together, where `batch_size` at once are answered and others wait.
+    """Return how many prompts are given to a rank together, where `batch_size` at once are answered and others wait.
 
     Four to eight batches, or one where rows are few. The more of them, the less a batch runs half empty at its end; but there are at
     least four shares for the ranks. Does not depend on the number of ranks, so neither do the answers.
@@ -320,7 +320,7 @@ def share_batches(
     groups: Sequence[int] | None = None,
     spread_by: int | None = None,
 ) -> tuple[list[list[int]], int]:
-    """Returns this rank's batches of row indices, and how many batches every rank must run.
+    """Return this rank's batches of row indices, and how many batches every rank must run.
 
     Batches hold rows of similar length, the longest first, so that a shortage of memory shows at once; with `groups` (one number
     a row) each holds rows of one group only. Batch i goes to rank i modulo the world size. A seed in `spread_by` keeps the batches
@@ -337,7 +337,7 @@ def share_batches(
 
 
 def spread(count: int, seed: int) -> list[int]:
-    """Returns a permutation of `range(count)` of which any first part is spread evenly: van der Corput's order, begun anywhere."""
+    """Return a permutation of `range(count)` of which any first part is spread evenly: van der Corput's order, begun anywhere."""
     bits = max(1, (count - 1).bit_length())
     places = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(2**bits))
     start = random.Random(seed).randrange(count) if count else 0
@@ -345,5 +345,5 @@ def spread(count: int, seed: int) -> list[int]:
 
 
 def answerable(rows: Any) -> list[int]:
-    """Returns the indices of the rows that ask for an answer; documents and plain text do not."""
+    """Return the indices of the rows that ask for an answer; documents and plain text do not."""
     return [index for index, prompt in enumerate(rows["prompt_ids"]) if len(prompt)]

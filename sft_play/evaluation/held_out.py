@@ -62,7 +62,7 @@ class HeldOut:
         return self.rows / self.seconds
 
     def metrics(self) -> dict[str, float]:
-        """Returns loss and perplexity, in all and per source (`eval_loss/NAME`), for `metrics.jsonl`."""
+        """Return loss and perplexity, in all and per source (`eval_loss/NAME`), for `metrics.jsonl`."""
         found: dict[str, float] = {"eval_loss": self.loss, "eval_perplexity": perplexity(self.loss)}
         for name, (loss, _) in self.sources.items():
             found |= {f"eval_loss/{name}": loss, f"eval_perplexity/{name}": perplexity(loss)}
@@ -78,7 +78,7 @@ def held_out_loss(
     measure: Callable[[Batch], Tensor],
     ranks: Ranks,
 ) -> HeldOut:
-    """Returns the mean loss over all label tokens of `rows`. A batch holds rows of one source; every rank runs as many batches.
+    """Return the mean loss over all label tokens of `rows`. A batch holds rows of one source; every rank runs as many batches.
 
     `measure` returns a batch's summed loss and label tokens (`loss_and_tokens`).
     """
@@ -105,12 +105,12 @@ def held_out_loss(
 
 
 def loss_and_tokens(model: Any, batch: Batch) -> Tensor:
-    """Returns [summed loss, label tokens] of a batch on the model's device, 64-bit floats."""
+    """Return [summed loss, label tokens] of a batch on the model's device, 64-bit floats."""
     return torch.stack([token_loss_sum(model, batch).double(), label_tokens(batch).double()])
 
 
 def sources_of(split: PreparedSplit | None, rows: Any) -> tuple[list[str], list[int]]:
-    """Returns the names of the sources of a split's rows, and for each row which one it is of; one for all in older data."""
+    """Return the names of the sources of a split's rows, and for each row which one it is of; one for all in older data."""
     names = [source.name for source in split.sources] if split else []
     if len(names) < 2 or "source" not in rows.column_names:
         return ["all"], [0] * len(rows)
@@ -151,7 +151,7 @@ class WhileTraining:
     said: bool = False
 
     def require_best(self, rows: Any) -> None:
-        """Raises `DataError` where the validation rows cannot give `train.metric_for_best_model`."""
+        """Raise `DataError` where the validation rows cannot give `train.metric_for_best_model`."""
         name = self.context.config.train.metric_for_best_model.removeprefix("eval_")
         kind, slash, source = name.partition("/")
         if slash and kind in ("loss", "perplexity"):
@@ -167,7 +167,7 @@ class WhileTraining:
                 raise DataError(f"`train.metric_for_best_model` is `{name}`, which is not measured: {reason}")
 
     def evaluate(self, trainer: Trainer, rows: Any) -> dict[str, float]:
-        """Returns the metrics of an evaluation at this step, on every rank, and says of the first how it was made and how fast."""
+        """Return the metrics of an evaluation at this step, on every rank, and say of the first how it was made and how fast."""
         config, first, step = self.context.config, self.context.ranks.first, trainer.state.global_step
         held_out = self._loss(trainer, rows)
         metrics = held_out.metrics()
@@ -247,10 +247,10 @@ class WhileTraining:
 def score_run(
     run: RunFolder, weights: Path | None, split: PreparedSplit, out: Path, *, step: int, config: Config, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Loads the model, scores it on the rows of `split`, publishes the folder `out` and returns the content of `scores.json`.
+    """Load the model, score it on the rows of `split`, publishes the folder `out` and return the content of `scores.json`.
 
     `weights` is the run's `model/` or a checkpoint; `None` is the base, before any training. `config` is the run's, with what
-    the user changed for this evaluation. Raises `CheckpointError` for weights that do not fit their stamp.
+    the user changed for this evaluation. Raise `CheckpointError` for weights that do not fit their stamp.
     """
     from sft_play.model.kernels import chunk_head
     from sft_play.model.use import best_device
@@ -292,7 +292,7 @@ def score_run(
 
 
 def load_weights(run: RunFolder, weights: Path | None, config: Config, device: str) -> tuple[Any, Any]:
-    """Returns (model, tokenizer) in evaluation mode: of `weights`, or the base as training saw it."""
+    """Return (model, tokenizer) in evaluation mode: of `weights`, or the base as training saw it."""
     from sft_play.model.tokenizer import load_tokenizer
     from sft_play.model.use import load_for_use, read_base, require_same_base, to_answer
 
@@ -307,7 +307,7 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
 def write_evaluation(
     folder: Path, held_out: HeldOut, result: GenerationResult | None, *, step: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Publishes `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; returns the content of `scores.json`.
+    """Publish `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; return the content of `scores.json`.
 
     `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data. A folder without `scores.json` is an
     evaluation that was never finished.

@@ -46,7 +46,7 @@ class Interval:
 
     @staticmethod
     def around(score: float, resampled: Sequence[float] | Any, *, n: int) -> Interval:
-        """Returns `score` with the percentiles of the scores of resampled answers."""
+        """Return `score` with the percentiles of the scores of resampled answers."""
         tail = 100 * (1 - CONFIDENCE) / 2
         low, high = np.percentile(resampled, [tail, 100 - tail])
         return Interval(mean=score, low=float(low), high=float(high), n=n)
@@ -56,7 +56,7 @@ class Interval:
 
 
 def resamples(count: int, *, times: int = RESAMPLES) -> Iterator[Any]:
-    """Yields `times` arrays of `count` indices below `count`, drawn with replacement, always the same.
+    """Yield `times` arrays of `count` indices below `count`, drawn with replacement, always the same.
 
     One at a time: a table of 1,000 draws over a hundred thousand answers would take 800 MB.
     """
@@ -66,7 +66,7 @@ def resamples(count: int, *, times: int = RESAMPLES) -> Iterator[Any]:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Returns the mean of `values` with the interval of the means of resamples. Raises `ValueError` for no values."""
+    """Return the mean of `values` with the interval of the means of resamples. Raise `ValueError` for no values."""
     if not values:
         raise ValueError("an interval needs at least one value")
     array = np.asarray(values, dtype=np.float64)
@@ -79,14 +79,14 @@ Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float] | None, I
 
 
 def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-    """Returns scores of single answers, whose mean is the score of all."""
+    """Return scores of single answers, whose mean is the score of all."""
     score = OF_SINGLE_ANSWERS.get(name) or (lambda reference, answer: rouge(reference, answer)[name])
     each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
     return each, mean_interval(each)
 
 
 def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-    """Returns sacrebleu's BLEU or chrF (0 to 100): sentence scores (BLEU with effective order), and the corpus score with its interval.
+    """Return sacrebleu's BLEU or chrF (0 to 100): sentence scores (BLEU with effective order), and the corpus score with its interval.
 
     The latter is of the answers' summed statistics, no mean. Its interval is that of Koehn (2004), "Statistical Significance Tests for
     Machine Translation Evaluation", over resampled answers' statistics, as sacrebleu's `--confidence` makes it, with our own draws.
@@ -104,7 +104,7 @@ def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) 
 
 
 def rouge(reference: str, answer: str) -> dict[str, float]:
-    """Returns the F-measures (0 to 1) of one answer, exactly as `rouge_score` computes them.
+    """Return the F-measures (0 to 1) of one answer, exactly as `rouge_score` computes them.
 
     Its words are runs of a-z and 0-9, so a text in another script scores 0, and the numbers cannot be compared with ROUGE
     over other tokenizers (jieba, for one).
@@ -113,13 +113,13 @@ def rouge(reference: str, answer: str) -> dict[str, float]:
 
 
 def without_words(references: Sequence[str]) -> int:
-    """Returns how many references have no word that `rouge_score` knows; their score is 0 whatever the answer."""
+    """Return how many references have no word that `rouge_score` knows; their score is 0 whatever the answer."""
     tokenize = _scorer()._tokenizer.tokenize
     return sum(not tokenize(reference) for reference in references)
 
 
 def normalise(text: str) -> str:
-    """Returns `text` in lower case without ASCII punctuation, English articles and extra white space.
+    """Return `text` in lower case without ASCII punctuation, English articles and extra white space.
 
     `normalize_answer` of SQuAD's evaluation script, v1.1 and v2.0 (https://rajpurkar.github.io/SQuAD-explorer/).
     """
@@ -128,12 +128,12 @@ def normalise(text: str) -> str:
 
 
 def exact_match(reference: str, answer: str) -> float:
-    """Returns 1 where the normalised answer is the normalised reference, else 0."""
+    """Return 1 where the normalised answer is the normalised reference, else 0."""
     return float(normalise(reference) == normalise(answer))
 
 
 def token_f1(reference: str, answer: str) -> float:
-    """Returns the harmonic mean of precision and recall of the normalised answer's words (0 to 1), as SQuAD v2.0's script.
+    """Return the harmonic mean of precision and recall of the normalised answer's words (0 to 1), as SQuAD v2.0's script.
 
     Where either text has no words it is 1 if both have none, else 0.
     """
@@ -174,7 +174,7 @@ def _sacrebleu(name: str, *, sentence: bool = False) -> Any:
 
 
 def signature(name: str) -> str:
-    """Returns sacrebleu's signature of a metric that it computed: version and settings, to be quoted with the score."""
+    """Return sacrebleu's signature of a metric that it computed: version and settings, to be quoted with the score."""
     scorer = _sacrebleu(name)
     scorer.num_refs = 1
     return str(scorer.get_signature())
@@ -184,17 +184,17 @@ class LibraryMetric:
     """`evaluate:NAME_OR_PATH[:SCORE]`."""
 
     def __init__(self, metric: str) -> None:
-        """Loads it. Raises `DataError` when it cannot be loaded, or computes no number from texts."""
+        """Load it. Raise `DataError` when it cannot be loaded, or computes no number from texts."""
         self.metric = metric
         self.where, self.wanted = library_parts(metric)
         self._module = _load(self.metric, self.where)
 
     def check(self) -> None:
-        """Computes the metric of two answers. Raises `DataError` when no number comes of it."""
+        """Compute the metric of two answers. Raise `DataError` when no number comes of it."""
         self.compute(["the first text", "another one"], ["the first text", "a different one"])
 
     def compute(self, references: Sequence[str], answers: Sequence[str]) -> float:
-        """Returns the metric of all answers together. Raises `DataError` when it fails or returns no single number."""
+        """Return the metric of all answers together. Raise `DataError` when it fails or returns no single number."""
         try:
             found = self._module.compute(predictions=list(answers), references=list(references))
         except Exception as error:  # a stranger's code raises anything
@@ -204,7 +204,7 @@ class LibraryMetric:
         return self._number(found or {})
 
     def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float] | None, Interval]:
-        """Returns the metric of each answer alone, where their mean is the metric of all, and that with its interval."""
+        """Return the metric of each answer alone, where their mean is the metric of all, and that with its interval."""
         single = [self.compute([reference], [answer]) for reference, answer in zip(references, answers, strict=True)]
         total = self.compute(references, answers)
         if math.isclose(sum(single) / len(single), total, rel_tol=1e-6, abs_tol=1e-9):
@@ -232,7 +232,7 @@ class LibraryMetric:
 
 
 def _load(metric: str, where: str) -> Any:
-    """Returns the library's module for `where`; its files go to a folder of this process, since ranks share nothing here."""
+    """Return the library's module for `where`; its files go to a folder of this process, since ranks share nothing here."""
     path = typed_path(where)
     local, reached = path.exists(), True
     if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
@@ -263,7 +263,7 @@ def _load(metric: str, where: str) -> Any:
 
 
 def check_library_metrics(names: Sequence[str]) -> None:
-    """Loads and tries every metric of the library among `names`. Raises `DataError`."""
+    """Load and tries every metric of the library among `names`. Raise `DataError`."""
     for name in names:
         if name.startswith(LIBRARY):
             LibraryMetric(name).check()
@@ -280,7 +280,7 @@ class Scored:
 
 
 def scorer_of(name: str) -> Score:
-    """Returns what computes an entry of `eval.metrics`. Raises `DataError` for one that the `evaluate` library cannot load."""
+    """Return what computes an entry of `eval.metrics`. Raise `DataError` for one that the `evaluate` library cannot load."""
     if name.startswith(LIBRARY):
         return LibraryMetric(name).score
     assert name in OF_ANSWERS, "the rules of the configuration know every metric"
@@ -288,7 +288,7 @@ def scorer_of(name: str) -> Score:
 
 
 def score_answers(names: Sequence[str], references: Sequence[str], answers: Sequence[str]) -> Scored:
-    """Returns what the metrics of these names (`eval.metrics`) say of `answers`. Raises `ValueError` for no answers."""
+    """Return what the metrics of these names (`eval.metrics`) say of `answers`. Raise `ValueError` for no answers."""
     if not answers:
         raise ValueError("no answers to score")
     each: list[dict[str, float]] = [{} for _ in answers]
@@ -301,7 +301,7 @@ def score_answers(names: Sequence[str], references: Sequence[str], answers: Sequ
 
 
 def how_scored(names: Sequence[str]) -> dict[str, object]:
-    """Returns what must be known to compute the scores again, for `scores.json`."""
+    """Return what must be known to compute the scores again, for `scores.json`."""
     known: dict[str, object] = {"bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}}
     if any(name.startswith("rouge") for name in names):
         known["use_stemmer"] = USE_STEMMER
@@ -310,7 +310,7 @@ def how_scored(names: Sequence[str]) -> dict[str, object]:
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp of a token-weighted loss in nats; the largest float where that overflows."""
+    """Return exp of a token-weighted loss in nats; the largest float where that overflows."""
     return math.exp(min(loss, 709.0))
 
 
@@ -329,11 +329,11 @@ class Difference(Interval):
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], *, more_is_better: bool = True) -> Difference:
-    """Returns the difference of two models' scores of the same rows, in the same order.
+    """Return the difference of two models' scores of the same rows, in the same order.
 
     Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for both drops
     out, so the interval is narrower than that of two separate means (Koehn 2004, "Statistical Significance Tests for Machine
-    Translation Evaluation"). Raises `ValueError` for no rows, or different numbers of them.
+    Translation Evaluation"). Raise `ValueError` for no rows, or different numbers of them.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")

@@ -71,9 +71,9 @@ class Rows:
 
 
 def find_weights(run: RunFolder, wanted: str | None) -> Weights:
-    """Returns the weights that `CHECKPOINT=` names (`step-000040`, `best`, `last`, `base`); `model/`, else the last, for `None`.
+    """Return the weights that `CHECKPOINT=` names (`step-000040`, `best`, `last`, `base`); `model/`, else the last, for `None`.
 
-    A folder in which nothing was ever trained (a plain model's) has only its base. Raises `CheckpointError` when there are none,
+    A folder in which nothing was ever trained (a plain model's) has only its base. Raise `CheckpointError` when there are none,
     with those that exist.
     """
     untrained = not has_started(run) and not run.model.is_dir() and not run.checkpoints.is_dir()
@@ -86,14 +86,14 @@ def find_weights(run: RunFolder, wanted: str | None) -> Weights:
 
 
 def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose) -> None:
-    """Prints what differs from what made `weights`. Raises `CheckpointError` for another base, tokenizer, backend or adapter shape."""
+    """Print what differs from what made `weights`. Raise `CheckpointError` for another base, tokenizer, backend or adapter shape."""
     now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
     for warning in refuse(compare(Stamp.load(weights), now, purpose), f"`{label_of(run, weights)}`"):
         print(warning, file=sys.stderr)
 
 
 def check_options(call: Call) -> None:
-    """Raises `UserError` for options that do not go together, or that leave open what is scored."""
+    """Raise `UserError` for options that do not go together, or that leave open what is scored."""
     options = call.options
     keys = {override.key for override in call.overrides}
     if "RUN" in options:
@@ -130,7 +130,7 @@ def _gives_rows(call: Call) -> bool:
 
 
 def read_settings(call: Call) -> LoadedConfig:
-    """Returns the run's configuration, or a plain model's, with what the user changed for this evaluation. Raises `UserError`."""
+    """Return the run's configuration, or a plain model's, with what the user changed for this evaluation. Raise `UserError`."""
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override, config_path
     from sft_play.config.load import load_config, override_config, read_config
@@ -158,7 +158,7 @@ def read_settings(call: Call) -> LoadedConfig:
 
 
 def _within_context(loaded: LoadedConfig) -> LoadedConfig:
-    """Lowers the default of `model.max_seq_len` to what a plain model knows, since nobody typed it."""
+    """Lower the default of `model.max_seq_len` to what a plain model knows, since nobody typed it."""
     from sft_play.plan.architecture import shape_of
 
     model = loaded.config.model
@@ -167,9 +167,9 @@ def _within_context(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows | None:
-    """Returns the rows to score, prepared when they are not yet: those that were given, else the run's own or the file's.
+    """Return the rows to score, prepared when they are not yet: those that were given, else the run's own or the file's.
 
-    `None` where there are none. Raises `DataError` for data that cannot be prepared, `UserError` for a fraction of nothing.
+    `None` where there are none. Raise `DataError` for data that cannot be prepared, `UserError` for a fraction of nothing.
     """
     config = loaded.config
     given = config.data.validation
@@ -208,7 +208,7 @@ def _own_rows(run: RunFolder) -> Rows | None:
 
 
 def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) -> Config:
-    """Returns the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and style."""
+    """Return the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and style."""
     from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
 
     model = config.model
@@ -223,7 +223,7 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
 
 
 def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
-    """Returns what preparation finds for a configuration, from the cache's index (no torch) or by a separate process."""
+    """Return what preparation finds for a configuration, from the cache's index (no torch) or by a separate process."""
     from sft_play.config.load import save_config
     from sft_play.launch.attempt import prepare
     from sft_play.launch.process import ended_by_signals
@@ -240,7 +240,7 @@ def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
 
 
 def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
-    """Returns the folder in which evaluations of a plain model are kept: a run that trained nothing, with its plan.
+    """Return the folder in which evaluations of a plain model are kept: a run that trained nothing, with its plan.
 
     Its name is the model's and a hash of its settings, so the same model finds it again.
     """
@@ -271,7 +271,7 @@ def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
 
 
 def settings_of(config: Config, run: RunFolder, weights: Weights, rows: Rows) -> dict[str, Any]:
-    """Returns how the scores are made, with `key`: a hash over that, the weights and the rows."""
+    """Return how the scores are made, with `key`: a hash over that, the weights and the rows."""
     prepared, plan = Prepared.load(run.prepared), Plan.load(run.plan)
     settings: dict[str, Any] = {
         "weights": weights.label,
@@ -292,7 +292,7 @@ def settings_of(config: Config, run: RunFolder, weights: Weights, rows: Rows) ->
 
 
 def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
-    """Returns the rows evaluated together: the plan's, fewer where these rows are longer than those that were planned for."""
+    """Return the rows evaluated together: the plan's, fewer where these rows are longer than those that were planned for."""
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
     planned = max(plan.longest_row, plan.row_tokens, 1)
@@ -301,7 +301,7 @@ def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
 
 
 def _content(folder: Path) -> str:
-    """Returns one hash over the names and contents of the weights and what shapes them."""
+    """Return one hash over the names and contents of the weights and what shapes them."""
     weights = sorted(
         path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and not is_state_file(path.name)
     )

@@ -43,7 +43,7 @@ from sft_play.runs.progress import PANEL
 def worker_arguments(
     run: RunFolder, node: Node, *, checkpoint: Path | None = None, module: str = "sft_play.train", plan: Plan | None = None
 ) -> list[str]:
-    """Returns argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config file.
+    """Return argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config file.
 
     `plan` is needed where nodes have unequal numbers of ranks.
     """
@@ -60,7 +60,7 @@ def worker_arguments(
 
 
 def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str:
-    """Returns the block that says what is started, with which variables, in a form that can be typed by hand."""
+    """Return the block that says what is started, with which variables, in a form that can be typed by hand."""
     lines = ["launch", f"  {shlex.join(['accelerate', 'launch', *arguments[3:]])}"]
     lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(environment.set_here.items())]
     lines += [f"  {name}={value}  (yours)" for name, value in environment.inherited.items()]
@@ -69,7 +69,7 @@ def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str
 
 
 def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
-    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, the plan is shown.
+    """Write the run's files and runs the workers to their end. With an `event`, which is recorded, the plan is shown.
 
     Of several machines all return how the first of them failed.
     """
@@ -105,7 +105,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
-    """Writes config.json, plan.json, accelerate.yaml and deepspeed.json; returns notices about the user's DeepSpeed JSON."""
+    """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's DeepSpeed JSON."""
     notices: list[str] = []
     deepspeed: Path | None = None
     if plan.strategy.startswith("zero"):
@@ -128,7 +128,7 @@ END_SECONDS = 6.0
 
 
 def run_preparation(words: Sequence[str]) -> None:
-    """Runs a command to its end; raises `SystemExit` with its code where that is not 0, `RetryableError` where a signal killed it.
+    """Run a command to its end; raise `SystemExit` with its code where that is not 0, `RetryableError` where a signal killed it.
 
     Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it has a while. When we are
     killed, the kernel stops it.
@@ -151,7 +151,7 @@ def run_preparation(words: Sequence[str]) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
-    """Ends the preparation. `told`: Ctrl-C reached it too, and a second signal would only disturb its clearing up."""
+    """End the preparation. `told`: Ctrl-C reached it too, and a second signal would only disturb its clearing up."""
     for ask in (*(() if told else (process.terminate,)), process.poll, process.terminate, process.kill):
         ask()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -166,7 +166,7 @@ WISH_SECONDS = 0.2
 
 
 def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
-    """Waits until this machine has the checkpoint from which node 0 continues, where that has to be brought (`cluster.remote`)."""
+    """Wait until this machine has the checkpoint from which node 0 continues, where that has to be brought (`cluster.remote`)."""
     if os.environ.get(FETCH):
         wish = run.path / f".fetch-node{node_rank}"
         wish.touch()
@@ -176,7 +176,7 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
 
 
 def prepare(run: RunFolder, *words: str) -> None:
-    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
+    """Resolve the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
 
     Where another machine has done so for this one, what it brought is taken.
     """
@@ -191,9 +191,9 @@ STEPS = 2
 
 
 def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
-    """Probes this job's plan in a folder inside the run's, and plans again with what was found, until the plan is one that was probed.
+    """Probe this job's plan in a folder inside the run's, and plans again with what was found, until the plan is one that was probed.
 
-    Raises `HardwareError` for workers that fail for another reason than memory.
+    Raise `HardwareError` for workers that fail for another reason than memory.
     """
     folder = RunFolder(run.path / "probe")
     folder.path.mkdir(exist_ok=True)
@@ -219,7 +219,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
 
 
 def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
-    """Returns what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with it."""
+    """Return what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with it."""
     if outcome.code == 0:
         return [Probed(**read_json(run.logs / f"probe-rank{rank.rank}.json")) for rank in plan.ranks]
     if outcome.code in (130, 143):
@@ -241,9 +241,9 @@ MEMORY_SLACK = 0.02
 
 
 def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
-    """Returns when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and says what it waits for.
+    """Return when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and say what it waits for.
 
-    Raises `HardwareError` where a card does not answer any more.
+    Raise `HardwareError` where a card does not answer any more.
     """
     deadline, told = time.monotonic() + LIMITS.free_memory, False
     while held := _held(before, detect(), devices):
@@ -260,7 +260,7 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
 
 
 def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:
-    """Returns index -> bytes that were free before and are not now; nothing where the driver has gone meanwhile."""
+    """Return index -> bytes that were free before and are not now; nothing where the driver has gone meanwhile."""
     if now.kind != before.kind:
         return {}
     pairs = enumerate(zip(before.devices, now.devices, strict=False))

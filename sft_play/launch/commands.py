@@ -120,7 +120,7 @@ def start_run(
 
 
 def resume(call: Call) -> int:
-    """Goes on from the newest valid checkpoint of `RUN`, under the run's own configuration."""
+    """Continue from the newest valid checkpoint of `RUN`, under the run's own configuration."""
     name = call.options.get("RUN")
     if not name:
         raise UserError("`make resume` needs `RUN=name-or-folder`", hint="make resume RUN=NAME")
@@ -176,7 +176,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
 
 
 def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
-    """Starts the workers and waits for them; starts them again after a lost rank, or with less at a time when memory ran out."""
+    """Start the workers and wait for them; start them again after a lost rank, or with less at a time when memory ran out."""
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
@@ -203,7 +203,7 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
 def _run_further_attempts(
     job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts
 ) -> Outcome:
-    """Starts again as often as what happened allows; returns how it ended at last. Raises `UserError` where an attempt cannot be made.
+    """Start again as often as what happened allows; return how it ended at last. Raise `UserError` where an attempt cannot be made.
 
     Of several machines node 0 decides, and all do the same.
     """
@@ -231,14 +231,14 @@ def _run_further_attempts(
 
 
 def _newest(run: RunFolder, node_rank: int) -> Path | None:
-    """Returns the newest valid checkpoint, which is brought first where it has to be."""
+    """Return the newest valid checkpoint, which is brought first where it has to be."""
     if node_rank:
         fetch_checkpoint(run, node_rank)
     return newest_checkpoint(run)
 
 
 def _ask_node_0(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
-    """Returns what follows, and whether this machine had to decide by itself because node 0 has gone."""
+    """Return what follows, and whether this machine had to decide by itself because node 0 has gone."""
     ours = job.rendezvous
     found = ours.follow(lambda: decide().to_json()) if ours else None
     return (Following.from_json(found), False) if found else (decide(), ours is not None)
@@ -253,7 +253,7 @@ def _may_follow(job: Job, outcome: Outcome) -> bool:
 def _decide(
     job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts, newest: Callable[[], Path | None]
 ) -> Following:
-    """Returns what follows the end of an attempt."""
+    """Return what follows the end of an attempt."""
     if job.rendezvous and job.rendezvous.grown_because:
         return Following(again=True, said=job.rendezvous.grown_because)
     budget.note(outcome, machines=job.rendezvous.node.count if job.rendezvous and job.rendezvous.least else 0)
@@ -276,7 +276,7 @@ def _decide(
 def _meet_again(
     job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], *, alone: bool
 ) -> tuple[Job, Plan]:  # fmt: skip
-    """Returns job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
+    """Return job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
     ours = job.rendezvous
     if ours is None:
         return agree(job, prepared, run, recoveries)
@@ -293,7 +293,7 @@ def _meet_again(
 def _with_less(
     job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, budget: Restarts
 ) -> Following:
-    """Returns what follows when memory ran out."""
+    """Return what follows when memory ran out."""
     config, request = job.loaded.config, job.options.request
     found = recovery.remedy(config, job.shape, before, request, outcome, budget.retries)
     if isinstance(found, str):
@@ -308,7 +308,7 @@ def _with_less(
 
 
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
-    """Says how it ended and what can be done next; returns the exit code."""
+    """Say how it ended and what can be done next; return the exit code."""
     tell_cause(outcome)
     if outcome.message:
         print(f"\n{outcome.message}", file=sys.stderr)
@@ -331,7 +331,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
 
 
 def _write_report(run: RunFolder) -> None:
-    """Writes the page of a run that has made a step. A page that cannot be made is no failure of the run."""
+    """Write the page of a run that has made a step. A page that cannot be made is no failure of the run."""
     if run.metrics.is_file() and run.stamp.is_file():
         from sft_play.report.page import write_report
 
@@ -342,7 +342,7 @@ def _write_report(run: RunFolder) -> None:
 
 
 def _what_is_there(call: Call, run: RunFolder) -> str:
-    """Returns where the model of a run that has ended is, and what can be done with it here: other nodes do not have it."""
+    """Return where the model of a run that has ended is, and what can be done with it here: other nodes do not have it."""
     if not run.model.is_dir():
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")

@@ -111,17 +111,17 @@ class UserDeepSpeed:
         return {"zero_stage": stage, "offload_optimizer": optimizer, "offload_parameters": stage == 3 and weights}
 
     def place(self, key: str) -> str:
-        """Returns `file:line` of a dotted key, or of its nearest parent."""
+        """Return `file:line` of a dotted key, or of its nearest parent."""
         return self.source.place(self.path, key)
 
 
 def batch_numbers(*, micro_batch: int, accumulation: int, world_size: int) -> dict[str, int]:
-    """Returns the batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
+    """Return the batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
     return dict(zip(BATCH_KEYS.values(), (micro_batch, accumulation, micro_batch * accumulation * world_size), strict=True))
 
 
 def settings_of(plan: Plan, *, clipping: float, hidden_size: int) -> dict[str, Any]:
-    """Returns the JSON for a plan. Where ranks differ, their largest batch: DeepSpeed knows one for all."""
+    """Return the JSON for a plan. Where ranks differ, their largest batch: DeepSpeed knows one for all."""
     micro_batch, accumulation = max(r.micro_batch for r in plan.ranks), max(r.accumulation for r in plan.ranks)
     return deepspeed_settings(
         stage=int(plan.strategy[-1]),
@@ -144,7 +144,7 @@ def deepspeed_settings(
     offload: bool = False,
     hidden_size: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the JSON for a ZeRO stage. What is `None` becomes `auto`, as in the files that are kept for people.
+    """Return the JSON for a ZeRO stage. What is `None` becomes `auto`, as in the files that are kept for people.
 
     Bucket sizes count elements; those by `hidden_size` are the formulas that transformers uses for `auto`.
     """
@@ -187,14 +187,14 @@ def known_keys() -> Any:
 
 
 def read_user_json(path: Path) -> UserDeepSpeed:
-    """Reads and checks a user's DeepSpeed JSON. Raises `UserError` with every problem, each with `file:line`."""
+    """Read and check a user's DeepSpeed JSON. Raise `UserError` with every problem, each with `file:line`."""
     user = load_user_json(path)
     raise_all(user.problems)
     return user
 
 
 def load_user_json(path: Path) -> UserDeepSpeed:
-    """Reads a user's DeepSpeed JSON with its `problems`. Raises `UserError` with all of them where no plan can be made."""
+    """Read a user's DeepSpeed JSON with its `problems`. Raise `UserError` with all of them where no plan can be made."""
     return check_settings(*_read(path), path)
 
 
@@ -218,7 +218,7 @@ def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDe
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Node]:
-    """Returns a file's object and where its keys stand. `//` and `/* */` comments and trailing commas are fine; raises `UserError`."""
+    """Return a file's object and where its keys stand. `//` and `/* */` comments and trailing commas are fine; raise `UserError`."""
     text = read_text(path)
     for unwanted in (COMMENT, COMMA):  # replaced by spaces, so that every line and column stays
         text = re.sub(rf'"(?:[^"\\\n]|\\.)*"|({unwanted})', _blank, text, flags=re.DOTALL)
@@ -238,7 +238,7 @@ def _blank(found: re.Match[str]) -> str:
 
 
 def _check_keys(settings: Mapping[str, Any], source: Node, path: Path) -> list[UserError]:
-    """Returns what is wrong with keys and kinds of values."""
+    """Return what is wrong with keys and kinds of values."""
     sections = {**known_keys()["sections"], "optimizer": FREE, "scheduler": FREE}
     unwanted = {key: f"`{key}`: {why}" for key, why in known_keys()["removed"].items()}
     unwanted |= {key: f"`{key}` is not supported here: {why}" for key, why in NOT_OURS.items()}
@@ -265,7 +265,7 @@ def _check_keys(settings: Mapping[str, Any], source: Node, path: Path) -> list[U
 
 
 def _translate(settings: dict[str, Any], source: Node, path: Path) -> list[str]:
-    """Puts old spellings into today's words; returns a notice for each."""
+    """Put old spellings into today's words; return a notice for each."""
     notices = []
     pin = settings["zero_optimization"].pop("cpu_offload_use_pin_memory", None)
     for dotted, (new, value) in OLD.items():
@@ -289,15 +289,15 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
 
 
 def refuse_contradictions(user: UserDeepSpeed | None, plan: Plan, config: Config, shape: ModelShape) -> None:
-    """Raises, before anything is prepared, what `resolve` would refuse of a user's file."""
+    """Raise, before anything is prepared, what `resolve` would refuse of a user's file."""
     if user:
         resolve(user, plan, config, hidden_size=shape.hidden_size)
 
 
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
-    """Returns the JSON for the run, in which no `auto` is left, and what the user should know.
+    """Return the JSON for the run, in which no `auto` is left, and what the user should know.
 
-    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared with what is asked of
+    Raise `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared with what is asked of
     the plan and with the rows of a step, which are known before the data are: slots may hold packs, and more than the rows.
     """
     settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
@@ -334,7 +334,7 @@ Refuse = Callable[[str, str, str], None]
 
 
 def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
-    """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's. Returns what runs."""
+    """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's. Return what runs."""
     kind, train, params = str(section.get("type", "")), config.train, section.get("params") or {}
     ours: dict[str, Any] = {}
     if name == "optimizer":
@@ -359,7 +359,7 @@ def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, 
 
 
 def _fill_automatic(part: dict[str, Any], ours: Mapping[str, Any], prefix: str, refuse: Refuse) -> None:
-    """Replaces each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a problem."""
+    """Replace each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a problem."""
     for key, value in list(part.items()):
         inner = ours.get(key)
         if isinstance(value, dict):

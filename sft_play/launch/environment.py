@@ -32,12 +32,12 @@ MAKE_ONE = f"export {VARIABLE}=$(openssl rand -hex 32), and the same value on ev
 
 
 def new_word() -> str:
-    """Returns a random word: a key, or what the other side must prove its key with."""
+    """Return a random word: a key, or what the other side must prove its key with."""
     return secrets.token_hex(32)
 
 
 def key_here(environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the key of the environment, `None` when there is none. Raises `UserError` for a weak one."""
+    """Return the key of the environment, `None` when there is none. Raise `UserError` for a weak one."""
     key = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
     if key and len(key) < LEAST:
         raise UserError(f"`{VARIABLE}` has {len(key)} characters; expected at least {LEAST}", place="environment", hint=MAKE_ONE)
@@ -45,7 +45,7 @@ def key_here(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def proof(key: str, *said: object) -> str:
-    """Returns the HMAC-SHA256 of what both sides know, in hexadecimal digits."""
+    """Return the HMAC-SHA256 of what both sides know, in hexadecimal digits."""
     return hmac.new(key.encode(errors="surrogateescape"), json.dumps(said).encode(), "sha256").hexdigest()
 
 
@@ -55,7 +55,7 @@ def proves(key: str, given: object, *said: object) -> bool:
 
 
 def free_port() -> int:
-    """Returns a TCP port on 127.0.0.1 that nothing listens on now."""
+    """Return a TCP port on 127.0.0.1 that nothing listens on now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -73,7 +73,7 @@ def port_is_free(port: int, address: str = "") -> bool:
 
 
 def next_free_port(wanted: int, address: str, variable: str) -> int:
-    """Returns `wanted`, or the next port that is free at `address`. Raises `HardwareError`, which names the `variable` to set."""
+    """Return `wanted`, or the next port that is free at `address`. Raise `HardwareError`, which names the `variable` to set."""
     for port in range(wanted, min(wanted + 100, 65536)):
         if port_is_free(port, address):
             return port
@@ -81,7 +81,7 @@ def next_free_port(wanted: int, address: str, variable: str) -> int:
 
 
 def require_free_port(port: int, *, hint: str) -> None:
-    """Raises `HardwareError` when another process has the port."""
+    """Raise `HardwareError` when another process has the port."""
     if not port_is_free(port):
         raise HardwareError(f"port {port} is taken by another process on this machine{holder_of(port)}", hint=hint)
 
@@ -92,13 +92,13 @@ in the thread that serves a store: where no name server answers, each question w
 
 
 def shorten_name_lookups() -> None:
-    """Makes this process's questions to DNS end after a second; call it before the first of them. `os.environ` stays as it is."""
+    """Make this process's questions to DNS end after a second; call it before the first of them. `os.environ` stays as it is."""
     if "RES_OPTIONS" not in os.environ:
         os.putenv("RES_OPTIONS", NAME_LOOKUPS)
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface that carries `address` (`eth0`, `lo`), or `None`."""
+    """Return the name of the interface that carries `address` (`eth0`, `lo`), or `None`."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.family in INTERNET and entry.address == address for entry in entries):
             return name
@@ -106,12 +106,12 @@ def interface_of(address: str) -> str | None:
 
 
 def loopback_interface() -> str:
-    """Returns the loopback interface's name (`lo` on Linux, `lo0` on macOS)."""
+    """Return the loopback interface's name (`lo` on Linux, `lo0` on macOS)."""
     return interface_of("127.0.0.1") or "lo"
 
 
 def holder_of(port: int) -> str:
-    """Returns `: NAME (process N) has it` for what listens on `port` here; empty where that cannot be seen."""
+    """Return `: NAME (process N) has it` for what listens on `port` here; empty where that cannot be seen."""
     with contextlib.suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
@@ -122,7 +122,7 @@ def holder_of(port: int) -> str:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Whether `MASTER_ADDR`, a name or an address, is this machine's own. Raises `UserError` where it cannot be resolved."""
+    """Whether `MASTER_ADDR`, a name or an address, is this machine's own. Raise `UserError` where it cannot be resolved."""
     try:
         found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except socket.gaierror as error:
@@ -195,7 +195,7 @@ class Node:
 
 
 def ranks_of(plan: Plan, node: Node) -> range:
-    """Returns the ranks that a node runs."""
+    """Return the ranks that a node runs."""
     place = node.rank if node.place is None else node.place
     first = sum(plan.ranks_by_node[:place])
     return range(first, first + plan.ranks_by_node[place])
@@ -210,7 +210,7 @@ def worker_environment(
     devices: Sequence[Device] = (),
     more: Mapping[str, str] = {},
 ) -> WorkerEnvironment:
-    """Returns the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in all."""
+    """Return the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in all."""
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
     removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
     chosen = ALWAYS | {"OMP_NUM_THREADS": str(max(1, cpu_threads // len(ranks_of(plan, node))))}
@@ -252,7 +252,7 @@ def worker_environment(
 
 
 def nccl_might_take(interface: str) -> str | None:
-    """Returns an interface that NCCL may choose by itself and that leads to no other machine; `None` where its choice is better than one name.
+    """Return an interface that NCCL may choose by itself and that leads to no other machine; `None` where its choice is better than one name.
 
     NCCL takes every interface that is up, without `lo` and `docker*`, and weighs network cards by their speed: on a machine with a slow card
     for management and a fast one for data, naming the one that the launchers met on would train over the slow one. Only bridges of
@@ -264,7 +264,7 @@ def nccl_might_take(interface: str) -> str | None:
 
 
 def dump_variables(plan: Plan, logs: Path, ambient: Mapping[str, str]) -> dict[str, str]:
-    """Returns what makes torch's flight recorder, which is on by default, write to `logs` when NCCL fails or times out.
+    """Return what makes torch's flight recorder, which is on by default, write to `logs` when NCCL fails or times out.
 
     Its own default is a folder that a pod loses when it ends. The names are those of torch 2.13 (FlightRecorder.cpp, ProcessGroupNCCL.hpp).
     """
@@ -299,18 +299,18 @@ ALWAYS = {
 
 
 def without_peer_to_peer(names: Sequence[str]) -> dict[str, str]:
-    """Returns what keeps NCCL from transfers that these cards cannot make; nothing for one card."""
+    """Return what keeps NCCL from transfers that these cards cannot make; nothing for one card."""
     lacking = len(names) > 1 and any(NO_PEER_TO_PEER.search(name) for name in names)
     return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if lacking else {}
 
 
 def indices_of(plan: Plan, node: Node) -> list[int]:
-    """Returns which of this node's devices its ranks have, in order."""
+    """Return which of this node's devices its ranks have, in order."""
     return [int(plan.ranks[rank].device.partition(":")[2] or 0) for rank in ranks_of(plan, node)]
 
 
 def visible_cards(indices: Sequence[int], devices: Sequence[Device]) -> dict[str, str]:
-    """Returns what shows a launch the cards of its plan and no other; `devices` may be unknown (empty).
+    """Return what shows a launch the cards of its plan and no other; `devices` may be unknown (empty).
 
     CUDA numbers cards as the driver does, not fastest first. A single process that saw a second card would train under
     `torch.nn.DataParallel`, and unasked CUDA shows a slice of a card that MIG splits rather than the whole cards beside it.

@@ -69,7 +69,7 @@ class LaunchOptions:
 def read_options(
     call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy, *, rehearsal: bool = False
 ) -> tuple[LaunchOptions, LoadedConfig]:
-    """Returns the options, and the configuration with what an accelerate config adds to it. Raises `UserError`.
+    """Return the options, and the configuration with what an accelerate config adds to it. Raise `UserError`.
 
     A `rehearsal` starts nothing, so several nodes need neither address nor rank nor name.
     """
@@ -117,7 +117,7 @@ WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
 
 
 def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy) -> Path | None:
-    """Returns the accelerate config to read: the one that was named, else accelerate's default file where it asks for what nothing typed
+    """Return the accelerate config to read: the one that was named, else accelerate's default file where it asks for what nothing typed
     contradicts, several machines or a strategy (contract C4). Says what becomes of that one, before anything is refused because of it.
     """
     if named := call.options.get("ACCELERATE_CONFIG"):
@@ -164,7 +164,7 @@ def _deepspeed(
 
 
 def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedConfig:
-    """Puts precision and recomputation of an accelerate config into the configuration; a typed value that differs is an error."""
+    """Put precision and recomputation of an accelerate config into the configuration; a typed value that differs is an error."""
     for key, value in choices.train.items():
         current = getattr(loaded.config.train, key)
         if loaded.typed(f"train.{key}") and current not in ("auto", value):
@@ -177,13 +177,13 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
 
 
 def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
-    """Puts the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
+    """Put the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
     asked = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
     return set_train(loaded, asked, {key: user.place(BATCH_KEYS[key]) for key in asked})
 
 
 def set_train(loaded: LoadedConfig, values: Mapping[str, Any], places: Mapping[str, str]) -> LoadedConfig:
-    """Returns the configuration with other values of keys of `train.`, and where they come from."""
+    """Return the configuration with other values of keys of `train.`, and where they come from."""
     config = replace(loaded.config, train=replace(loaded.config.train, **values))
     return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": place for key, place in places.items()}})
 
@@ -210,7 +210,7 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
 
 
 def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
-    """Returns the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps them."""
+    """Return the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps them."""
     user = options.deepspeed
     if user is None:
         return options
@@ -245,7 +245,7 @@ class Job:
         return bool(self.measured)
 
     def environment(self, plan: Plan, more: Mapping[str, str] = {}) -> WorkerEnvironment:
-        """Returns the environment of this node's workers, with what this run needs `more`."""
+        """Return the environment of this node's workers, with what this run needs `more`."""
         here = self.hardware
         return worker_environment(plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices, more=more)
 
@@ -265,37 +265,37 @@ class Job:
             raise explain_refusal(self.loaded, self.hardware, error) from None
 
     def world_size(self, before: Plan) -> int:
-        """Returns the processes of all nodes; `before` is the last plan of a run that is resumed."""
+        """Return the processes of all nodes; `before` is the last plan of a run that is resumed."""
         if self.processes is not None:
             return self.processes
         return (self.options.request.num_gpus or before.world_size // before.num_nodes) * self.options.request.num_nodes
 
     def ranks_here(self, plan: Plan) -> range:
-        """Returns the ranks that this node runs."""
+        """Return the ranks that this node runs."""
         return ranks_of(plan, self.node)
 
     def home(self, run: RunFolder) -> RunFolder:
-        """Returns where this node keeps its configuration and what it prepares: the run's folder, or its own part of a shared one."""
+        """Return where this node keeps its configuration and what it prepares: the run's folder, or its own part of a shared one."""
         return run.of_node(self.node.rank) if self.shared else run
 
     def with_request(self, request: LaunchRequest) -> Job:
-        """Returns the job of another attempt on the same hardware."""
+        """Return the job of another attempt on the same hardware."""
         return replace(self, options=without_batch_numbers(replace(self.options, request=request))).with_fresh_port()
 
     def with_fresh_port(self) -> Job:
-        """Returns the same job with another port, where it is ours to choose: the old one may not be free again yet."""
+        """Return the same job with another port, where it is ours to choose: the old one may not be free again yet."""
         ours = self.rendezvous is None and self.options.master_port is None
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
 
 
 def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
-    """Returns what a call asks for, on this machine."""
+    """Return what a call asks for, on this machine."""
     node = _node(options)  # before a name is looked up for the model
     return Job(call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=node)
 
 
 def refuse_early(job: Job) -> None:
-    """Raises what the early plan refuses; not yet for too few devices where other nodes are still to come.
+    """Raise what the early plan refuses; not yet for too few devices where other nodes are still to come.
 
     Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
     """
@@ -312,7 +312,7 @@ def refuse_early(job: Job) -> None:
 
 
 def _node(options: LaunchOptions) -> Node:
-    """This machine's place, with a port that is free now. Raises `HardwareError` where a port that was asked for is taken."""
+    """This machine's place, with a port that is free now. Raise `HardwareError` where a port that was asked for is taken."""
     request, port = options.request, options.master_port
     if request.num_nodes == 1:
         if port:

@@ -61,7 +61,7 @@ class TimeLimits:
 
     @classmethod
     def scaled(cls, factor: float) -> TimeLimits:
-        """Returns all limits times a factor."""
+        """Return all limits times a factor."""
         return cls(**{name: seconds * factor for name, seconds in asdict(cls()).items()})
 
 
@@ -93,12 +93,12 @@ class Beat:
         return cls(**json.loads(content))
 
     def at(self) -> tuple[int, int, int]:
-        """Returns how far the rank is, to compare: step, phase within it, micro-step."""
+        """Return how far the rank is, to compare: step, phase within it, micro-step."""
         order = {"loading": -1, "training": 0, "updating": 1, "saving": 2, "evaluating": 2, "leaving": 3}
         return (self.step or 0, order.get(self.phase, 0), self.micro_step or 0)
 
     def where(self) -> str:
-        """Returns where the rank stands, in words."""
+        """Return where the rank stands, in words."""
         words = {
             "loading": "loading",
             "training": f"in step {self.step}",
@@ -111,7 +111,7 @@ class Beat:
 
 
 def address_of(mark: str) -> str:
-    """Returns the name of a launch's socket (a leading zero byte: it stands in no folder)."""
+    """Return the name of a launch's socket (a leading zero byte: it stands in no folder)."""
     return f"\0sft-play-{mark}"
 
 
@@ -130,7 +130,7 @@ class Listener:
             self._socket.bind(address_of(mark))
 
     def receive(self) -> set[int]:
-        """Takes up what has come; returns the ranks that sent something."""
+        """Take up what has come; return the ranks that sent something."""
         sent: set[int] = set()
         while self._socket is not None:
             try:
@@ -168,7 +168,7 @@ class Sender:
         return self._socket is not None
 
     def send(self, beat: Beat) -> bool:
-        """Sends a beat; returns `False` when nobody will ever listen again. A launcher that is only slow is no reason to leave."""
+        """Send a beat; return `False` when nobody will ever listen again. A launcher that is only slow is no reason to leave."""
         if self._socket is None:
             return True
         try:
@@ -186,7 +186,7 @@ STACKS_SECONDS = 3.0
 
 
 def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[int, str]:
-    """Asks every worker for the stacks of all its threads; returns rank -> what it wrote to `logs/stack-rank{N}.txt` now."""
+    """Ask every worker for the stacks of all its threads; return rank -> what it wrote to `logs/stack-rank{N}.txt` now."""
     before = {rank: _size(run, rank) for rank in workers}
     for worker in workers.values():
         with contextlib.suppress(psutil.Error):
@@ -199,7 +199,7 @@ def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[i
 
 
 def remove_empty(run: RunFolder, ranks: range) -> None:
-    """Removes the files of ranks that were never asked."""
+    """Remove the files of ranks that were never asked."""
     for path in map(run.rank_stack, ranks):
         if path.is_file() and not path.stat().st_size:
             path.unlink(missing_ok=True)
@@ -232,13 +232,13 @@ class MemoryKills:
         self.follow(os.getpid())
 
     def follow(self, pid: int) -> None:
-        """Takes note of the cgroups of a process, which may have been moved."""
+        """Take note of the cgroups of a process, which may have been moved."""
         for file in counters_of(pid):
             if file not in self.before and (count := read_counter(file)) is not None:
                 self.before[file] = count
 
     def evidence(self) -> str | None:
-        """Returns in words what shows that a process was killed for memory since, `None` when nothing does."""
+        """Return in words what shows that a process was killed for memory since, `None` when nothing does."""
         for file, count in self.before.items():
             now = read_counter(file)
             if now is not None and now > count:
@@ -247,7 +247,7 @@ class MemoryKills:
 
 
 def read_counter(file: Path) -> int | None:
-    """Returns the kills that a cgroup's file counts; `None` where there is no such file or line."""
+    """Return the kills that a cgroup's file counts; `None` where there is no such file or line."""
     try:
         match = COUNTED.search(file.read_text(encoding="ascii"))
     except OSError:
@@ -256,7 +256,7 @@ def read_counter(file: Path) -> int | None:
 
 
 def counters_of(pid: int, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Returns the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
+    """Return the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
     try:
         groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # it has gone, or this is no Linux

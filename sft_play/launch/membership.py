@@ -201,7 +201,7 @@ class Membership:
         return errors[0] if len(errors) == 1 else Problems(errors)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all why this machine, where it takes part in the attempt, leaves, unless they know. Raises nothing."""
+        """Tell all why this machine, where it takes part in the attempt, leaves, unless they know. Raise nothing."""
         if self._store is not None and self._taking_part and not self._node_0_is_gone() and self._reason_of_end is None:
             with contextlib.suppress(BaseException):
                 self._refuse(_errors_for_others(error, self.name))

@@ -81,7 +81,7 @@ class Watch:
     """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
 
     def look(self) -> None:
-        """Takes note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
+        """Take note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
         heard, now = self.beats.receive(), time.monotonic()
         passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
         self.watched_seconds += passed
@@ -146,7 +146,7 @@ class Watch:
         return None
 
     def _stuck(self, process: psutil.Process, passed: float, *, heard: bool, beats_expected: bool) -> tuple[str, str] | None:
-        """Returns how a process is frozen, and a hint. `beats_expected`: it sends beats, so that none `heard` is a sign too."""
+        """Return how a process is frozen, and a hint. `beats_expected`: it sends beats, so that none `heard` is a sign too."""
         state = process.status()
         spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
         before, seconds = self.silence.get(process, ((), 0.0))
@@ -188,7 +188,7 @@ def supervise(
     arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = "",
     ended_elsewhere: EndedElsewhere | None = None, share_standings: ShareStandings = lambda mine: mine,
 ) -> Outcome:  # fmt: skip
-    """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
+    """Run the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
 
     A signal asks the workers to save and leave (`Stop`), a second Ctrl-C kills them. Whatever happens, no descendant is
     alive when this returns; one that the kernel cannot end is named.
@@ -232,7 +232,7 @@ def supervise(
 def _wait(
     process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Set[psutil.Process], ended_elsewhere: EndedElsewhere | None
 ) -> Outcome | None:  # fmt: skip
-    """Waits for the agent; returns how the attempt ended on another machine, where this one was ended for that."""
+    """Wait for the agent; return how the attempt ended on another machine, where this one was ended for that."""
     looked, told, killed = 0.0, False, False
     ended: Outcome | None = None
     while process.poll() is None or (not killed and _orphans_may_save(process, stop, watch)):
@@ -263,7 +263,7 @@ def _wait(
 
 
 def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | None:
-    """Returns why the workers are to be killed now, empty where nobody needs to read it; `None` where they may go on."""
+    """Return why the workers are to be killed now, empty where nobody needs to read it; `None` where they may go on."""
     if ended:
         return f"stopping all ranks: {ended.first_line}"
     if stop.at_once:
@@ -297,7 +297,7 @@ class Stop:
     asked: set[psutil.Process] = field(default_factory=set)
 
     def note(self, number: int, _: FrameType | None = None) -> None:
-        """Takes up a signal (as a handler, too)."""
+        """Take up a signal (as a handler, too)."""
         now = time.monotonic()
         if not self.signals:
             self.signals.append(number)
@@ -316,7 +316,7 @@ class Stop:
         return len(self.signals) > 1
 
     def ask(self, process: subprocess.Popen[bytes], watch: Watch) -> None:
-        """Sends SIGTERM to the workers themselves, each once, those that start only now included.
+        """Send SIGTERM to the workers themselves, each once, those that start only now included.
 
         Not to the agent: the launcher of a single process would die and leave its worker behind. Only where there is no worker yet
         it is ended, since there is nothing to save.
@@ -336,7 +336,7 @@ class Stop:
         return self.wanted and left and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
 
     def late(self, watch: Watch) -> list[int]:
-        """Returns the ranks that should have left by now, and do not write a checkpoint."""
+        """Return the ranks that should have left by now, and do not write a checkpoint."""
         if not self.wanted or time.monotonic() - self.since < LIMITS.leave:
             return []
         return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
@@ -344,7 +344,7 @@ class Stop:
 
 @contextlib.contextmanager
 def hear_signals(stop: Stop) -> Iterator[None]:
-    """Lets `stop` hear the signals meanwhile."""
+    """Let `stop` hear the signals meanwhile."""
     previous = {number: signal.signal(number, stop.note) for number in signals_to_hear()}
     try:
         yield
@@ -354,7 +354,7 @@ def hear_signals(stop: Stop) -> Iterator[None]:
 
 
 def adopt_orphans() -> None:
-    """Makes the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
+    """Make the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
     if sys.platform == "linux":
         set_child_subreaper = 36
         ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
@@ -369,7 +369,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process]) -> None:
-    """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
+    """Kill the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
     for _ in range(3):  # a process may be forking while its parent is killed
         family = _descendants(others)
         for member in family:

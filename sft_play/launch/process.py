@@ -23,12 +23,12 @@ _heard: list[int] = []
 
 
 def signals_to_hear() -> list[signal.Signals]:
-    """Returns `STOPS`, without SIGHUP where `nohup` has it ignored."""
+    """Return `STOPS`, without SIGHUP where `nohup` has it ignored."""
     return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def stop_code(number: int) -> int:
-    """Returns the exit code of a stop that this signal asked for."""
+    """Return the exit code of a stop that this signal asked for."""
     return 130 if number == signal.SIGINT else 143
 
 
@@ -68,7 +68,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def raise_what_was_heard() -> None:
-    """Raises `KeyboardInterrupt` or `StoppedBySignal` when a signal came; called again, it raises again."""
+    """Raise `KeyboardInterrupt` or `StoppedBySignal` when a signal came; called again, it raises again."""
     if _heard:
         raise KeyboardInterrupt if _heard[0] == signal.SIGINT else StoppedBySignal(_heard[0])
 
@@ -79,7 +79,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """Returns a `preexec_fn` for `subprocess.Popen`: the child gets the signal `number` when this process has gone.
+    """Return a `preexec_fn` for `subprocess.Popen`: the child gets the signal `number` when this process has gone.
 
     Call it in the main thread: the kernel goes by the thread that made the child. `None` where there is no such thing.
     """
@@ -96,7 +96,7 @@ def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
 
 
 def woken_with_parent() -> None:
-    """Makes the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
+    """Make the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
     stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves."""
     if _libc is not None:
         _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)
@@ -147,7 +147,7 @@ class Console(io.TextIOBase):
 
 @contextlib.contextmanager
 def console_may_go() -> Iterator[None]:
-    """Lets nothing that is printed within end this process because nobody reads it."""
+    """Let nothing that is printed within end this process because nobody reads it."""
     kept = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = out, err = Console(kept[0]), Console(kept[1])
     try:
@@ -159,7 +159,7 @@ def console_may_go() -> Iterator[None]:
 
 
 def end_make(code: int) -> int:
-    """Ends make with code 1 where the command failed, and returns what this process is to end with then.
+    """End make with code 1 where the command failed, and return what this process is to end with then.
 
     make prints `*** [Makefile:56: data] Error 4` under whatever a failed command has said; at SIGQUIT it leaves without a word, once
     its child has ended well. Where it does not catch that signal (in the background of a script) it says what it always says.
@@ -178,5 +178,5 @@ def end_make(code: int) -> int:
 
 
 def say(text: str) -> None:
-    """Tells the user, on stderr."""
+    """Tell the user, on stderr."""
     print(f"\n{text}", file=sys.stderr, flush=True)

@@ -49,19 +49,19 @@ class Following:
     """What that changes, as the plan keeps it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as fields."""
+        """Return it as fields."""
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Following:
-        """Returns what another machine sent, which is of this version."""
+        """Return what another machine sent, which is of this version."""
         return Following(**{**value, "outcome": Outcome(**value["outcome"]) if value.get("outcome") else None})
 
 
 def remedy(
     config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int
 ) -> LaunchRequest | str:
-    """Returns the launch to try next after `retries` of them, or why there is none, with what to choose from."""
+    """Return the launch to try next after `retries` of them, or why there is none, with what to choose from."""
     assert outcome.cause == OUT_OF_MEMORY
     most, phase = config.launch.max_oom_retries, outcome.doing.get("phase")
     if retries >= most:
@@ -85,7 +85,7 @@ def remedy(
 
 
 def rows_of(plan: Plan, outcome: Outcome) -> int:
-    """Returns the rows (with packing: packs) that the rank which failed had at a time: of its micro-batch, or of evaluation."""
+    """Return the rows (with packing: packs) that the rank which failed had at a time: of its micro-batch, or of evaluation."""
     if outcome.doing.get("phase") == "evaluating":
         return plan.eval_batch_size
     in_force = outcome.doing.get("micro_batch")
@@ -106,7 +106,7 @@ def _failed(plan: Plan, outcome: Outcome) -> RankPlan | None:
 
 
 def division(plan: Plan) -> dict[str, Any]:
-    """Returns how a plan divides the work, as events and stamps keep it."""
+    """Return how a plan divides the work, as events and stamps keep it."""
     steps = [rank.accumulation for rank in plan.ranks]
     return {
         "micro_batches": [rank.micro_batch for rank in plan.ranks],
@@ -119,7 +119,7 @@ def division(plan: Plan) -> dict[str, Any]:
 
 
 def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
-    """Returns the event's fields."""
+    """Return the event's fields."""
     return {
         "rank": outcome.rank,
         "cause": outcome.cause,
@@ -131,7 +131,7 @@ def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) 
 
 
 def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int) -> str:
-    """Returns the one line that says what happened, what changes and where it continues."""
+    """Return the one line that says what happened, what changes and where it continues."""
     what = re.sub(r" \(\w*Error: .*$", "", outcome.first_line)  # the allocator's own words stand in the rank's log
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
@@ -161,7 +161,7 @@ def _slots(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _divided(plan: Plan) -> str:
-    """Returns how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` where ranks make unlike numbers of micro-steps."""
+    """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` where ranks make unlike numbers of micro-steps."""
     slots = list(dict.fromkeys(_slots(plan)))
     if len({steps for _, steps in slots}) == 1:
         return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
@@ -174,23 +174,23 @@ def _although_typed(config: Config) -> str:
 
 
 def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Returns what was changed in a run because memory ran out, oldest first."""
+    """Return what was changed in a run because memory ran out, oldest first."""
     return _events(run, EVENT, ("rank", "cause", "doing", "before", "after", "checkpoint"))
 
 
 def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Returns the restarts of a run, oldest first."""
+    """Return the restarts of a run, oldest first."""
     return _events(run, RESTARTED, ("rank", "cause", "error", "checkpoint"))
 
 
 def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
-    """Returns what plan, stamp and `training_metrics.json` keep of events."""
+    """Return what plan, stamp and `training_metrics.json` keep of events."""
     events = [event for event in read_events(run) if event["event"] == kind and event.get("node", 0) == 0]
     return tuple({name: event[name] for name in names if name in event} for event in events)
 
 
 def remedies_so_far(run: RunFolder) -> tuple[int, bool, bool]:
-    """Returns the halvings, whether recomputation was forced, and whether packing was given up, that the run's last launch had."""
+    """Return the halvings, whether recomputation was forced, and whether packing was given up, that the run's last launch had."""
     last: Mapping[str, Any] = {}
     for event in read_events(run):
         last = event.get("launch") or last
@@ -213,7 +213,7 @@ class Restarts:
     """Attempts with less at a time."""
 
     def note(self, outcome: Outcome, *, machines: int) -> None:
-        """Allows an elastic run of so many machines to continue without one that it lost."""
+        """Allow an elastic run of so many machines to continue without one that it lost."""
         if machines and outcome.cause == "unreachable":
             self.limit = max(self.limit, machines)
 
@@ -228,11 +228,11 @@ class Restarts:
         return True
 
     def pause(self) -> float:
-        """Returns the seconds to wait before the next start: 2, 4, 8, ... at most 60."""
+        """Return the seconds to wait before the next start: 2, 4, 8, ... at most 60."""
         return float(min(MOST_SECONDS, FIRST_SECONDS * 2.0 ** (self.used - 1)))
 
     def refused(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome, with restarts that are used up as the reason why it ends."""
+        """Return the outcome, with restarts that are used up as the reason why it ends."""
         times = "restart" if self.limit == 1 else "restarts"
         why = f"{self.used} of {self.limit} {times} without a newer checkpoint are used up (`launch.max_restarts`)"
         return replace(outcome, message=f"{outcome.message}\n\n{why}")
@@ -244,7 +244,7 @@ def is_controlled() -> bool:
 
 
 def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
-    """Returns the event's fields."""
+    """Return the event's fields."""
     return {
         "rank": outcome.rank,
         "cause": outcome.cause,
@@ -254,6 +254,6 @@ def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def restart_announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> str:
-    """Returns the one line that says what happened and where it continues."""
+    """Return the one line that says what happened and where it continues."""
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
     return f"restarting: {outcome.first_line}; continuing from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"

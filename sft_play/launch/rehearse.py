@@ -42,14 +42,14 @@ from sft_play.runs.prepared import Prepared
 
 
 def main(call: Call) -> int:
-    """Prints the plan, as plan.json with `JSON=1`, and returns 0; what does not fit is shown part by part before the error."""
+    """Print the plan, as plan.json with `JSON=1`, and return 0; what does not fit is shown part by part before the error."""
     with explain_misfit(call):
         return _rehearse(call)
 
 
 @contextlib.contextmanager
 def explain_misfit(call: Call) -> Iterator[None]:
-    """Shows what does not fit part by part, before the error goes on."""
+    """Show what does not fit part by part, before the error goes on."""
     try:
         yield
     except DoesNotFitError as error:
@@ -93,7 +93,7 @@ def _rehearse(call: Call) -> int:
 
 
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
-    """Prepares model and data, and probes the plan on this machine; what is measured stays in the cache. Raises `UserError`."""
+    """Prepare model and data, and probes the plan on this machine; what is measured stays in the cache. Raise `UserError`."""
     if hardware.described or options.request.num_nodes > 1:
         raise UserError(
             "`SOURCE=probe` measures on this machine, and the plan is for other hardware",
@@ -110,7 +110,7 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
 
 
 def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
-    """Returns the request of `RUN`'s own launch, with what was typed now in its place."""
+    """Return the request of `RUN`'s own launch, with what was typed now in its place."""
     if not call.options.get("RUN"):
         return request
     path = find_run(call.options["RUN"]).plan
@@ -134,7 +134,7 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
 
 
 def _prepared(call: Call) -> Prepared | None:
-    """Returns what the preparation of `RUN` found, unless an override changes model or data."""
+    """Return what the preparation of `RUN` found, unless an override changes model or data."""
     if not call.options.get("RUN") or any(o.key.startswith(("model.", "data.")) for o in call.overrides):
         return None
     run = find_run(call.options["RUN"])
@@ -142,7 +142,7 @@ def _prepared(call: Call) -> Prepared | None:
 
 
 def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions) -> str:
-    """Returns the command that would train by this plan."""
+    """Return the command that would train by this plan."""
     target = command_of(plan.strategy)
     if launch.accelerate_config and loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
         target = target.replace("deepspeed", "distributed")
@@ -153,7 +153,7 @@ def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions
 
 
 def _request(call: Call, loaded: LoadedConfig, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
-    """Returns a request with the nodes of described hardware, and with one process where the configuration needs no more."""
+    """Return a request with the nodes of described hardware, and with one process where the configuration needs no more."""
     if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
         request = replace(request, num_nodes=hardware.nodes)
     single = request.command_strategy == "auto" and not needs_several(loaded, hardware, request)
@@ -181,9 +181,9 @@ class Ahead:
 
 
 def plan_ahead(call: Call) -> Ahead:
-    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's.
+    """Return the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's.
 
-    Raises `UserError`; what does not fit is shown before.
+    Raise `UserError`; what does not fit is shown before.
     """
     loaded = call.load_config()
     hardware = hardware_of(call)

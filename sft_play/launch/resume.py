@@ -34,7 +34,7 @@ from sft_play.text import plural
 
 
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
-    """Returns what `events.jsonl` keeps about a launch, so that `resume` can repeat it."""
+    """Return what `events.jsonl` keeps about a launch, so that `resume` can repeat it."""
     request = options.request
     names = ("num_gpus", "num_nodes", "halvings", "force_checkpointing", "unpack")
     return {
@@ -46,14 +46,14 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
 
 
 def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
-    """Returns the facts of the launch that a user last asked for, on this node where nodes share the folder."""
+    """Return the facts of the launch that a user last asked for, on this node where nodes share the folder."""
     found = launches(run)
     own = [event for event in found if event.get("node", 0) == node_rank]
     return dict((own or found)[-1]["launch"])
 
 
 def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
-    """Returns the options of the run's last launch on this node, with what was typed now in their place. Raises `UserError`.
+    """Return the options of the run's last launch on this node, with what was typed now in their place. Raise `UserError`.
 
     `before` is the run's last plan.
     """
@@ -92,7 +92,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
 
 
 def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan) -> Any:
-    """Returns what the run's command asks for, or what is typed now: states fit any strategy and number of processes."""
+    """Return what the run's command asks for, or what is typed now: states fit any strategy and number of processes."""
     command, planned = facts["command"], before.strategy
     typed = next((o.text for o in call.overrides if o.key == "launch.strategy" and o.text != planned), "auto")
     if typed != "auto" and facts["deepspeed"]:
@@ -110,9 +110,9 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
 
 
 def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None:
-    """Returns what `newest_checkpoint` does, and says so; what killed processes left is removed.
+    """Return what `newest_checkpoint` does, and say so; what killed processes left is removed.
 
-    Raises `CheckpointError` on what is to be the first node where another node's folder is all there is: its checkpoints are on node 0.
+    Raise `CheckpointError` on what is to be the first node where another node's folder is all there is: its checkpoints are on node 0.
     """
     for left in clean_up(run):
         print(f"removed: {left}", file=sys.stderr)
@@ -128,9 +128,9 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
 
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
-    """Returns the newest valid checkpoint, and says which were skipped and why; `None` where the run has saved none yet.
+    """Return the newest valid checkpoint, and say which were skipped and why; `None` where the run has saved none yet.
 
-    Raises `CheckpointError` for a run that had some, or has a model: to train from its start would write over what may be rescued.
+    Raise `CheckpointError` for a run that had some, or has a model: to train from its start would write over what may be rescued.
     """
     checkpoint, skipped = newest_valid(run)
     for reason in skipped:
@@ -155,7 +155,7 @@ BY_RESUME = "resume, in place of "
 
 
 def check_overrides(call: Call) -> None:
-    """Raises `UserError` for overrides that would make it another run."""
+    """Raise `UserError` for overrides that would make it another run."""
     refused = [
         o
         for o in call.overrides
@@ -172,7 +172,7 @@ def check_overrides(call: Call) -> None:
 
 
 def steps_asked(config: Config, plan: Plan) -> int:
-    """Returns the optimizer steps in all that a configuration asks for; `plan` is the run's last, which knows those of an epoch."""
+    """Return the optimizer steps in all that a configuration asks for; `plan` is the run's last, which knows those of an epoch."""
     if config.train.max_steps > 0 or not plan.steps_per_epoch:
         return max(config.train.max_steps, 0)
     return max(1, math.ceil(config.train.epochs * plan.steps_per_epoch))
@@ -184,7 +184,7 @@ def is_longer(config: Config, plan: Plan) -> bool:
 
 
 def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
-    """Raises `UserError` where fewer steps are asked for than have been made."""
+    """Raise `UserError` where fewer steps are asked for than have been made."""
     asked, made = steps_asked(config, plan), step_of(checkpoint)
     if 0 < asked < made:
         raise UserError(
@@ -194,7 +194,7 @@ def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
 
 
 def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -> tuple[LoadedConfig, str | None]:
-    """Returns the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
+    """Return the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
 
     `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (of `world`, those with rows of
     their own): where that, or one of them, is another now, the other is computed again, and so is a micro-batch that is too large for so
@@ -222,7 +222,7 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:
-    """Compares what the configuration alone decides, before anything is planned or downloaded. Raises `CheckpointError`."""
+    """Compare what the configuration alone decides, before anything is planned or downloaded. Raise `CheckpointError`."""
     old = Stamp.load(checkpoint)
     read_facts(checkpoint)
     tuning, lora = config.tuning, config.tuning.lora
@@ -242,7 +242,7 @@ def compare_early(checkpoint: Path, config: Config) -> None:
 
 
 def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepared) -> None:
-    """Compares the checkpoint's stamp with what would go on. Prints warnings; raises `CheckpointError` with every refusal."""
+    """Compare the checkpoint's stamp with what would go on. Prints warnings; raise `CheckpointError` with every refusal."""
     check_states(checkpoint, strategy=plan.strategy, world_size=plan.world_size)
     differences = compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume")
     for warning in refuse(differences, f"checkpoint `{checkpoint.name}`"):
@@ -251,7 +251,7 @@ def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepar
 
 @contextlib.contextmanager
 def restore_on_error(path: Path) -> Iterator[None]:
-    """Gives a file back its old content when the body raises: a refused resume must leave the run as it was."""
+    """Give a file back its old content when the body raises: a refused resume must leave the run as it was."""
     before = path.read_bytes() if path.is_file() else None
     try:
         yield
@@ -269,9 +269,9 @@ OF_REPLICAS = frozenset({"single", "ddp", "auto"})
 
 
 def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | None:
-    """Returns the run to continue; `None` where a new one is to be started, in a folder that was only reserved too.
+    """Return the run to continue; `None` where a new one is to be started, in a folder that was only reserved too.
 
-    Raises `UserError` without `RUN_NAME`: a name made of the time would be another one each time; `CheckpointError` for a run without its
+    Raise `UserError` without `RUN_NAME`: a name made of the time would be another one each time; `CheckpointError` for a run without its
     configuration.
     """
     if not loaded.config.launch.auto_resume:
@@ -291,9 +291,9 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
 
 
 def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:
-    """Returns the call of `make resume` that this start amounts to: keys that differ from the run's own are its overrides.
+    """Return the call of `make resume` that this start amounts to: keys that differ from the run's own are its overrides.
 
-    The number of nodes and of processes may be another than before. Raises `UserError` where the run was launched in another way.
+    The number of nodes and of processes may be another than before. Raise `UserError` where the run was launched in another way.
     """
     first, mine, request = launches(run)[0]["launch"], launch_facts(options), options.request
     if not _same_command(first["command"], mine["command"], given=request.num_gpus is not None):
@@ -334,7 +334,7 @@ def _same_command(first: str, now: str, *, given: bool) -> bool:
 
 
 def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:
-    """Returns the keys whose values differ, as overrides with the place where the new value was written.
+    """Return the keys whose values differ, as overrides with the place where the new value was written.
 
     What a resume on another number of processes computed anew (`resume.with_its_batch`) is no wish to change it back, as long as the
     command says what it said before.

@@ -31,7 +31,7 @@ FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 
 
 def choose_name(run_name: str | None, config_path: Path | None) -> str:
-    """Returns `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`). Raises `UserError` for a bad name."""
+    """Return `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`). Raise `UserError` for a bad name."""
     if run_name is None:
         stem = re.sub(r"[^\w.+=-]", "-", config_path.stem if config_path else "run").lstrip("._-+=") or "run"
         return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -45,7 +45,7 @@ def choose_name(run_name: str | None, config_path: Path | None) -> str:
 
 @contextlib.contextmanager
 def reserve_folder(name: str, *, node_rank: int = 0, never_started_too: bool = False) -> Iterator[RunFolder]:
-    """Takes `runs/NAME/` for this launch and gives it back when the body raises before the workers have started.
+    """Take `runs/NAME/` for this launch and give it back when the body raises before the workers have started.
 
     mkdir is atomic, so of two launches with one name exactly one gets it. Nodes other than 0 may share the folder with node 0
     through a network disk: they join a folder in which their own node has not started yet. `never_started_too`: a folder that an
@@ -66,7 +66,7 @@ def reserve_folder(name: str, *, node_rank: int = 0, never_started_too: bool = F
 
 
 def _make(run: RunFolder, node_rank: int) -> bool:
-    """Creates the folder; returns whether this process made it."""
+    """Create the folder; return whether this process made it."""
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir()
@@ -90,9 +90,9 @@ def _make(run: RunFolder, node_rank: int) -> bool:
 
 @contextlib.contextmanager
 def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
-    """Keeps a run for one launcher of this node: of two that train in one folder, each would overwrite the other's files.
+    """Keep a run for one launcher of this node: of two that train in one folder, each would overwrite the other's files.
 
-    The kernel gives the lock back when this process ends, however it ends. Raises `UserError` when another has it, `HardwareError`
+    The kernel gives the lock back when this process ends, however it ends. Raise `UserError` when another has it, `HardwareError`
     where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) gives a warning.
     """
     path = run.path / f".launcher-node{node_rank}.lock"
@@ -131,12 +131,12 @@ def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
-    """Returns the run's events, oldest first; a line that a crash cut short is left out."""
+    """Return the run's events, oldest first; a line that a crash cut short is left out."""
     return [event for event in read_json_lines(run.events) if isinstance(event.get("event"), str)]
 
 
 def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any) -> None:
-    """Appends one line to `events.jsonl`: what happened, when (seconds since 1970), on which node."""
+    """Append one line to `events.jsonl`: what happened, when (seconds since 1970), on which node."""
     append_json_line(run.events, {"event": event, "time": time.time(), "node": node_rank, **facts})
 
 
@@ -157,7 +157,7 @@ def started_by(run: RunFolder, node_rank: int) -> bool:
 
 
 def find_run(name: str) -> RunFolder:
-    """Returns the run called `name`, or in the folder `name`. Raises `CheckpointError` with the runs that exist, or for a lost `config.json`."""
+    """Return the run called `name`, or in the folder `name`. Raise `CheckpointError` with the runs that exist, or for a lost `config.json`."""
     if path := run_path(name):
         if CHECKPOINT.fullmatch(path.name) and path.parent.name == RunFolder(path).checkpoints.name:
             of = path.absolute().parent.parent
@@ -179,7 +179,7 @@ def is_finished(run: RunFolder) -> bool:
 
 
 def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """Returns what the workers recorded when they left: rank -> `{"rank", "code", "error", "time"}`."""
+    """Return what the workers recorded when they left: rank -> `{"rank", "code", "error", "time"}`."""
     records = {}
     for rank in ranks:
         with contextlib.suppress(OSError, ValueError):
@@ -188,13 +188,13 @@ def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, An
 
 
 def remove_left(run: RunFolder, ranks: range) -> None:
-    """Removes what workers of the last attempt were writing when they were killed. No worker may run."""
+    """Remove what workers of the last attempt were writing when they were killed. No worker may run."""
     for path in (*map(run.rank_exit, ranks), run.stamp, run.training_metrics):
         remove_half_written(path)
 
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
-    """Returns the events of the launches that a user asked for, oldest first. Raises `CheckpointError` where there is none."""
+    """Return the events of the launches that a user asked for, oldest first. Raise `CheckpointError` where there is none."""
     found = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
     if not found:
         raise cannot_continue(run, run.events)
@@ -202,14 +202,14 @@ def launches(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def last_plan(run: RunFolder) -> Plan:
-    """Returns the run's last plan. Raises `CheckpointError` where there is none."""
+    """Return the run's last plan. Raise `CheckpointError` where there is none."""
     if not run.plan.is_file():
         raise cannot_continue(run, run.plan)
     return Plan.load(run.plan)
 
 
 def cannot_continue(run: RunFolder, path: Path) -> CheckpointError:
-    """Returns the error for a run of which `path` is missing or damaged, with what can still be used."""
+    """Return the error for a run of which `path` is missing or damaged, with what can still be used."""
     if not has_started(run):
         text = f"`{run.name}` never started, so there is nothing to continue from"
         return CheckpointError(text, hint="start it again under another RUN_NAME")
@@ -225,7 +225,7 @@ SPARE_BYTES = 64 * 2**20
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Returns the size of one checkpoint: what is trained and its optimizer states (for `full`, the whole model)."""
+    """Return the size of one checkpoint: what is trained and its optimizer states (for `full`, the whole model)."""
     shards_weights = plan.strategy in {"zero3", "fsdp2"}
     sizes = 0
     for name, shards in (("adapters", shards_weights), ("trained", shards_weights), ("optimizer", plan.strategy in SHARDED)):
@@ -235,7 +235,7 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
-    """Raises `HardwareError` when the disk of the run folder is too small for what the run will still take at its fullest.
+    """Raise `HardwareError` when the disk of the run folder is too small for what the run will still take at its fullest.
 
     That are kept checkpoints, the best one, a new one beside them, and `model/`. Checkpoints that it has already have their space; they
     never have that of the new one or of the model.

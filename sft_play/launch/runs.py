@@ -47,7 +47,7 @@ class Holder:
 
 
 def holders(run: RunFolder) -> list[Holder]:
-    """Returns the launchers that train a run now, one a node, node 0 first."""
+    """Return the launchers that train a run now, one a node, node 0 first."""
     locks = {int(name[1]): path for path in run.path.glob(".launcher-node*.lock") if (name := LOCK.fullmatch(path.name))}
     return [Holder(node_rank=rank, process=_owner(path)) for rank, path in sorted(locks.items()) if _is_locked(path)]
 
@@ -63,7 +63,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _owner(path: Path) -> psutil.Process | None:
-    """Returns the process that is named in a lock, if it has that very file open: another may have got its number."""
+    """Return the process that is named in a lock, if it has that very file open: another may have got its number."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         process = psutil.Process(int(path.read_text(encoding="utf-8")))
         if any(path.samefile(file.path) for file in process.open_files() if Path(file.path).name == path.name):
@@ -116,7 +116,7 @@ def ask_to_leave(call: Call, run: RunFolder, launchers: Sequence[psutil.Process]
 
 
 def _slurm_job(launcher: psutil.Process) -> str | None:
-    """Returns the job whose batch script, of `make slurm`, has started a launcher; `None` for any other launcher."""
+    """Return the job whose batch script, of `make slurm`, has started a launcher; `None` for any other launcher."""
     with contextlib.suppress(psutil.Error, OSError):
         variables = launcher.environ()
         return variables.get("SLURM_JOB_ID") if CAUSE_VARIABLE in variables else None

@@ -109,7 +109,7 @@ class AccelerateChoices:
 
 
 def machines_and_strategy(path: Path) -> tuple[int, str]:
-    """Returns the machines that a file names, and its strategy where that is not plain data parallelism; 1 and nothing of no such file."""
+    """Return the machines that a file names, and its strategy where that is not plain data parallelism; 1 and nothing of no such file."""
     try:
         settings = read_plain_yaml(path)
     except UserError:
@@ -121,7 +121,7 @@ def machines_and_strategy(path: Path) -> tuple[int, str]:
 
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:
-    """Returns the choices of `path`: every key is used, agrees with us, or is refused. Raises `UserError` with all that are refused."""
+    """Return the choices of `path`: every key is used, agrees with us, or is refused. Raise `UserError` with all that are refused."""
     source = read_yaml(path)
     settings = source.plain()
     if not isinstance(settings, dict):
@@ -180,7 +180,7 @@ Refuse = Callable[..., None]
 
 
 def _check(section: Mapping[str, Any], prefix: str, only: Only, read: Set[str], refuse: Refuse) -> None:
-    """Refuses keys of a section that are not understood, and values other than those that a key can `only` have."""
+    """Refuse keys of a section that are not understood, and values other than those that a key can `only` have."""
     for key, value in section.items():
         if key in only and value not in only[key][0]:
             refuse(f"{prefix}{key}", f"`{prefix}{key}` is `{value}`: {only[key][1]}")
@@ -234,7 +234,7 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
 def accelerate_settings(
     *, strategy: Strategy, device: str, precision: Precision, processes: int, node: Node, deepspeed_file: Path | None
 ) -> dict[str, Any]:
-    """Returns the content of an accelerate config file for `processes` in all over `node.count` machines.
+    """Return the content of an accelerate config file for `processes` in all over `node.count` machines.
 
     `MULTI_GPU` on a CPU is no slip: with `MULTI_CPU` or `use_cpu` accelerate starts one process; the workers' environment
     says what the device is.
@@ -273,7 +273,7 @@ def accelerate_settings(
 
 
 def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:
-    """Returns the text of a run's `accelerate.yaml`; `fsdp` holds what a user's own accelerate config says differently."""
+    """Return the text of a run's `accelerate.yaml`; `fsdp` holds what a user's own accelerate config says differently."""
     settings = accelerate_settings(
         strategy=plan.strategy,
         device=plan.device,
@@ -288,7 +288,7 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
 
 
 def main(call: Call) -> int:
-    """`make setup-accelerate`: writes the file, and prints the choices, or JSON. Raises `UserError` and `HardwareError`."""
+    """`make setup-accelerate`: writes the file, and prints the choices, or JSON. Raise `UserError` and `HardwareError`."""
     path = Path(call.options.get("OUT") or DEFAULT_OUT)
     require_ours(path, WRITTEN, call.command)
     hardware, reasons = detect(), list[str]()
@@ -315,7 +315,7 @@ def main(call: Call) -> int:
 
 
 def require_ours(path: Path, mark: str, command: str) -> None:
-    """Raises `UserError` where `path` holds a file that `command`, which puts the `mark` at the top, has not written."""
+    """Raise `UserError` where `path` holds a file that `command`, which puts the `mark` at the top, has not written."""
     try:
         ours = mark in path.read_text(encoding="utf-8", errors="replace")[:300]
     except FileNotFoundError:
@@ -329,7 +329,7 @@ def require_ours(path: Path, mark: str, command: str) -> None:
 
 
 def _processes(call: Call, hardware: Hardware, reasons: list[str]) -> tuple[int, int]:
-    """Returns the processes of each machine, and the machines."""
+    """Return the processes of each machine, and the machines."""
     cuda = hardware.kind == "cuda"
     available = len(hardware.devices) if cuda else hardware.cpu_threads
     what = ", ".join(sorted({d.name for d in hardware.devices})) if cuda else f"a CPU with {available} threads"

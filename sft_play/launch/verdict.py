@@ -102,7 +102,7 @@ def judge(
     memory_kill: str | None = None,
     log_starts: Mapping[int, int] | None = None,
 ) -> Outcome:
-    """Says how the workers ended, from their records, the agent's own words and what the launcher saw first.
+    """Say how the workers ended, from their records, the agent's own words and what the launcher saw first.
 
     `log_starts`: rank -> bytes that its log had before this attempt.
 
@@ -183,7 +183,7 @@ def _ended_abruptly(
 
 
 def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, str] | None:
-    """Returns a rank that a signal killed before it could record anything, and the signal's name, from the agent's log."""
+    """Return a rank that a signal killed before it could record anything, and the signal's name, from the agent's log."""
     others, _, root_cause = agent_log.partition("Root Cause")  # torchrun lists what it saw first last
     for rank, code in SUMMARY.findall(root_cause) + SUMMARY.findall(others):
         if int(rank) in silent and int(code) < 0 and -int(code) != signal.SIGTERM:  # SIGTERM is how torchrun ends the others
@@ -193,7 +193,7 @@ def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, s
 
 
 def _lost_its_peer(log: str) -> str | None:
-    """Returns the words of NCCL's watchdog where it ended the rank of a log for what another rank did; `None` otherwise."""
+    """Return the words of NCCL's watchdog where it ended the rank of a log for what another rank did; `None` otherwise."""
     found = WATCHDOG.search(log)
     return None if found is None or OWN_FAULT.search(log, found.start(), found.end() + 1000) else found[0]
 
@@ -203,7 +203,7 @@ def _error(record: Mapping[str, Any]) -> str:
 
 
 def _who(rank: int) -> str:
-    """Returns a rank of this machine with the machine's name."""
+    """Return a rank of this machine with the machine's name."""
     return f"rank {rank} ({socket.gethostname()})"
 
 
@@ -268,7 +268,7 @@ def launcher_log(run: RunFolder, first_rank: int) -> Path:
 
 
 def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
-    """Returns the last `limit` bytes of a file, of those from `since` on; empty where there is none."""
+    """Return the last `limit` bytes of a file, of those from `since` on; empty where there is none."""
     if not path.is_file():
         return ""
     with path.open("rb") as stream:
@@ -278,7 +278,7 @@ def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
 
 
 def stop_facts(run: RunFolder, signals: Sequence[int], records: Records) -> dict[str, Any]:
-    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete checkpoint.
+    """Return what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete checkpoint.
 
     Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to read a large one
     takes longer than a scheduler waits.
@@ -297,7 +297,7 @@ def stop_facts(run: RunFolder, signals: Sequence[int], records: Records) -> dict
 
 
 def describe_stop(stop: Mapping[str, Any]) -> str:
-    """Returns the line that says how a run was stopped and what is saved."""
+    """Return the line that says how a run was stopped and what is saved."""
     saved, step = stop.get("saved"), stop.get("step")
     after = f" after step {step}" if step else ""
     whole = f"checkpoint {saved} is complete" if saved else "there is no complete checkpoint"
@@ -307,7 +307,7 @@ def describe_stop(stop: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def record_stop(run: RunFolder, node_rank: int) -> Iterator[None]:
-    """Records a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's to tell."""
+    """Record a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's to tell."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as stop:
@@ -322,7 +322,7 @@ CAUSE_VARIABLE = "SFT_PLAY_CAUSE_FILE"
 
 
 def tell_cause(outcome: Outcome) -> None:
-    """Writes why a rank was lost, in one word, where the file is asked for. One that cannot be written changes nothing."""
+    """Write why a rank was lost, in one word, where the file is asked for. One that cannot be written changes nothing."""
     path = os.environ.get(CAUSE_VARIABLE)
     if path and outcome.cause:
         with contextlib.suppress(OSError):
@@ -335,7 +335,7 @@ COLLECTIVE = re.compile(r"/torch/distributed/|/accelerate/utils/operations\.py$|
 
 
 def main_frames(stacks: str) -> list[tuple[str, str]]:
-    """Returns (file, function) of the training thread, innermost first; empty where it is not found."""
+    """Return (file, function) of the training thread, innermost first; empty where it is not found."""
     for thread in re.split(r"\n(?=Thread |Current thread )", stacks):
         frames = [(found["file"], found["function"]) for found in FRAME.finditer(thread)]
         if any(MAIN.search(file) for file, _ in frames):
@@ -344,7 +344,7 @@ def main_frames(stacks: str) -> list[tuple[str, str]]:
 
 
 def standing(beat: Beat, quiet: float, stacks: str) -> dict[str, Any]:
-    """Returns where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks (`None` if unknown), and words.
+    """Return where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks (`None` if unknown), and words.
 
     `quiet` is seconds, `stacks` what it wrote of its threads.
     """
@@ -363,7 +363,7 @@ def standing(beat: Beat, quiet: float, stacks: str) -> dict[str, Any]:
 
 
 def culprits(found: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Returns the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective operations (under
+    """Return the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective operations (under
     NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody; empty if unknown."""
     if len(found) < 2:
         return list(found)
@@ -376,7 +376,7 @@ def culprits(found: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 
 def hang(found: Mapping[int, Mapping[str, Any]], run: RunFolder) -> Loss:
-    """Returns the loss of ranks of which none makes progress: who keeps the others waiting, and a line for each."""
+    """Return the loss of ranks of which none makes progress: who keeps the others waiting, and a line for each."""
     blamed, quiet = culprits(found), min(facts["quiet"] for facts in found.values())
     lines = []
     for rank, facts in sorted(found.items()):

@@ -38,7 +38,7 @@ class Follower:
         self.path, self.rows, self._read = path, list[dict[str, Any]](), 0
 
     def look(self) -> list[dict[str, Any]]:
-        """Returns all rows so far, of a long file those of `metric_rows`; a file that has become shorter is read again."""
+        """Return all rows so far, of a long file those of `metric_rows`; a file that has become shorter is read again."""
         with contextlib.suppress(OSError), self.path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             if size < self._read:
@@ -57,7 +57,7 @@ class Follower:
 
 
 def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableType:
-    """Returns what is known of a run as a panel."""
+    """Return what is known of a run as a panel."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
@@ -129,7 +129,7 @@ def is_terminal(console: TextIO) -> bool:
 
 @contextlib.contextmanager
 def show_live(run: RunFolder, console: TextIO, *, wanted: bool) -> Iterator[int]:
-    """Yields the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the console's own."""
+    """Yield the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the console's own."""
     if not wanted:
         yield console.fileno()
         return
@@ -154,7 +154,7 @@ def show_live(run: RunFolder, console: TextIO, *, wanted: bool) -> Iterator[int]
 
 @contextlib.contextmanager
 def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Iterator[Any]:
-    """Shows the panel on a terminal and keeps it up to date in a thread; what is printed meanwhile comes above it."""
+    """Show the panel on a terminal and keep it up to date in a thread; what is printed meanwhile comes above it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -190,7 +190,7 @@ def main(call: Call) -> int:
 
 
 def _state_seen(run: RunFolder) -> str:
-    """Returns the state of a run; one whose launcher is not to be seen from here runs while its files change."""
+    """Return the state of a run; one whose launcher is not to be seen from here runs while its files change."""
     state = state_of(run)
     return "running" if state == "killed" and age_of(run) < ALIVE_SECONDS else state
 

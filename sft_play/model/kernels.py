@@ -23,7 +23,7 @@ from sft_play.plan.shape import VARLEN
 
 
 def register() -> None:
-    """Makes `attn_implementation="varlen"` known to transformers. Its mask interface is not told, so that no mask is ever built."""
+    """Make `attn_implementation="varlen"` known to transformers. Its mask interface is not told, so that no mask is ever built."""
     AttentionInterface.register(VARLEN, varlen_attention)
 
 
@@ -43,7 +43,7 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V], row i from `row_ends[i]` to `[i + 1]`.
+    """Return [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V], row i from `row_ends[i]` to `[i + 1]`.
 
     A token sees those before it in its row, `sliding_window` of them at most, itself included; and its head's sink `s_aux` [H], a
     score without a value. `data.batches.Collator` makes the lengths. The plan keeps to `sdpa` or `eager` what this kernel does not
@@ -68,7 +68,7 @@ def varlen_attention(
 
 
 def attention_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Returns the type to compute in, as autocast casts for sdpa: norms of queries and keys with fp32 weights return fp32."""
+    """Return the type to compute in, as autocast casts for sdpa: norms of queries and keys with fp32 weights return fp32."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
 
@@ -76,7 +76,7 @@ def attention_dtype(query: Tensor, value: Tensor) -> torch.dtype:
 def _row_by_row(
     states: tuple[Tensor, Tensor, Tensor], ends: tuple[int, ...], scaling: float | None, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Returns [1, T, H, D]. Only a row that is longer than the window has a mask, of its own size."""
+    """Return [1, T, H, D]. Only a row that is longer than the window has a mask, of its own size."""
     found = []
     scale = states[0].shape[-1] ** -0.5 if scaling is None else scaling
     first = 0 if sinks is None else 1
@@ -94,7 +94,7 @@ def _row_by_row(
 
 
 def _after_a_sink(row: tuple[Tensor, ...], sinks: Tensor) -> tuple[Tensor, ...]:
-    """Returns a row's states with one token more in front, whose value is 0, and whose score, through 8 dimensions more, is the head's sink."""
+    """Return a row's states with one token more in front, whose value is 0, and whose score, through 8 dimensions more, is the head's sink."""
     query, key, value = (functional.pad(state, (0, 8, 1, 0)) for state in row)
     query[..., -1] = sinks[:, None]
     key[..., 0, -1] = 1
@@ -102,7 +102,7 @@ def _after_a_sink(row: tuple[Tensor, ...], sinks: Tensor) -> tuple[Tensor, ...]:
 
 
 def keep_rows_apart(model: nn.Module) -> None:
-    """Lets layers that carry a state along the line (state spaces, gated delta rules, convolutions) begin every row without one.
+    """Let layers that carry a state along the line (state spaces, gated delta rules, convolutions) begin every row without one.
 
     Those of transformers know the ends of rows only where packages with kernels for it are installed, and fail elsewhere. Here rows of about
     one length (the longest at most 1.42 times the shortest) are computed side by side, padded behind, where no token of theirs looks.
@@ -153,7 +153,7 @@ _LABELS: ContextVar[Labels | None] = ContextVar("labels", default=None)
 
 @contextlib.contextmanager
 def labels_for_head(targets: Tensor) -> Iterator[Labels]:
-    """Lets a chunked head that runs inside compute the loss of these targets in place of logits."""
+    """Let a chunked head that runs inside compute the loss of these targets in place of logits."""
     labels = Labels(targets=targets)
     token = _LABELS.set(labels)
     try:
@@ -163,13 +163,13 @@ def labels_for_head(targets: Tensor) -> Iterator[Labels]:
 
 
 def total_of(labels: Labels, output: Tensor) -> Tensor:
-    """Returns the summed loss with its graph. `output` is what the model returned as logits: it only carries the graph."""
+    """Return the summed loss with its graph. `output` is what the model returned as logits: it only carries the graph."""
     total: Tensor = _Total.apply(output, labels)
     return total
 
 
 def chunk_head(model: Any, chunk: int) -> None:
-    """Makes the model's head compute the loss `chunk` positions at a time, wherever `labels_for_head` says for which targets.
+    """Make the model's head compute the loss `chunk` positions at a time, wherever `labels_for_head` says for which targets.
 
     Without targets it returns logits as before. `model` may have adapters, on the head too.
     """
@@ -196,7 +196,7 @@ class _Change:
     cap: float | None = None
 
     def apply(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Returns the changed logits, changed in place if they may be, and the derivative of the change."""
+        """Return the changed logits, changed in place if they may be, and the derivative of the change."""
         if self.factor != 1.0:
             logits = logits.mul_(self.factor)
         if self.cap is None:
@@ -286,7 +286,7 @@ class _Total(torch.autograd.Function):
 def _losses_and_slope(
     logits_CV: Tensor, targets_C: Tensor, change: _Change, unscaled: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the chunk's summed cross-entropy and, times `unscaled` where that is given, its gradient for the head's logits.
+    """Return the chunk's summed cross-entropy and, times `unscaled` where that is given, its gradient for the head's logits.
 
     Everything that can happen in place does: one fp32 buffer, and the logits themselves where they are narrower.
     """
@@ -306,7 +306,7 @@ def _losses_and_slope(
 
 
 def _fp16_factor(hidden: Tensor, weights: tuple[Tensor, ...]) -> float:
-    """Returns by how much gradients are scaled up. The sums of a trained head's are large enough, and could overflow."""
+    """Return by how much gradients are scaled up. The sums of a trained head's are large enough, and could overflow."""
     device = hidden.device.type
     narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return FP16_FACTOR if narrow == torch.float16 and not weights else 1.0

@@ -38,11 +38,11 @@ from sft_play.runs.prepared import Prepared
 
 
 def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[Any, Any]:
-    """Returns (model, tokenizer): what is tuned requires gradients, everything else is frozen, the cache is off.
+    """Return (model, tokenizer): what is tuned requires gradients, everything else is frozen, the cache is off.
 
     The model is on the CPU, or on this process's GPU unless a sharding engine places it (ZeRO-3, FSDP2). Every rank draws the
     same fresh weights, since the seed is set here. For ZeRO-3, `TrainingArguments` with the DeepSpeed configuration must be
-    alive before, so that transformers shards while it loads. Raises `UserError`, `CheckpointError` or `HardwareError`.
+    alive before, so that transformers shards while it loads. Raise `UserError`, `CheckpointError` or `HardwareError`.
     """
     tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat, trust=config.model.trust_remote_code)
     if config.tuning.backend == "unsloth":
@@ -87,7 +87,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
 
 
 def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
-    """Returns the base model as training sees it: in the plan's type, or quantised."""
+    """Return the base model as training sees it: in the plan's type, or quantised."""
     folder = Path(prepared.model.path)
     existing = quantise.quantisation_of(folder)
     settings = None
@@ -113,13 +113,13 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
 
 
 def _held_dtype(plan: Plan) -> torch.dtype:
-    """Returns the type that weights are held in: DeepSpeed casts them before it makes its fp32 copy, so that nothing wider is of use."""
+    """Return the type that weights are held in: DeepSpeed casts them before it makes its fp32 copy, so that nothing wider is of use."""
     narrow = plan.strategy.startswith("zero") and plan.precision != "fp32"
     return quantise.COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
 
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
-    """Returns the type of the adapters' weights.
+    """Return the type of the adapters' weights.
 
     fp32, except over a quantised base in bf16: there autocast has no fp32 copies of inputs to keep, and fp32 adapters would
     make some, one for each layer. fp16 needs fp32 adapters for its loss scaling.
@@ -130,14 +130,14 @@ def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
 
 
 def _placement(plan: Plan) -> str | None:
-    """Returns the device to load to; `None` where weights are shared out first."""
+    """Return the device to load to; `None` where weights are shared out first."""
     if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2") or plan.copies > 1:
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def settings_of(architecture: dict[str, Any]) -> Any:
-    """Returns the whole model's configuration. Raises `DataError` for a family that transformers does not know."""
+    """Return the whole model's configuration. Raise `DataError` for a family that transformers does not know."""
     values = copy.deepcopy(architecture)
     family = values.pop("model_type", None)
     if family not in CONFIG_MAPPING:
@@ -159,7 +159,7 @@ TEXT_WITHIN = frozenset({
 
 
 def model_class(settings: Any) -> Any:
-    """Returns transformers' class for a model whose text part is trained. Raises `DataError` for a family that has none."""
+    """Return transformers' class for a model whose text part is trained. Raise `DataError` for a family that has none."""
     if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or not type(settings).__module__.startswith("transformers."):
         return AutoModelForCausalLM
     if settings.model_type in TEXT_WITHIN:
@@ -181,9 +181,9 @@ def read_model(
     device: str | None = None,
     layers: tuple[int, int] | None = None,
 ) -> Any:
-    """Reads a causal language model from a local folder, without network; of its layers only `[first, end)` where these are given.
+    """Read a causal language model from a local folder, without network; of its layers only `[first, end)` where these are given.
 
-    Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs code of its
+    Raise `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs code of its
     own that is not trusted; `UserError` for an architecture that transformers does not know.
     """
     refuse_embedded_adapter(folder, str(folder))
@@ -238,12 +238,12 @@ def read_model(
 
 
 def first_lines(error: BaseException) -> str:
-    """Returns the part of a library's error that is worth showing."""
+    """Return the part of a library's error that is worth showing."""
     return " ".join(str(error).strip().splitlines()[:3])
 
 
 def tell(*notes: str) -> None:
-    """Prints notes once, from the first process."""
+    """Print notes once, from the first process."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(note, file=sys.stderr, flush=True)
@@ -307,7 +307,7 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
 
 
 def _select_positions(model: Any) -> Any:
-    """Makes `logits_to_keep` accept a tensor of positions, as transformers' models do; Unsloth's forward ignores one.
+    """Make `logits_to_keep` accept a tensor of positions, as transformers' models do; Unsloth's forward ignores one.
 
     The head then runs on every position and the wanted logits are picked out: right, though without the saving.
     """
@@ -328,7 +328,7 @@ SILU = ("silu", "swish")
 
 
 def use_kernels(model: Any) -> None:
-    """Replaces what Liger has kernels for, the loss apart: ours runs in chunks (`model.kernels.chunk_head`). Call it before adapters are added.
+    """Replace what Liger has kernels for, the loss apart: ours runs in chunks (`model.kernels.chunk_head`). Call it before adapters are added.
 
     Parameters and names stay. Rotary embeddings are replaced in the family's module, for all models of this process.
     """

@@ -47,7 +47,7 @@ class Targets:
 
 
 def text_prefix(model: nn.Module) -> str:
-    """Returns the name of the text model inside a multimodal one (`model.language_model`), or `""` when all of it is text."""
+    """Return the name of the text model inside a multimodal one (`model.language_model`), or `""` when all of it is text."""
     config = model.config
     if config.get_text_config() is config:
         return ""
@@ -56,7 +56,7 @@ def text_prefix(model: nn.Module) -> str:
 
 
 def free_text_part(model: Any) -> str:
-    """Lets the text model and its head train; a vision tower and its projector stay frozen. Returns `text_prefix`."""
+    """Let the text model and its head train; a vision tower and its projector stay frozen. Return `text_prefix`."""
     prefix = text_prefix(model)
     model.requires_grad_(not prefix)
     if prefix:
@@ -96,7 +96,7 @@ def _named_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def why_not(model: nn.Module, name: str) -> str | None:
-    """Returns why a linear layer takes no adapter, or `None` when it does."""
+    """Return why a linear layer takes no adapter, or `None` when it does."""
     module, mixer, leaf = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), _leaf(name)
     if ROUTER.search(name):
         return ROUTES
@@ -111,7 +111,7 @@ def why_not(model: nn.Module, name: str) -> str | None:
 
 
 def expert_names(model: nn.Module) -> list[str]:
-    """Returns the names of fused expert weights."""
+    """Return the names of fused expert weights."""
     prefix = text_prefix(model)
     return [
         f"{name}.{leaf}"
@@ -130,9 +130,9 @@ def is_expert(name: str, weight: nn.Parameter | nn.Module) -> bool:
 
 
 def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
-    """Returns where adapters go for `auto` or for typed names (`q_proj`, `self_attn.q_proj`, `experts.gate_up_proj`).
+    """Return where adapters go for `auto` or for typed names (`q_proj`, `self_attn.q_proj`, `experts.gate_up_proj`).
 
-    Raises `UserError` when a typed name matches nothing in the text model, or the head of a model with tied embeddings.
+    Raise `UserError` when a typed name matches nothing in the text model, or the head of a model with tied embeddings.
     """
     experts, parameters, notes = expert_names(model), list[str](), tuple[str, ...]()
     if isinstance(wanted, str):
@@ -157,7 +157,7 @@ def _ends(name: str, typed: str) -> bool:
 
 
 def _match_typed(model: nn.Module, wanted: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns names of matched modules and of matched expert weights."""
+    """Return names of matched modules and of matched expert weights."""
     head, named = model.get_output_embeddings(), _named_layers(model)
     tied = head is not None and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     refused = {name: why for name in named if (why := why_not(model, name))}
@@ -203,7 +203,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -> list[str] | None:
-    """Returns ends of the names `chosen`, of `least` parts or more, that mean no other name, `None` where no short ones do."""
+    """Return ends of the names `chosen`, of `least` parts or more, that mean no other name, `None` where no short ones do."""
     others = set(everything) - set(chosen)
     for parts in range(least, least + 3):
         ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
@@ -213,7 +213,7 @@ def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -
 
 
 def _pattern(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
-    """Returns the ends of names that mean exactly the modules `chosen`, else a regular expression that does."""
+    """Return the ends of names that mean exactly the modules `chosen`, else a regular expression that does."""
     modules = [name for name, _ in model.named_modules()]
     if ends := _ends_of(chosen, modules):
         return ends
@@ -226,7 +226,7 @@ def _pattern(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
 
 @contextmanager
 def as_named() -> Iterator[None]:
-    """Makes PEFT take targets as they are named.
+    """Make PEFT take targets as they are named.
 
     For a mixture of experts PEFT 0.21 takes `gate_proj`, `up_proj` and `down_proj` for the experts of transformers 4, where each was
     a linear layer, and adapts all experts instead of the dense and shared layers of that name (`_convert_peft_config_moe`).
@@ -240,7 +240,7 @@ def as_named() -> Iterator[None]:
 
 
 def _as_saved(model: nn.Module, targets: Targets) -> dict[str, Any]:
-    """Returns what the saved configuration says otherwise, so that PEFT alone, which rewrites targets, finds the same layers.
+    """Return what the saved configuration says otherwise, so that PEFT alone, which rewrites targets, finds the same layers.
 
     PEFT leaves `target_parameters` as they are, and `mlp.gate_proj.weight` there is the same adapter, but without dropout.
     """
@@ -262,7 +262,7 @@ def _parameter_ends(model: nn.Module, chosen: Sequence[str]) -> list[str]:
 
 
 def saved_config(base: nn.Module, folder: Path) -> LoraConfig:
-    """Returns the configuration of a saved adapter of `base`, its targets linear layers again (see `_as_saved`)."""
+    """Return the configuration of a saved adapter of `base`, its targets linear layers again (see `_as_saved`)."""
     config = LoraConfig.from_pretrained(str(folder))
     weights = {name for name in config.target_parameters or () if name.endswith(".weight")}
     if weights:
@@ -276,7 +276,7 @@ def saved_config(base: nn.Module, folder: Path) -> LoraConfig:
 def add_adapters(
     model: nn.Module, settings: LoraSettings, base: ResolvedModel, dtype: torch.dtype
 ) -> tuple[Any, tuple[str, ...]]:
-    """Returns the model with fresh adapters whose weights are of `dtype`, and notes for the user.
+    """Return the model with fresh adapters whose weights are of `dtype`, and notes for the user.
 
     The base is frozen. Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
@@ -310,7 +310,7 @@ def add_adapters(
 
 
 def leave_casts_to_autocast(model: nn.Module) -> None:
-    """Switches PEFT's cast of inputs to the adapters' type off, for models that only ever run under autocast.
+    """Switch PEFT's cast of inputs to the adapters' type off, for models that only ever run under autocast.
 
     Autocast would cast the copy straight back to what it was: the numbers are the same, and no layer keeps an input of its own.
     """
@@ -331,7 +331,7 @@ QUANTISED = "peft.tuners.lora.bnb"
 
 
 def fuse_adapters(model: nn.Module) -> int:
-    """Replaces the forward pass of the model's linear layers with one adapter each; returns how many.
+    """Replace the forward pass of the model's linear layers with one adapter each; return how many.
 
     The modules, their parameters and what is saved stay as they are.
     """

@@ -39,11 +39,11 @@ PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.",
 
 
 def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> dict[str, Any]:
-    """Publishes the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
+    """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
 
-    Returns what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference` between the merged and the
+    Return what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference` between the merged and the
     adapter model's logits in float32, the same of the model read again (`saved_difference`), and the `largest_logit`; else `None` for these.
-    Written aside, read again, compared and renamed. `out` must not exist. Raises `HardwareError` for too little disk
+    Written aside, read again, compared and renamed. `out` must not exist. Raise `HardwareError` for too little disk
     or memory, `CheckpointError` when the merged model answers otherwise than the adapter model.
     """
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -132,7 +132,7 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
 
 
 def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) -> Any:
-    """Returns the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
+    """Return the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
     existing = quantise.quantisation_of(folder)
     parameters = count_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
     if (needed := 4 * parameters) > (free := ram_bytes()[1]):
@@ -155,7 +155,7 @@ def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) 
 
 
 def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> None:
-    """Writes weights, configuration, tokenizer with template, generation settings, and the base's processor files."""
+    """Write weights, configuration, tokenizer with template, generation settings, and the base's processor files."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
@@ -175,7 +175,7 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
 
 
 def _ends(tokenizer: Any) -> dict[str, Any]:
-    """Returns generation settings that end an answer where the template ends a turn."""
+    """Return generation settings that end an answer where the template ends a turn."""
     stops = end_of_turn_ids(tokenizer)
     return {"eos_token_id": list(stops), "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
 
@@ -197,7 +197,7 @@ def _logits(model: Any, prompts: list[Any]) -> list[Any]:
 
 
 def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> tuple[float, float]:
-    """Returns the largest logit and the largest difference. Raises `CheckpointError` above `allowed` of the largest logit."""
+    """Return the largest logit and the largest difference. Raise `CheckpointError` above `allowed` of the largest logit."""
     scale = max(float(logits.abs().max()) for logits in wanted)
     difference = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
     if not difference <= allowed * scale:

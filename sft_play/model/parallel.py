@@ -48,17 +48,17 @@ class Slice:
     shape: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Returns a copy of this part of the whole parameter, so that the rest can be freed."""
+        """Return a copy of this part of the whole parameter, so that the rest can be freed."""
         return whole.narrow(self.dim, self.start, self.end - self.start).clone(memory_format=torch.contiguous_format)
 
 
 def slice_of(parameter: Tensor) -> Slice | None:
-    """Returns which part of a parameter this rank holds, `None` for all of it."""
+    """Return which part of a parameter this rank holds, `None` for all of it."""
     return getattr(parameter, SLICE, None)
 
 
 def families_plan(config: Any) -> dict[str, str]:
-    """Returns transformers' plan for a model's layers. Raises `UserError` for a family that has none, or one that is not understood."""
+    """Return transformers' plan for a model's layers. Raise `UserError` for a family that has none, or one that is not understood."""
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
     if not plan:
         raise UserError(f"`launch.tensor_parallel`: transformers has no plan to slice the layers of `{config.model_type}`")
@@ -81,7 +81,7 @@ class Slicer:
         """Parameters that every rank holds, and of whose gradients each computes a part."""
 
     def cut(self, model: nn.Module) -> None:
-        """Slices a model, adapters included, that every rank has drawn or loaded alike. Raises `UserError`."""
+        """Slice a model, adapters included, that every rank has drawn or loaded alike. Raise `UserError`."""
         base = base_of(model)
         decoder = base.get_decoder()
         for pattern, style in families_plan(base.config.get_text_config()).items():
@@ -96,7 +96,7 @@ class Slicer:
                     self.shared += getattr(parent, "act_fn", nn.Identity()).parameters()
 
     def shard(self, model: Any, replicas: ProcessGroup, precision: str) -> None:
-        """Shares out what was cut among `replicas`, the ranks with the same slices (FSDP2), as accelerate does with a whole model.
+        """Share out what was cut among `replicas`, the ranks with the same slices (FSDP2), as accelerate does with a whole model.
 
         Slices of columns are shared out by columns, so that a rank's part of a parameter is always rows or columns of it.
         """
@@ -169,13 +169,13 @@ class Slicer:
         setattr(module, name, mine)
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over the group, in place."""
+        """Sum a tensor over the group, in place."""
         if self.group is not None:
             distributed.all_reduce(tensor, group=self.group)
         return tensor
 
     def share_gradients(self) -> None:
-        """Completes the gradients of `shared`, once after the backward passes of a step. Collective over the group."""
+        """Complete the gradients of `shared`, once after the backward passes of a step. Collective over the group."""
         found = [local_part(parameter.grad) for parameter in self.shared if parameter.grad is not None]
         if found:
             flat = self.add_up(torch.cat([gradient.flatten() for gradient in found]))
@@ -183,7 +183,7 @@ class Slicer:
                 gradient.copy_(summed.view_as(gradient))
 
     def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
-        """Returns the norm of all gradients, and scales them to `most` where it is larger. Collective over all ranks."""
+        """Return the norm of all gradients, and scales them to `most` where it is larger. Collective over all ranks."""
         gradients = [(local_part(one.grad), slice_of(one) is not None) for one in parameters if one.grad is not None]
         sums = torch.zeros(2, device=gradients[0][0].device)
         for gradient, sliced in gradients:
@@ -197,7 +197,7 @@ class Slicer:
         return norm
 
     def whole_state(self, mine: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns a state dict with complete parameters. Collective over all ranks."""
+        """Return a state dict with complete parameters. Collective over all ranks."""
         found = {}
         for name, one in mine.items():
             tensor = one.detach()
@@ -214,7 +214,7 @@ class Slicer:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns the plain tensor with what this rank holds of `tensor`: a DTensor's shard, else the tensor."""
+    """Return the plain tensor with what this rank holds of `tensor`: a DTensor's shard, else the tensor."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
@@ -245,7 +245,7 @@ class _Sum(torch.autograd.Function):
 
 
 def share_heads(group: ProcessGroup) -> None:
-    """Makes `attn_implementation="varlen"` compute lines whose slices lie on the ranks of `group`, from now on in this process."""
+    """Make `attn_implementation="varlen"` compute lines whose slices lie on the ranks of `group`, from now on in this process."""
     AttentionInterface.register(VARLEN, partial(sliced_attention, group))
 
 
@@ -259,7 +259,7 @@ def sliced_attention(
     s_aux: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, t, H, V], as `varlen_attention` does, of this rank's slice: `query` [1, H, t, D], `key` [1, K, t, D], `value` [1, K, t, V].
+    """Return [1, t, H, V], as `varlen_attention` does, of this rank's slice: `query` [1, H, t, D], `key` [1, K, t, D], `value` [1, K, t, V].
 
     All ranks of the group call it together. `settings` has the lengths of the whole line. N must divide H.
     """
@@ -275,7 +275,7 @@ def sliced_attention(
 
 
 def _by_rank(states: Tensor, ranks: int) -> Tensor:
-    """Returns [N, t, H / N, D] of [1, H, t, D]: each rank's heads, repeated where N does not divide them, as grouped attention would."""
+    """Return [N, t, H / N, D] of [1, H, t, D]: each rank's heads, repeated where N does not divide them, as grouped attention would."""
     heads = states[0].repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], 0)
     return heads.unflatten(0, (ranks, -1)).transpose(1, 2)
 

@@ -32,14 +32,14 @@ _LIBRARIES = {
 
 
 def quantisation_of(folder: Path) -> dict[str, Any] | None:
-    """Returns the `quantization_config` that a model folder comes with, or `None` for plain weights."""
+    """Return the `quantization_config` that a model folder comes with, or `None` for plain weights."""
     value = read_json(folder / "config.json")
     found = value.get("quantization_config") or (value.get("text_config") or {}).get("quantization_config")
     return dict(found) if found else None
 
 
 def method_of(quantisation: dict[str, Any]) -> str:
-    """Returns the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
+    """Return the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
     method = str(quantisation.get("quant_method") or "")
     if method in ("", "bitsandbytes_4bit", "bitsandbytes_8bit"):
         return "bitsandbytes" if method or quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit") else "unknown"
@@ -47,9 +47,9 @@ def method_of(quantisation: dict[str, Any]) -> str:
 
 
 def check_existing(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
-    """Returns what to tell the user about a base that is already quantised.
+    """Return what to tell the user about a base that is already quantised.
 
-    Raises `UserError` for `full` tuning, which needs plain weights, and for a strategy that cannot hold quantised ones;
+    Raise `UserError` for `full` tuning, which needs plain weights, and for a strategy that cannot hold quantised ones;
     `HardwareError` when the method's library is missing.
     """
     method = method_of(quantisation)
@@ -79,7 +79,7 @@ def check_existing(quantisation: dict[str, Any], tuning: TuningConfig, strategy:
 
 
 def expand_mxfp4(source: Path, weights: Sequence[Path], target: Path) -> None:
-    """Writes the model in `source` with its experts in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
+    """Write the model in `source` with its experts in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
 
     One file per layer or so, so that memory holds one at a time; `config.json` comes last.
     """
@@ -117,7 +117,7 @@ def expand_mxfp4(source: Path, weights: Sequence[Path], target: Path) -> None:
 
 
 def describe(quantisation: dict[str, Any]) -> str:
-    """Returns a few words on a quantisation: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
+    """Return a few words on a quantisation: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
     method = method_of(quantisation)
     if method == "bitsandbytes":
         return f"bitsandbytes {'int8' if quantisation.get('load_in_8bit') else quantisation.get('bnb_4bit_quant_type', 'fp4')}"
@@ -126,11 +126,11 @@ def describe(quantisation: dict[str, Any]) -> str:
 
 
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
-    """Returns transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
+    """Return transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
 
     nf4 is quantised doubly (the blocks' scales are quantised too), and fused experts with the linear layers where the plan says so.
     FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2 all of a module's in one: the packed bytes are then stored as
-    the adapters' type, else as plain bytes. Raises `UserError` for a strategy that cannot hold quantised weights.
+    the adapters' type, else as plain bytes. Raise `UserError` for a strategy that cannot hold quantised weights.
     """
     from transformers import BitsAndBytesConfig
 
@@ -157,7 +157,7 @@ WITH_EXPERTS = "bitsandbytes_with_experts"
 
 
 def with_experts(settings: Any) -> Any:
-    """Makes transformers quantise fused experts too, while they are loaded; nf4 in blocks of 64 with quantised scales, as for linear layers.
+    """Make transformers quantise fused experts too, while they are loaded; nf4 in blocks of 64 with quantised scales, as for linear layers.
 
     Each layer's are expanded when they compute (bitsandbytes' parametrisation).
     """
@@ -168,7 +168,7 @@ def with_experts(settings: Any) -> Any:
 
 @cache
 def _register_quantizer() -> None:
-    """Tells transformers how; here, since it imports bitsandbytes."""
+    """Tell transformers how; here, since it imports bitsandbytes."""
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.quantizers.auto import register_quantizer
@@ -209,14 +209,14 @@ def _register_quantizer() -> None:
 
 
 def let_go_of_files(model: Any) -> None:
-    """Copies what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
+    """Copy what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.clone()
 
 
 def keep_quantised_weights(model: Any) -> None:
-    """Makes bitsandbytes 0.50 leave nf4 weights as they are.
+    """Make bitsandbytes 0.50 leave nf4 weights as they are.
 
     On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for good to
     bf16: training would go on over another base, and scores would depend on the machine.

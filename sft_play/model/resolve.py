@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
-    """Returns where the model is, downloading it when it must. Raises `DataError` with what to do."""
+    """Return where the model is, downloading it when it must. Raise `DataError` with what to do."""
     folder = _folder(model.name)
     if folder is not None:
         check_folder(folder, model.name)
@@ -47,7 +47,7 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
 
 
 def small_files(name: str, revision: str | None) -> Path:
-    """Returns a folder with the config and tokenizer of a folder or hub id; no weights are fetched. Raises `DataError`."""
+    """Return a folder with the config and tokenizer of a folder or hub id; no weights are fetched. Raise `DataError`."""
     model = ModelConfig(name=name, revision=revision)
     found = _folder(name) or _cached(model)
     if found is None and is_embedded(name) and not hub_reachable():
@@ -56,7 +56,7 @@ def small_files(name: str, revision: str | None) -> Path:
 
 
 def _trainable(folder: Path) -> Path:
-    """Returns the folder, or for weights in MXFP4 (gpt-oss) one in the cache with the same numbers in bfloat16, made on first use."""
+    """Return the folder, or for weights in MXFP4 (gpt-oss) one in the cache with the same numbers in bfloat16, made on first use."""
     if not in_mxfp4(read_json(folder / "config.json")):
         return folder
     from sft_play.model.quantise import expand_mxfp4
@@ -71,7 +71,7 @@ def _trainable(folder: Path) -> Path:
 
 
 def describe_source(model: ResolvedModel) -> str:
-    """Returns one line for the user: which model, from where."""
+    """Return one line for the user: which model, from where."""
     if model.source == "embedded":
         return f"model: {LABEL}, from a package: the hub cannot be reached"
     origin = f"from the hub at commit {(model.revision or '')[:12]}" if model.source == "hub" else f"from the folder {model.path}"
@@ -79,7 +79,7 @@ def describe_source(model: ResolvedModel) -> str:
 
 
 def _folder(name: str) -> Path | None:
-    """Returns the folder that a name means, `None` for a hub id. Raises `DataError`."""
+    """Return the folder that a name means, `None` for a hub id. Raise `DataError`."""
     path, hint = Path(name).expanduser(), "paths count from the folder in which you typed make"
     if path.is_dir():
         return path
@@ -94,7 +94,7 @@ def _folder(name: str) -> Path | None:
 
 
 def _cached(model: ModelConfig) -> Path | None:
-    """Returns the snapshot that earlier runs fetched."""
+    """Return the snapshot that earlier runs fetched."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -104,7 +104,7 @@ def _cached(model: ModelConfig) -> Path | None:
 
 
 def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
-    """Fetches a model, or `only` the files of these patterns. Raises `DataError`."""
+    """Fetch a model, or `only` the files of these patterns. Raise `DataError`."""
     from huggingface_hub import HfApi, snapshot_download
 
     if not hub_reachable():
@@ -120,7 +120,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
 
 
 def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
-    """Returns why the hub gave no model; without an error it cannot be reached."""
+    """Return why the hub gave no model; without an error it cannot be reached."""
     from huggingface_hub import errors, get_token
 
     page = f"https://huggingface.co/{model.name}"
@@ -144,7 +144,7 @@ def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
 
 
 def describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
-    """Returns what a run keeps of the model in `folder`: where it is, and checksums of all that matters."""
+    """Return what a run keeps of the model in `folder`: where it is, and checksums of all that matters."""
     weights = weight_files(folder)
     sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
     described = [file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()]
@@ -160,7 +160,7 @@ def describe(name: str, folder: Path, source: str, revision: str | None) -> Reso
 
 
 def tokenizer_sha256(folder: Path) -> list[str]:
-    """Returns names and checksums of a tokenizer's files."""
+    """Return names and checksums of a tokenizer's files."""
     return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
@@ -173,13 +173,13 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files in a fixed order: safetensors where there are any, else pickles."""
+    """Return the weight files in a fixed order: safetensors where there are any, else pickles."""
     found = (sorted(path for path in folder.glob(pattern) if not is_state_file(path.name)) for pattern in WEIGHTS)
     return next((files for files in found if files), [])
 
 
 def check_folder(folder: Path, place: str) -> None:
-    """Raises `DataError` (its place is `place`: the folder, or the hub id) when the model cannot be loaded from `folder`."""
+    """Raise `DataError` (its place is `place`: the folder, or the hub id) when the model cannot be loaded from `folder`."""
     require_plain(folder)
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
@@ -196,7 +196,7 @@ def check_folder(folder: Path, place: str) -> None:
 
 
 def check_trained(folder: Path) -> None:
-    """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors file, for an
+    """Raise `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors file, for an
     index that names files elsewhere, and for what is not a plain file of this folder."""
     try:
         require_plain(folder)
@@ -208,7 +208,7 @@ def check_trained(folder: Path) -> None:
 
 
 def refuse_embedded_adapter(folder: Path, place: str) -> None:
-    """Raises `DataError` for a model folder with an adapter in it: transformers would load both, and not say which weights are missing."""
+    """Raise `DataError` for a model folder with an adapter in it: transformers would load both, and not say which weights are missing."""
     if (folder / "adapter_config.json").is_file():
         raise DataError(
             "this model folder holds an adapter too (`adapter_config.json`)", place=place,
@@ -233,7 +233,7 @@ def _check_weights(folder: Path, place: str) -> None:
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    """Returns the weight files that the folder's indexes name. Raises `DataError` for what is not an index, or leads out of the folder."""
+    """Return the weight files that the folder's indexes name. Raise `DataError` for what is not an index, or leads out of the folder."""
     found: set[str] = set()
     for index in sorted(folder.glob("*.index.json")):
         try:
@@ -284,7 +284,7 @@ def is_about_trust(error: BaseException) -> bool:
 
 
 def code_not_trusted(what: str, place: str) -> DataError:
-    """Returns the refusal of a model or tokenizer (`what`) that needs code of its own."""
+    """Return the refusal of a model or tokenizer (`what`) that needs code of its own."""
     return DataError(
         f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; such code does not run unasked",
         place=place,
@@ -295,7 +295,7 @@ def code_not_trusted(what: str, place: str) -> DataError:
 
 
 def refuse_untrusted_code(folder: Path, place: str) -> None:
-    """Raises `DataError` for a model that only code of its own folder can load (`auto_map`, and no class of transformers).
+    """Raise `DataError` for a model that only code of its own folder can load (`auto_map`, and no class of transformers).
 
     Asked where `model.trust_remote_code` is false, before anything is launched. `load_tokenizer` refuses the tokenizer's code.
     """
@@ -313,7 +313,7 @@ def refuse_untrusted_code(folder: Path, place: str) -> None:
 def runs_code(folder: Path) -> bool:
     """Whether the code of a model's folder is run where `model.trust_remote_code` is true: it has some, and the user consented to that.
 
-    Raises `DataError` for code of another repository.
+    Raise `DataError` for code of another repository.
     """
     if not any(folder.rglob("*.py")) or not may_run(folder, "model"):
         return False
@@ -322,7 +322,7 @@ def runs_code(folder: Path) -> bool:
 
 
 def refuse_foreign_code(folder: Path) -> None:
-    """Raises `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not pin.
+    """Raise `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not pin.
 
     Asked only where `model.trust_remote_code` is true; elsewhere no code of a model is run.
     """
@@ -343,9 +343,9 @@ def _auto_map(path: Path) -> dict[str, Any]:
 
 
 def weights_sha256(paths: Sequence[Path]) -> list[str]:
-    """Returns a checksum over all bytes of each file: from the hub's cache its blob's name, else the sha256 of its content.
+    """Return a checksum over all bytes of each file: from the hub's cache its blob's name, else the sha256 of its content.
 
-    Raises `OSError` for a file that cannot be read.
+    Raise `OSError` for a file that cannot be read.
     """
     blobs = {path: blob_of(path) for path in paths}
     own = [path for path, blob in blobs.items() if blob is None]

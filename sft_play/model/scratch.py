@@ -30,7 +30,7 @@ FORMAT = "1"
 
 
 def resolve(config: Config) -> ResolvedModel:
-    """Returns where the configured model is; made, fetched or downloaded when it must. Raises `DataError` with what to do."""
+    """Return where the configured model is; made, fetched or downloaded when it must. Raise `DataError` with what to do."""
     if config.model.init == "random":
         return _random(config)
     model = resolve_model(config.model)
@@ -38,7 +38,7 @@ def resolve(config: Config) -> ResolvedModel:
 
 
 def describe_source(config: Config, model: ResolvedModel) -> str:
-    """Returns one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
+    """Return one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
     if model.source != "scratch":
         return describe_pretrained(model)
     weights = count_numbers(Path(model.path))
@@ -48,7 +48,7 @@ def describe_source(config: Config, model: ResolvedModel) -> str:
 
 
 def _random(config: Config) -> ResolvedModel:
-    """Returns a folder with random weights, made on first use."""
+    """Return a folder with random weights, made on first use."""
     settings = config.model
     own = settings.tokenizer or settings.name
     if is_scratch(settings):
@@ -76,12 +76,12 @@ def _random(config: Config) -> ResolvedModel:
 
 
 def _vocabulary(architecture: dict[str, Any]) -> int:
-    """Returns the rows of a model's embedding."""
+    """Return the rows of a model's embedding."""
     return int((architecture.get("text_config") or architecture)["vocab_size"])
 
 
 def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, seed: int) -> None:
-    """Writes config and float32 weights as transformers initialises them on a CPU after `torch.manual_seed(seed)`."""
+    """Write config and float32 weights as transformers initialises them on a CPU after `torch.manual_seed(seed)`."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -100,7 +100,7 @@ def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, s
 
 
 def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
-    """Returns the model with another tokenizer's files beside links to its weights. Raises `DataError` where it does not fit.
+    """Return the model with another tokenizer's files beside links to its weights. Raise `DataError` where it does not fit.
 
     An embedding's row was learnt for the token that had its number, so every token that both know must have the same one; new
     ones may only take numbers that the model has rows for and its own tokenizer leaves free.
@@ -140,7 +140,7 @@ def _check_fit(config: Config, folder: Path, own: dict[str, int], other: dict[st
 
 
 def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
-    """Returns the folder in the cache that `make` fills, by what it is made from."""
+    """Return the folder in the cache that `make` fills, by what it is made from."""
     parts = [FORMAT, *parts]
 
     def marked(folder: Path) -> None:
@@ -167,9 +167,9 @@ MOST_CHARACTERS = 10**9
 
 
 def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
-    """Returns the folder of the tokenizer for this data, from the cache where it was made before.
+    """Return the folder of the tokenizer for this data, from the cache where it was made before.
 
-    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raises `DataError` for data that
+    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raise `DataError` for data that
     cannot be read, or that are too little for `vocab_size` tokens.
     """
 
@@ -193,9 +193,9 @@ def _content_key(sources: Sequence[DataSource], vocab_size: int, seed: int) -> s
 
 
 def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
-    """Yields the texts and turns of all rows, up to `MOST_CHARACTERS`; a faulty row is left to preparation, which reports it.
+    """Yield the texts and turns of all rows, up to `MOST_CHARACTERS`; a faulty row is left to preparation, which reports it.
 
-    Raises `DataError` for a file that cannot be read, and for rows of tokens, which hold no text.
+    Raise `DataError` for a file that cannot be read, and for rows of tokens, which hold no text.
     """
     left = MOST_CHARACTERS
     for source in sources:

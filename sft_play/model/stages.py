@@ -27,7 +27,7 @@ class Skipped(nn.Module):
         self.answers, self.index = answers, index
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the hidden states [B, T, H]; a cache is told how many tokens have passed, since models ask it of any layer."""
+        """Return the hidden states [B, T, H]; a cache is told how many tokens have passed, since models ask it of any layer."""
         hidden = arguments[0] if arguments else named["hidden_states"]
         cache = named.get("past_key_values", named.get("layer_past", named.get("cache_params")))
         if cache is not None:
@@ -46,7 +46,7 @@ def base_of(model: Any) -> Any:
 
 
 def list_of_layers(model: Any) -> tuple[nn.Module, str]:
-    """Returns the module that holds the text model's layers, and under which name. Raises `ValueError` where they are not one list."""
+    """Return the module that holds the text model's layers, and under which name. Raise `ValueError` where they are not one list."""
     base = base_of(model)
     wanted = base.config.get_text_config().num_hidden_layers
     for module in base.get_decoder().modules():
@@ -69,7 +69,7 @@ OTHERS, OUTLINE = "_layers_of_all_stages", "_outline"
 
 
 def stage_class(family: Any, first: int, last: int) -> Any:
-    """Returns the model class `family` with the layers `[first, last)` only; the others stay on the meta device, outside the model."""
+    """Return the model class `family` with the layers `[first, last)` only; the others stay on the meta device, outside the model."""
 
     def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
         family.__init__(self, config, *arguments, **named)
@@ -79,7 +79,7 @@ def stage_class(family: Any, first: int, last: int) -> Any:
 
 
 def cut(model: Any, first: int, last: int) -> None:
-    """Leaves the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head where they end it."""
+    """Leave the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head where they end it."""
     text, (holder, name) = model.config.get_text_config(), list_of_layers(model)
     layers, answers = list(getattr(holder, name)), ANSWERS.get(model.config.model_type, 0)
     model.__dict__[OTHERS] = layers
@@ -104,18 +104,18 @@ def all_layers(model: Any) -> Iterator[None]:
 
 
 def keep_outline(adapted: Any) -> None:
-    """Keeps the outline of a model with all its layers and adapters, without weights: PEFT goes by it to write the adapters of all stages."""
+    """Keep the outline of a model with all its layers and adapters, without weights: PEFT goes by it to write the adapters of all stages."""
     nothing = {id(one): nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=False) for one in adapted.parameters()}
     adapted.__dict__[OUTLINE] = copy.deepcopy(adapted, nothing)
 
 
 def outline_of(model: Any) -> Any:
-    """Returns what writes a model's weights: its outline, or itself."""
+    """Return what writes a model's weights: its outline, or itself."""
     return model.__dict__.get(OUTLINE, model)
 
 
 def freeze_others(model: Any) -> None:
-    """Freezes what a stage before the last has of the model's end: its last norm, which the last stage trains."""
+    """Freeze what a stage before the last has of the model's end: its last norm, which the last stage trains."""
     base = base_of(model)
     if not isinstance(base.get_output_embeddings(), nn.Identity):
         return
@@ -127,7 +127,7 @@ def freeze_others(model: Any) -> None:
 
 
 class Stage:
-    """Runs the layers of one stage: takes hidden states in place of tokens, gives hidden states in place of logits."""
+    """Run the layers of one stage: takes hidden states in place of tokens, gives hidden states in place of logits."""
 
     def __init__(self, model: Any, first: int, last: int) -> None:
         """`model`: what `stage_class` gave, with adapters or without."""
@@ -161,14 +161,14 @@ class Stage:
         self._found = output[0] if isinstance(output, tuple) else output
 
     def inputs_of(self, inputs: dict[str, Any], given: Tensor | None) -> dict[str, Any]:
-        """Returns a batch's inputs for this stage; `given` [B, T, H] are the hidden states of the stage before, until the next call."""
+        """Return a batch's inputs for this stage; `given` [B, T, H] are the hidden states of the stage before, until the next call."""
         self._given = given
         if given is None:
             return inputs
         return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": given}
 
     def run_layers(self, inputs: dict[str, Any], given: Tensor | None) -> tuple[Tensor, Any]:
-        """Returns the hidden states [B, T, H] after this stage's last layer, and what the decoder returned."""
+        """Return the hidden states [B, T, H] after this stage's last layer, and what the decoder returned."""
         self._found = None
         wanted = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
         output = self.decoder(**{"use_cache": False, **self.inputs_of(wanted, given)})

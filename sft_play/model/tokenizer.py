@@ -21,7 +21,7 @@ MARKER = "\u2402answer\u2403"
 
 
 def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust: bool = False) -> Any:
-    """Returns the fast tokenizer of `folder` with a padding token and a chat template. No network. Raises `DataError`.
+    """Return the fast tokenizer of `folder` with a padding token and a chat template. No network. Raise `DataError`.
 
     `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a run
     published: its template holds that already. `trust` is `model.trust_remote_code`.
@@ -59,9 +59,9 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
 
 
 def default_template(tokenizer: Any) -> str:
-    """Returns ChatML for a tokenizer that has no template; its end mark is a token that the vocabulary has.
+    """Return ChatML for a tokenizer that has no template; its end mark is a token that the vocabulary has.
 
-    Raises `DataError` when there is neither `<|im_end|>` nor an end-of-sequence token.
+    Raise `DataError` when there is neither `<|im_end|>` nor an end-of-sequence token.
     """
     vocabulary = tokenizer.get_vocab()
     end = "<|im_end|>" if "<|im_end|>" in vocabulary else tokenizer.eos_token
@@ -78,9 +78,9 @@ def default_template(tokenizer: Any) -> str:
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Returns the tokens that end an assistant's turn: the one that the template writes, then eos; never empty.
+    """Return the tokens that end an assistant's turn: the one that the template writes, then eos; never empty.
 
-    Raises `DataError` when there is none.
+    Raise `DataError` when there is none.
     """
     import jinja2
 
@@ -122,9 +122,9 @@ class _OutOfTime(BaseException):
 
 
 def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns what the tokenizer's chat template writes.
+    """Return what the tokenizer's chat template writes.
 
-    Raises `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
+    Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
     try:
@@ -137,7 +137,7 @@ def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options:
 
 @contextlib.contextmanager
 def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[None]:
-    """Raises `EndlessError` with this message in a body that takes more CPU time.
+    """Raise `EndlessError` with this message in a body that takes more CPU time.
 
     Works in a process's main thread, where all our rendering and reading is done; another thread has no limit.
     """
@@ -163,7 +163,7 @@ _passed: list[int] = []
 
 @functools.cache
 def _heed_limits() -> None:
-    """Takes the signal over, once: Python needs longer for that than to render a short conversation."""
+    """Take the signal over, once: Python needs longer for that than to render a short conversation."""
 
     def stop(number: int, _: FrameType | None) -> None:
         _passed.append(number)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def best_device() -> str:
-    """Returns the device to answer on: the best GPU, which alone is visible from then on, or the CPU. Raises `HardwareError`.
+    """Return the device to answer on: the best GPU, which alone is visible from then on, or the CPU. Raise `HardwareError`.
 
     Why a GPU that the driver shows is not used is said.
     """
@@ -52,10 +52,10 @@ def best_device() -> str:
 
 
 def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.device | None = None) -> tuple[Any, Any]:
-    """Returns (model, tokenizer) in evaluation mode on `device`.
+    """Return (model, tokenizer) in evaluation mode on `device`.
 
     `checkpoint` is a checkpoint's folder, or `None` for the run's final model. A quantised base is quantised again as in
-    training, also for a run of Unsloth, whose nf4 is the same. Raises `CheckpointError` when stamps, base and weights do not
+    training, also for a run of Unsloth, whose nf4 is the same. Raise `CheckpointError` when stamps, base and weights do not
     belong together.
     """
     from sft_play.config.load import read_config
@@ -73,7 +73,7 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
 
 
 def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
-    """Returns the configuration and the place of a model that no run made, downloaded when it must. Raises `UserError`, `DataError`."""
+    """Return the configuration and the place of a model that no run made, downloaded when it must. Raise `UserError`, `DataError`."""
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override
     from sft_play.config.load import load_config
@@ -91,7 +91,7 @@ def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
 
 
 def load_plain(config: Config, model: ResolvedModel) -> tuple[Any, Any]:
-    """Returns (model, tokenizer) of `find_plain` in evaluation mode on the best device, in the type that its weights are kept in."""
+    """Return (model, tokenizer) of `find_plain` in evaluation mode on the best device, in the type that its weights are kept in."""
     device, folder = best_device(), Path(model.path)
     kept = stored_dtype(folder)
     dtype = torch.float32 if kept == "float16" and device == "cpu" else getattr(torch, kept)
@@ -101,7 +101,7 @@ def load_plain(config: Config, model: ResolvedModel) -> tuple[Any, Any]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Returns the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
+    """Return the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
     config = read_json(folder / "config.json")
     text = config.get("text_config") or {}
     name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32")
@@ -109,9 +109,9 @@ def stored_dtype(folder: Path) -> str:
 
 
 def check_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, purpose: Purpose) -> ResolvedModel | None:
-    """Compares the stamp of `folder` with the run and with the base as it is now; returns the base, `None` for full weights.
+    """Compare the stamp of `folder` with the run and with the base as it is now; return the base, `None` for full weights.
 
-    Prints what only deserves a warning. Raises `CheckpointError` for what does not belong together, or where there are no
+    Prints what only deserves a warning. Raise `CheckpointError` for what does not belong together, or where there are no
     weights.
     """
     kind = kind_of(folder)
@@ -126,7 +126,7 @@ def check_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, pur
 
 
 def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
-    """Returns the run's base as it is now: in its old place with the fingerprint it has today, or fetched again."""
+    """Return the run's base as it is now: in its old place with the fingerprint it has today, or fetched again."""
     kept, source = Path(prepared.model.path), prepared.model.source
     if source != "folder" and (kept / "config.json").is_file():  # in a cache, under its content's name
         return prepared.model
@@ -141,7 +141,7 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
 
 
 def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
-    """Returns the run's base, whose files are those that it was trained over. Raises `CheckpointError` when they have changed."""
+    """Return the run's base, whose files are those that it was trained over. Raise `CheckpointError` when they have changed."""
     base = current_base(config, prepared)
     for what, then, now in (
         ("weights or configuration", prepared.model.fingerprint, base.fingerprint),
@@ -156,7 +156,7 @@ def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
 
 
 def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> Any:
-    """Returns the base as training saw it, on `device`: quantised in the same way, or plain."""
+    """Return the base as training saw it, on `device`: quantised in the same way, or plain."""
     folder = Path(base.path)
     settings = None
     if config.tuning.mode == "qlora" and quantise.quantisation_of(folder) is None:
@@ -172,7 +172,7 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
 
 
 def add_trained_adapter(base: Any, folder: Path) -> Any:
-    """Returns `base` with the adapter of `folder`. Raises `CheckpointError` for weights that are missing or do not fit."""
+    """Return `base` with the adapter of `folder`. Raise `CheckpointError` for weights that are missing or do not fit."""
     from peft import PeftModel
 
     from sft_play.model import lora
@@ -191,7 +191,7 @@ def add_trained_adapter(base: Any, folder: Path) -> Any:
 
 
 def tokenizer_of(weights: Path, base: ResolvedModel, config: Config) -> Any:
-    """Returns the tokenizer that was published with trained weights, else the base's with the run's template."""
+    """Return the tokenizer that was published with trained weights, else the base's with the run's template."""
     own = has_tokenizer(weights)
     chat = None if own else base.chat
     return load_tokenizer(weights if own else base.path, chat, trust=config.model.trust_remote_code)
@@ -210,13 +210,13 @@ def to_answer(model: Any, device: str) -> Any:
 
 
 def use_dtype(plan: Plan, device: str) -> torch.dtype:
-    """Returns the type to answer in: the training's computation type on a GPU, its weights' type on a CPU (never fp16 there)."""
+    """Return the type to answer in: the training's computation type on a GPU, its weights' type on a CPU (never fp16 there)."""
     if device.startswith("cuda") and plan.precision != "fp32":
         return quantise.COMPUTE_TYPES[plan.precision]
     return torch.float32 if plan.weights_dtype == "float16" else getattr(torch, plan.weights_dtype)
 
 
 def use_attention(plan: Plan, device: str) -> str | None:
-    """Returns the attention kernel: the training's, or `None` for the family's usual one where that one is for GPUs or training only."""
+    """Return the attention kernel: the training's, or `None` for the family's usual one where that one is for GPUs or training only."""
     trained = plan.attn_implementation
     return trained if trained == "eager" or (device.startswith("cuda") and trained != VARLEN) else None

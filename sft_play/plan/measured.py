@@ -91,7 +91,7 @@ class TracedMemory:
         return min(candidates, key=lambda item: abs(item[0][1] * item[0][0].row_tokens - tokens), default=None)
 
     def observe(self, shape: ModelShape, setup: Setup, micro_batches: Sequence[int]) -> bool:
-        """Trace what is not known yet of these micro-batches; returns whether anything new came of it."""
+        """Trace what is not known yet of these micro-batches; return whether anything new came of it."""
         missing = [rows for rows in dict.fromkeys(micro_batches) if (setup, rows) not in self.found]
         if not missing or self.error:
             return False

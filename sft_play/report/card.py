@@ -30,7 +30,7 @@ MOST_SOURCES = 20
 
 
 def main(call: Call) -> int:
-    """Writes the card into the model's folder, or to `OUT`."""
+    """Write the card into the model's folder, or to `OUT`."""
     run, weights = _weights(call)
     path = Path(call.options["OUT"]) if call.options.get("OUT") else weights / CARD
     write_text(path, card_of(run, weights))
@@ -39,7 +39,7 @@ def main(call: Call) -> int:
 
 
 def push(call: Call) -> int:
-    """Shows what would be uploaded and where; uploads it with `YES=1`."""
+    """Show what would be uploaded and where; uploads it with `YES=1`."""
     repo = call.options.get("REPO")
     if not repo:
         raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
@@ -83,7 +83,7 @@ def _told(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]
 
 
 def card_of(run: RunFolder, weights: Path) -> str:
-    """Returns the card: base, data with counts, hyper-parameters, scores with intervals, hardware and time, and how to use it.
+    """Return the card: base, data with counts, hyper-parameters, scores with intervals, hardware and time, and how to use it.
 
     The header follows the hub's specification (`huggingface_hub.ModelCardData`). No path of this machine is in it.
     """
@@ -192,7 +192,7 @@ def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 
 def _name(source: str) -> str:
-    """Returns what to call a source of data: a hub id or its file's name, never a path; no character that a table or a link reads."""
+    """Return what to call a source of data: a hub id or its file's name, never a path; no character that a table or a link reads."""
     text = source if source.count("/") == 1 and not Path(source).exists() else Path(source).name
     return "".join(letter if letter not in "|<>[]`\n" else "_" for letter in text)
 
@@ -201,7 +201,7 @@ def _name(source: str) -> str:
 
 
 def _repository(repo: str) -> tuple[HfApi, set[str]]:
-    """Returns the hub's client, and the files that the repository has. Raises `UserError`, `DataError` or `HardwareError`."""
+    """Return the hub's client, and the files that the repository has. Raise `UserError`, `DataError` or `HardwareError`."""
     import httpx2
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -228,7 +228,7 @@ def _repository(repo: str) -> tuple[HfApi, set[str]]:
 
 
 def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str, Path | bytes]) -> str:
-    """Makes the repository if there is none, and one commit with all files; returns its address."""
+    """Make the repository if there is none, and one commit with all files; return its address."""
     import httpx2
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.errors import HfHubHTTPError

@@ -42,7 +42,7 @@ PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-
 
 
 def main(call: Call) -> int:
-    """Writes `report.html` into the run's folder, or `OUT`."""
+    """Write `report.html` into the run's folder, or `OUT`."""
     if not call.options.get("RUN"):
         raise UserError("`make report` needs `RUN=name-or-folder`", hint="`make runs` lists the runs")
     run = find_run(call.options["RUN"])
@@ -52,14 +52,14 @@ def main(call: Call) -> int:
 
 
 def write_report(run: RunFolder, path: Path | None = None) -> Path:
-    """Writes a run's report and returns where. Raises `OSError`."""
+    """Write a run's report and return where. Raise `OSError`."""
     path = path or run.report
     write_text(path, page_html(record_of(run)))
     return path
 
 
 def record_of(run: RunFolder) -> dict[str, Any]:
-    """Returns everything that the page shows of a run."""
+    """Return everything that the page shows of a run."""
     config, rows, spikes = read_object(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
     steps = sorted(run.path.glob("eval/step-*"))
     scores = [
@@ -97,7 +97,7 @@ def record_of(run: RunFolder) -> dict[str, Any]:
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the columns of metrics: `train` and `eval`, each with `step` and one list for every figure.
+    """Return the columns of metrics: `train` and `eval`, each with `step` and one list for every figure.
 
     A figure of each rank (`rank_loss`) or node is a list of lists, one for each rank.
     """
@@ -105,7 +105,7 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def thin(rows: Sequence[Mapping[str, Any]], most: int = POINTS) -> list[Mapping[str, Any]]:
-    """Returns at most `most` rows: the lowest and the highest loss of each stretch, the first row and the last."""
+    """Return at most `most` rows: the lowest and the highest loss of each stretch, the first row and the last."""
     if len(rows) <= most:
         return list(rows)
     kept = {0, len(rows) - 1}
@@ -156,7 +156,7 @@ def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
 
 
 def _repeat(run: RunFolder) -> str:
-    """Returns the command that makes the same run again."""
+    """Return the command that makes the same run again."""
     plan = read_object(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
@@ -213,13 +213,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def page_files() -> dict[str, str]:
-    """Returns name -> text of the scripts and styles. uPlot 1.6.32 (MIT) is vendored with its licence."""
+    """Return name -> text of the scripts and styles. uPlot 1.6.32 (MIT) is vendored with its licence."""
     folder = files("sft_play.report") / "static"
     return {name: (folder / name).read_text(encoding="utf-8") for name in (*SCRIPTS, *STYLES)}
 
 
 def page_html(record: dict[str, Any] | None) -> str:
-    """Returns the page: one that asks a server, or with a `record` inside, one that needs nothing else.
+    """Return the page: one that asks a server, or with a `record` inside, one that needs nothing else.
 
     Of scripts and styles only those of these very bytes may run (their hashes are the policy), whatever a run's data hold.
     """

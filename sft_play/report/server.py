@@ -32,7 +32,7 @@ MOST_COMPARED = 8
 
 
 def main(call: Call) -> int:
-    """Serves the page until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     import uvicorn
 
     address = address_of(call.options.get("HOST"))
@@ -57,7 +57,7 @@ def main(call: Call) -> int:
 
 
 def application(token: str | None, address: str) -> App:
-    """Returns the ASGI application: pages and JSON, behind the same check as `make serve`."""
+    """Return the ASGI application: pages and JSON, behind the same check as `make serve`."""
     routes = [
         Route("/", _page),
         Route("/page/{name}", _file),
@@ -70,7 +70,7 @@ def application(token: str | None, address: str) -> App:
 
 
 def runs() -> list[RunFolder]:
-    """Returns every run."""
+    """Return every run."""
     return [RunFolder(path.parent) for path in runs_folder().glob("*/config.json")]
 
 
@@ -99,7 +99,7 @@ async def _runs(_: Request) -> Response:
 
 
 def _named(name: str) -> RunFolder | None:
-    """Returns a run by its name in the list: a request names no path."""
+    """Return a run by its name in the list: a request names no path."""
     return next((run for run in runs() if run.name == name), None)
 
 
@@ -127,7 +127,7 @@ def _over_each_other(chosen: list[RunFolder]) -> dict[str, Any]:
 
 
 async def _changes(request: Request) -> Response:
-    """Sends the names of changed runs as server-sent events."""
+    """Send the names of changed runs as server-sent events."""
 
     async def lines() -> AsyncIterator[str]:
         before = await asyncio.to_thread(_states)
@@ -142,7 +142,7 @@ async def _changes(request: Request) -> Response:
 
 
 def _states() -> dict[str, tuple[float, ...]]:
-    """Returns run -> the times of the files that show what it does."""
+    """Return run -> the times of the files that show what it does."""
     return {
         run.name: tuple(map(_changed, (run.metrics, run.events, run.training_metrics, run.rank_log(0), run.path / "eval")))
         for run in runs()

@@ -31,14 +31,14 @@ _writing: set[Path] = set()
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the optimizer step of a checkpoint's folder name."""
+    """Return the optimizer step of a checkpoint's folder name."""
     match = NAME.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is not named like a checkpoint"
     return int(match.group(1))
 
 
 def published(run: RunFolder) -> list[Path]:
-    """Returns the folders that bear a checkpoint's name, the newest first, checked or not."""
+    """Return the folders that bear a checkpoint's name, the newest first, checked or not."""
     if not run.checkpoints.is_dir():
         return []
     found = [path for path in run.checkpoints.iterdir() if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
@@ -46,7 +46,7 @@ def published(run: RunFolder) -> list[Path]:
 
 
 def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | None, list[str]]:
-    """Returns the newest checkpoint whose every file is complete, and why newer ones were skipped.
+    """Return the newest checkpoint whose every file is complete, and why newer ones were skipped.
 
     What a process that has ended was about to replace gets its name back first. `sizes_only`: see `verify`.
     """
@@ -61,7 +61,7 @@ def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | No
 
 
 def partial_folder(run: RunFolder, step: int) -> Path:
-    """Returns where a checkpoint is written before it is published."""
+    """Return where a checkpoint is written before it is published."""
     return run.checkpoints / f".{run.checkpoint(step).name}.partial"
 
 
@@ -91,9 +91,9 @@ def link(name: Path, target: Path) -> None:
 
 
 def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | None = None) -> list[Path]:
-    """Removes the oldest checkpoints beyond `keep`, all older than `verified`, which was just compared with its manifest.
+    """Remove the oldest checkpoints beyond `keep`, all older than `verified`, which was just compared with its manifest.
 
-    Never removes `verified`, nor the best (`best`, and what the link of that name points at), nor the last. Returns what was removed.
+    Never removes `verified`, nor the best (`best`, and what the link of that name points at), nor the last. Return what was removed.
     """
     if keep is None:
         return []
@@ -109,7 +109,7 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
 
 
 def claim(run: RunFolder) -> int | None:
-    """Takes the run's writer lock until this process ends. Returns its descriptor; `None` where the disk knows no locks."""
+    """Take the run's writer lock until this process ends. Return its descriptor; `None` where the disk knows no locks."""
     path = _lock_file(run)
     if path in _writing:
         return None
@@ -127,7 +127,7 @@ def claim(run: RunFolder) -> int | None:
 
 
 def clean_up(run: RunFolder) -> list[str]:
-    """Removes what processes that have ended left half-made, and says what; nothing while a live process writes."""
+    """Remove what processes that have ended left half-made, and say what; nothing while a live process writes."""
     if not run.checkpoints.is_dir():
         return []
     _give_names_back(run)
@@ -145,12 +145,12 @@ def clean_up(run: RunFolder) -> list[str]:
 
 
 def discard(run: RunFolder, step: int) -> None:
-    """Removes a partial folder that could not be completed."""
+    """Remove a partial folder that could not be completed."""
     shutil.rmtree(partial_folder(run, step), ignore_errors=True)
 
 
 def _give_names_back(run: RunFolder) -> None:
-    """Undoes a replacement that its process did not live to complete."""
+    """Undo a replacement that its process did not live to complete."""
     with _no_writer(run) as free:
         for path in run.checkpoints.glob(".step-*.replaced") if free else []:
             target = run.checkpoints / path.name[1:].removesuffix(".replaced")
@@ -165,7 +165,7 @@ def _lock_file(run: RunFolder) -> Path:
 
 @contextlib.contextmanager
 def _no_writer(run: RunFolder) -> Iterator[bool]:
-    """Yields whether no other live process writes checkpoints, and lets none begin meanwhile."""
+    """Yield whether no other live process writes checkpoints, and let none begin meanwhile."""
     path = _lock_file(run)
     if path in _writing:
         yield True  # it is this process that would write, and it does not while it asks
@@ -201,10 +201,10 @@ STEP_NAME = re.compile(r"step-[0-9]{1,9}")
 
 
 def weights_folder(run: RunFolder, wanted: str | None) -> Path:
-    """Returns the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), links followed.
+    """Return the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), links followed.
 
     Without a name it is the final model, or the last checkpoint of a run that has not finished. A checkpoint's weights are
-    compared with its manifest first. Raises `CheckpointError` with what exists, or with the file that is damaged.
+    compared with its manifest first. Raise `CheckpointError` with what exists, or with the file that is damaged.
     """
     if wanted is None and kind_of(run.model):
         return run.model
@@ -223,7 +223,7 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
 
 
 def checkpoint_names(run: RunFolder) -> list[str]:
-    """Returns the names by which checkpoints of a run can be had: `best` and `last` where they lead to one, then those of the steps."""
+    """Return the names by which checkpoints of a run can be had: `best` and `last` where they lead to one, then those of the steps."""
     names = [
         *(link.name for link in (run.best, run.last) if _inside(run, link)),
         *sorted(p.name for p in run.checkpoints.glob("step-*")),
@@ -232,9 +232,9 @@ def checkpoint_names(run: RunFolder) -> list[str]:
 
 
 def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
-    """Returns the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where there is none.
+    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where there is none.
 
-    `last` and `best` are links, and those of a stranger's run may lead anywhere. Raises `CheckpointError` for one that leaves the run.
+    `last` and `best` are links, and those of a stranger's run may lead anywhere. Raise `CheckpointError` for one that leaves the run.
     """
     if step := re.fullmatch(r"(?:step-)?([0-9]{1,9})", name):
         name = run.checkpoint(int(step.group(1))).name
@@ -267,9 +267,9 @@ def _is_for_use(name: str) -> bool:
 
 
 def plain_model(options: Mapping[str, str], command: str) -> str | None:
-    """Returns the folder or hub id that a command uses without a run: `MODEL=`, or `RUN=` where that is a folder with a whole model.
+    """Return the folder or hub id that a command uses without a run: `MODEL=`, or `RUN=` where that is a folder with a whole model.
 
-    `None` for a run. Raises `UserError` for neither, or for variables that do not go together.
+    `None` for a run. Raise `UserError` for neither, or for variables that do not go together.
     """
     named = options.get("MODEL")
     if named is None and "RUN" not in options:
@@ -291,7 +291,7 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Returns the files of trained weights that may be copied to what is published: no states, no pickles, no code, no links."""
+    """Return the files of trained weights that may be copied to what is published: no states, no pickles, no code, no links."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -301,7 +301,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Returns what a folder holds: an adapter, a full model, or neither. Only safetensors count, and only by the names under which
+    """Return what a folder holds: an adapter, a full model, or neither. Only safetensors count, and only by the names under which
     PEFT and transformers look for them: beside others they would fall back to pickles."""
     if (folder / "adapter_config.json").is_file():
         return "adapter" if (folder / "adapter_model.safetensors").is_file() else None
@@ -311,5 +311,5 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def label_of(run: RunFolder, folder: Path) -> str:
-    """Returns what to call these weights: `model`, or the checkpoint's name."""
+    """Return what to call these weights: `model`, or the checkpoint's name."""
     return "model" if folder == run.model else folder.name

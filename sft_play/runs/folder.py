@@ -24,12 +24,12 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
 
 def runs_folder() -> Path:
-    """Returns the folder of all runs: `$RUNS_DIR`, or `runs` in the working folder."""
+    """Return the folder of all runs: `$RUNS_DIR`, or `runs` in the working folder."""
     return Path(os.environ.get("RUNS_DIR") or "runs")
 
 
 def run_path(name: str) -> Path | None:
-    """Returns the folder of the run called `name` or standing in the folder `name`; `None` where there is no such run."""
+    """Return the folder of the run called `name` or standing in the folder `name`; `None` where there is no such run."""
     candidates = [runs_folder() / name] if "/" not in name else []
     return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
 
@@ -40,14 +40,14 @@ def is_offline() -> bool:
 
 
 def accelerate_default() -> Path | None:
-    """Returns the file that `accelerate config` writes where no other is named; `None` where there is none."""
+    """Return the file that `accelerate config` writes where no other is named; `None` where there is none."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = Path(os.environ.get("HF_HOME") or Path(caches, "huggingface"), "accelerate", "default_config.yaml").expanduser()
     return path if path.is_file() else None
 
 
 def cache_folder() -> Path:
-    """Returns the folder of what can be made again: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
+    """Return the folder of what can be made again: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")
 
 
@@ -82,7 +82,7 @@ class RunFolder:
         return (own if self.path in own.parents else self.path) / "prepared.json"
 
     def of_node(self, rank: int) -> RunFolder:
-        """Returns the folder for what a node other than 0 has of its own where all share this one: the model and data as it finds them."""
+        """Return the folder for what a node other than 0 has of its own where all share this one: the model and data as it finds them."""
         return RunFolder(self.path / "nodes" / str(rank) / self.name)
 
     stamp = _Inside("stamp.json")
@@ -152,7 +152,7 @@ WILD = "*?["
 
 
 def require_inside(files: Iterable[Path], root: Path) -> None:
-    """Raises `DataError` for a file that a link leads out of `root`. Links into the hub's own cache, beside its snapshots, are its way.
+    """Raise `DataError` for a file that a link leads out of `root`. Links into the hub's own cache, beside its snapshots, are its way.
 
     Data come from strangers as folders and archives, and a link of theirs (`rows.jsonl -> /home/me/.ssh/id_ed25519`) would be trained on.
     """
@@ -171,7 +171,7 @@ def require_inside(files: Iterable[Path], root: Path) -> None:
 
 
 def require_plain(folder: Path) -> None:
-    """Raises `DataError` for a file directly in a model's or a run's folder that is a pipe or a device, or that leads out of it.
+    """Raise `DataError` for a file directly in a model's or a run's folder that is a pipe or a device, or that leads out of it.
 
     Each is read, hashed and perhaps copied to what is published: `LICENSE.txt -> /home/me/.ssh/id_ed25519`, `a.safetensors -> /dev/zero`.
     """
@@ -185,7 +185,7 @@ def require_plain(folder: Path) -> None:
 
 
 def root_of(pattern: Path) -> Path:
-    """Returns the folder that a pattern begins with: its parts before the first with a wildcard."""
+    """Return the folder that a pattern begins with: its parts before the first with a wildcard."""
     parts = pattern.parts
     first = next((number for number, part in enumerate(parts) if any(mark in part for mark in WILD)), len(parts) - 1)
     return Path(*parts[:first])
@@ -210,7 +210,7 @@ CONSENT = "SFT_PLAY_CONSENT"
 
 
 def forget_consent() -> None:
-    """Forgets what the environment says: it may be that of an image or a profile, and would hold for every model."""
+    """Forget what the environment says: it may be that of an image or a profile, and would hold for every model."""
     os.environ.pop(CONSENT, None)
 
 
@@ -243,7 +243,7 @@ def _said() -> set[str]:
 
 
 def _digest(code: Path | str) -> str:
-    """Returns a hash of the names and contents of all Python files of a folder, of one file's, or of a name."""
+    """Return a hash of the names and contents of all Python files of a folder, of one file's, or of a name."""
     if isinstance(code, str):
         return text_sha256(f"name {code}")
     files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
@@ -255,7 +255,7 @@ def _digest(code: Path | str) -> str:
 
 
 def folder_gone(run: RunFolder) -> HardwareError:
-    """Returns the error of a run whose folder was there when it started."""
+    """Return the error of a run whose folder was there when it started."""
     return HardwareError(
         "the run's folder is gone: was it moved or deleted while it trained?",
         place=str(run.path),
@@ -279,23 +279,23 @@ LEAST_ROWS = 20
 
 
 def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the scores of answers: metric -> `mean`, `low`, `high`, `n`, in the order of the file."""
+    """Return the scores of answers: metric -> `mean`, `low`, `high`, `n`, in the order of the file."""
     return {name: value for name, value in scores.items() if isinstance(value, dict) and value.keys() >= INTERVAL}
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Returns an evaluation's scores; `None` where none was finished, or its answers are gone."""
+    """Return an evaluation's scores; `None` where none was finished, or its answers are gone."""
     scores = read_object(folder / SCORES)
     return scores if scores and (not scores.get("answers") or (folder / PREDICTIONS).is_file()) else None
 
 
 def read_benchmarks(folder: Path) -> dict[str, Any] | None:
-    """Returns what standard benchmarks found for these weights; `None` where none was run."""
+    """Return what standard benchmarks found for these weights; `None` where none was run."""
     return read_object(folder / BENCHMARKS) or None
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
-    """Returns the answers of an evaluation, in the order of the file; none where it was loss only."""
+    """Return the answers of an evaluation, in the order of the file; none where it was loss only."""
     path = folder / PREDICTIONS
     if not path.is_file():
         return []
@@ -325,6 +325,6 @@ def _spaced(content: bytes) -> list[bytes]:
 
 
 def data_name(path: str, fingerprint: str) -> str:
-    """Returns a short name for other data than a run's own: of the file, and of its rows, so that no two share a folder."""
+    """Return a short name for other data than a run's own: of the file, and of its rows, so that no two share a folder."""
     stem = re.sub(r"[^\w.+=-]+", "-", Path(path.partition(":")[2] or path).name.partition(".")[0]).strip("-._") or "data"
     return f"{stem[:40]}-{fingerprint[:8]}"

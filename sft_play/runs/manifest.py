@@ -34,7 +34,7 @@ Facts = dict[str, Any]
 
 
 def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
-    """Returns sizes and checksums of `files` by their names relative to `folder`."""
+    """Return sizes and checksums of `files` by their names relative to `folder`."""
     paths = sorted(set(files))
 
     def one(path: Path) -> Facts:
@@ -45,7 +45,7 @@ def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
 
 
 def sync(files: Iterable[Path]) -> None:
-    """Brings files to the disk; returns when they are there. Raises `OSError`."""
+    """Bring files to the disk; return when they are there. Raise `OSError`."""
     for path in sorted(set(files)):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -55,14 +55,14 @@ def sync(files: Iterable[Path]) -> None:
 
 
 def write_part(folder: Path, rank: int, files: Mapping[str, Facts]) -> None:
-    """Writes what a rank has described, for `seal`."""
+    """Write what a rank has described, for `seal`."""
     write_json(folder / f".manifest-rank{rank}.json", {"files": files})
 
 
 def seal(folder: Path, *, ranks: Iterable[int]) -> None:
-    """Joins the parts of `ranks` to `manifest.json` and syncs the folder. A file in no part is described now.
+    """Join the parts of `ranks` to `manifest.json` and syncs the folder. A file in no part is described now.
 
-    Raises `OSError` where a part or a file is missing, or a file has another size than its rank wrote.
+    Raise `OSError` where a part or a file is missing, or a file has another size than its rank wrote.
     """
     parts = [path for path in folder.iterdir() if PART.fullmatch(path.name)]
     missing = set(ranks) - {int(path.name.removeprefix(".manifest-rank").removesuffix(".json")) for path in parts}
@@ -86,7 +86,7 @@ def seal(folder: Path, *, ranks: Iterable[int]) -> None:
 
 
 def sync_below(folder: Path) -> None:
-    """Brings every file below `folder`, and the names of all, to the disk."""
+    """Bring every file below `folder`, and the names of all, to the disk."""
     sync(_files(folder))
     _sync_folders(folder)
 
@@ -94,7 +94,7 @@ def sync_below(folder: Path) -> None:
 def verify(
     folder: Path, *, needed: Callable[[str], bool] | None = None, from_disk: bool = False, sizes_only: bool = False
 ) -> str | None:
-    """Returns why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
+    """Return why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
 
     `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `from_disk`: see `damage`.
     `sizes_only`: nothing is read but the manifest, where there is no time for more.
@@ -120,7 +120,7 @@ def verify(
 
 
 def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False) -> str | None:
-    """Returns what differs between `files` and what was described; `None` when nothing does.
+    """Return what differs between `files` and what was described; `None` when nothing does.
 
     With `from_disk` the kernel is asked to forget what it holds in memory, so that it reads the disk where it can.
     """
@@ -136,7 +136,7 @@ def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False)
 
 
 def checksum(path: Path, algorithm: str = ALGORITHM, *, from_disk: bool = False) -> str:
-    """Returns the hexadecimal checksum of a file. Raises `ValueError` for an algorithm that is not known."""
+    """Return the hexadecimal checksum of a file. Raise `ValueError` for an algorithm that is not known."""
     digest = _hasher(algorithm)
     with path.open("rb", buffering=0) as stream:
         if from_disk:
@@ -196,7 +196,7 @@ def _threads(files: int) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns every file below `folder` but the manifest and its parts."""
+    """Return every file below `folder` but the manifest and its parts."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != NAME and not PART.fullmatch(p.name))
 
 
@@ -209,12 +209,12 @@ FORMAT = 1
 
 
 def optimizer_file(rank: int) -> str:
-    """Returns the name of the file with a rank's pieces of optimizer states."""
+    """Return the name of the file with a rank's pieces of optimizer states."""
     return f"optimizer-rank{rank}.safetensors"
 
 
 def random_file(rank: int) -> str:
-    """Returns the name of the file with a rank's random states."""
+    """Return the name of the file with a rank's random states."""
     return f"rng-rank{rank}.safetensors"
 
 
@@ -249,7 +249,7 @@ class StatesFacts:
 
 
 def read_facts(checkpoint: Path) -> StatesFacts:
-    """Reads `states.json`. Raises `CheckpointError` when it is missing (an older version's pickles) or not one of ours."""
+    """Read `states.json`. Raise `CheckpointError` when it is missing (an older version's pickles) or not one of ours."""
     path = checkpoint / STATES_NAME
     hint = (
         "resume it with the version that wrote it, which its stamp.json names (`make stamp`), or start a new run from its weights"
@@ -271,7 +271,7 @@ SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 
 
 def check_states(checkpoint: Path, *, strategy: str, world_size: int) -> None:
-    """Raises `CheckpointError` when a checkpoint's states do not fit another strategy or number of processes.
+    """Raise `CheckpointError` when a checkpoint's states do not fit another strategy or number of processes.
 
     Only an optimizer whose states cannot be resharded is refused: one that looks at a parameter as a whole, where parameters are sharded.
     """
@@ -315,7 +315,7 @@ class Room:
 
 
 def with_spare(predicted: int) -> int:
-    """Returns the bytes that must be free for files of `predicted` bytes."""
+    """Return the bytes that must be free for files of `predicted` bytes."""
     return predicted + int(predicted * SPARE_SHARE) + SPARE_BYTES
 
 
@@ -329,13 +329,13 @@ BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def blob_of(path: Path) -> str | None:
-    """Returns the checksum by which the hub's cache names a file; its snapshots are links into `blobs/`."""
+    """Return the checksum by which the hub's cache names a file; its snapshots are links into `blobs/`."""
     target = path.resolve()
     return target.name if path.is_symlink() and target.parent.name == "blobs" and BLOB.fullmatch(target.name) else None
 
 
 def digests_of(paths: Sequence[Path], what: str) -> list[str]:
-    """Returns the sha256 of each file's content. Raises `OSError` for a file that cannot be read. `what` they are is for the user.
+    """Return the sha256 of each file's content. Raise `OSError` for a file that cannot be read. `what` they are is for the user.
 
     They are kept in `cache/digests/` with size, times and inode of each file, and taken from there until one of these changes: one record for
     all `paths`, since a folder may hold a hundred thousand small files. A cache that cannot be written only costs the time again.

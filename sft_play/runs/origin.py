@@ -40,10 +40,10 @@ GIT_SECONDS = 20
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
-    """Returns `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256` when dirty.
+    """Return `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256` when dirty.
 
     `diff_sha256` is over `git diff HEAD`; `None` where that failed or took too long. Addresses of remotes, which may hold a password, are
-    not read. Returns `None` where there is no git, no repository or no commit.
+    not read. Return `None` where there is no git, no repository or no commit.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
@@ -69,7 +69,7 @@ def _git(folder: Path | None, *words: str) -> bytes | None:
 
 @functools.cache
 def code_sha256() -> str:
-    """Returns a sha256 over the source files of this package: names and contents."""
+    """Return a sha256 over the source files of this package: names and contents."""
     package = Path(__file__).resolve().parent.parent
     files = sorted(
         path
@@ -81,7 +81,7 @@ def code_sha256() -> str:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Returns the versions of Python, of this program, and of the packages that decide about numbers."""
+    """Return the versions of Python, of this program, and of the packages that decide about numbers."""
     found = {"python": platform.python_version(), "sft_play": __version__}
     for package in PACKAGES:
         try:
@@ -92,7 +92,7 @@ def versions() -> Mapping[str, str]:
 
 
 def machine(devices: list[str], *, cuda: bool) -> dict[str, Any]:
-    """Returns operating system, processor, `devices` (of the plan), and for GPUs the driver's and torch's CUDA versions."""
+    """Return operating system, processor, `devices` (of the plan), and for GPUs the driver's and torch's CUDA versions."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
@@ -103,7 +103,7 @@ def machine(devices: list[str], *, cuda: bool) -> dict[str, Any]:
 
 @functools.cache
 def processor() -> str:
-    """Returns the processor's name."""
+    """Return the processor's name."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), re.M)
     except OSError:
@@ -113,7 +113,7 @@ def processor() -> str:
 
 @functools.cache
 def driver_version() -> str | None:
-    """Returns the NVIDIA driver's version, or `None` where none answers."""
+    """Return the NVIDIA driver's version, or `None` where none answers."""
     try:
         import pynvml
 
@@ -128,14 +128,14 @@ def driver_version() -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """Returns the CUDA version that torch is built for."""
+    """Return the CUDA version that torch is built for."""
     found = torch_version()
     return found[1] if found else None
 
 
 @functools.cache
 def torch_version() -> tuple[str, str | None] | None:
-    """Returns torch's version and the CUDA that it is built for; reads its `version.py` and does not import it."""
+    """Return torch's version and the CUDA that it is built for; reads its `version.py` and does not import it."""
     try:
         spec = importlib.util.find_spec("torch")
         text = (Path(str(spec.origin)).parent / "version.py").read_text(encoding="utf-8") if spec and spec.origin else ""

@@ -114,7 +114,7 @@ class Prepared:
 
     @staticmethod
     def load(path: Path) -> Prepared:
-        """Reads what preparation found. Raises `CheckpointError` for a file that says nothing of that."""
+        """Read what preparation found. Raise `CheckpointError` for a file that says nothing of that."""
         try:
             return record_of(read_json(path), Prepared)
         except (OSError, ValueError) as error:
@@ -131,7 +131,7 @@ NO_MATTER = ("sources", "validation", "train_path", "val_path", "num_proc", "mix
 
 
 def lookup(config: Config) -> Prepared | None:
-    """Returns what is known for this model and data, or `None` when they were never prepared or have changed since."""
+    """Return what is known for this model and data, or `None` when they were never prepared or have changed since."""
     path = _path(config)
     if path is None or not path.is_file():
         return None
@@ -144,14 +144,14 @@ def lookup(config: Config) -> Prepared | None:
 
 
 def remember(config: Config, prepared: Prepared) -> None:
-    """Keeps `prepared` for the next `lookup` of the same model and data."""
+    """Keep `prepared` for the next `lookup` of the same model and data."""
     path = _path(config)
     if path is not None:
         prepared.save(path)
 
 
 def settings_that_matter(config: Config) -> dict[str, Any]:
-    """Returns every setting, beside model and sources, that changes a prepared row."""
+    """Return every setting, beside model and sources, that changes a prepared row."""
     data = {name: value for name, value in asdict(config.data).items() if name not in NO_MATTER}
     template = Path(config.data.chat_template or "").expanduser()
     sources = sources_of(config)
@@ -167,19 +167,19 @@ def settings_that_matter(config: Config) -> dict[str, Any]:
 
 @functools.cache
 def preparation_code() -> str:
-    """Returns a sha256 over the source of all that makes rows: another version of it is another cache entry."""
+    """Return a sha256 over the source of all that makes rows: another version of it is another cache entry."""
     package = Path(__file__).resolve().parent.parent
     files = [*sorted((package / "data").glob("*.py")), package / "model" / "tokenizer.py", package / "config" / "data_rules.py"]
     return text_sha256("\n".join(file_sha256(path) for path in files))
 
 
 def sources_of(config: Config) -> list[DataSource]:
-    """Returns the sources of training and validation."""
+    """Return the sources of training and validation."""
     return [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
 
 
 def _path(config: Config) -> Path | None:
-    """Returns where it is remembered; `None` for data of more files than can be looked at in no time."""
+    """Return where it is remembered; `None` for data of more files than can be looked at in no time."""
     validation = config.data.validation
     files = [_state(source) for source in sources_of(config)]
     if any(state is None for state in files):
@@ -227,7 +227,7 @@ RowFile = Literal["lengths.i32", "sources.i32", "labels.i32"]
 
 
 def row_integers(split: PreparedSplit, name: RowFile) -> array[int] | None:
-    """Returns one number a row, or `None` where an earlier version prepared the split and did not keep them."""
+    """Return one number a row, or `None` where an earlier version prepared the split and did not keep them."""
     path = Path(split.path) / name
     try:
         data = path.read_bytes()

@@ -33,7 +33,7 @@ NOT_OF_ANSWERS = (*OF_LOSS, "label_tokens", "loss_rows_per_second")
 
 
 def findings(rows: Sequence[Row], spikes: Sequence[Row] = ()) -> list[Finding]:
-    """Returns what the latest rows tell of a run that is slower or nearer to its end than it need be."""
+    """Return what the latest rows tell of a run that is slower or nearer to its end than it need be."""
     train = [row for row in rows if row.get("kind") == "train"]
     return [*_of(train[1:][-LATEST:]), *_spikes(train[-LATEST:], spikes)] if len(train) > LEAST else []
 
@@ -84,7 +84,7 @@ def _median(values: Sequence[Any]) -> float | None:
 
 
 def _medians(rows: Sequence[Row], name: str) -> dict[int, float]:
-    """Returns rank -> the median of a reading, for ranks that have it."""
+    """Return rank -> the median of a reading, for ranks that have it."""
     lists = [row[name] for row in rows if isinstance(row.get(name), list)]
     ranks = range(max(map(len, lists), default=0))
     found = {rank: _median([one[rank] for one in lists if rank < len(one)]) for rank in ranks}
@@ -92,14 +92,14 @@ def _medians(rows: Sequence[Row], name: str) -> dict[int, float]:
 
 
 def energy_kwh(rows: Sequence[Row], seconds: float | None) -> float | None:
-    """Returns what the GPUs of all ranks drew in `seconds` by the readings of these rows; `None` where the driver gives no power."""
+    """Return what the GPUs of all ranks drew in `seconds` by the readings of these rows; `None` where the driver gives no power."""
     lists = [row.get("rank_power_watts") or [None] for row in rows]
     watts = [sum(one) for one in lists if all(isinstance(value, int | float) for value in one)]
     return statistics.fmean(watts) * seconds / 3.6e6 if watts and seconds else None
 
 
 def seconds_left(rows: Sequence[Row], steps: int | None) -> float | None:
-    """Returns the time that the other steps take, without evaluating and saving; `None` before a second row of steps.
+    """Return the time that the other steps take, without evaluating and saving; `None` before a second row of steps.
 
     The first row has the start-up in it.
     """
@@ -109,14 +109,14 @@ def seconds_left(rows: Sequence[Row], steps: int | None) -> float | None:
 
 
 def clock(seconds: float) -> str:
-    """Returns `1:05`, or `2:01:05`."""
+    """Return `1:05`, or `2:01:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def line_of(rows: Sequence[Row], steps: int | None) -> str:
-    """Returns the last of the rows as a line of progress: of steps or of an evaluation."""
+    """Return the last of the rows as a line of progress: of steps or of an evaluation."""
     row = rows[-1]
     step = f"step {row['step']}{f'/{steps}' if steps else ''}: "
     if row.get("kind") == "eval":
@@ -129,7 +129,7 @@ def line_of(rows: Sequence[Row], steps: int | None) -> str:
 
 
 def evaluation_line(logs: Row) -> str:
-    """Returns an evaluation in one line: loss, loss of each source, every score of answers, how many were answered."""
+    """Return an evaluation in one line: loss, loss of each source, every score of answers, how many were answered."""
     parts = [f"held-out loss {logs['eval_loss']:.4f}"]
     parts += [f"{name.removeprefix('eval_loss/')} {value:.4f}" for name, value in logs.items() if name.startswith("eval_loss/")]
     scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
@@ -156,7 +156,7 @@ _under_way = list[threading.Thread]()
 
 
 def notify(target: str | None, run: RunFolder, event: str, text: str) -> None:
-    """Sends `{"run", "event", "text", "content"}` in a thread: to a URL as JSON, to the command of a variable `$NAME` on its stdin.
+    """Send `{"run", "event", "text", "content"}` in a thread: to a URL as JSON, to the command of a variable `$NAME` on its stdin.
 
     `text` is what Slack shows and `content` what Discord does. Tokens are masked.
     """
@@ -170,7 +170,7 @@ def notify(target: str | None, run: RunFolder, event: str, text: str) -> None:
 
 
 def wait_until_sent() -> None:
-    """Returns when all is sent or given up, soon after `SECONDS`."""
+    """Return when all is sent or given up, soon after `SECONDS`."""
     until = time.monotonic() + SECONDS + 1
     while _under_way:
         thread = _under_way.pop()
@@ -180,7 +180,7 @@ def wait_until_sent() -> None:
 
 
 def end_text(run: RunFolder, event: str, message: str) -> str:
-    """Returns how a run ended, in a line or two."""
+    """Return how a run ended, in a line or two."""
     said = f"{run.name} {event}"
     if event == "finished":
         facts = read_object(run.training_metrics)

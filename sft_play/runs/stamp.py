@@ -73,12 +73,12 @@ class Stamp:
         return name if on_hub else Path(name).name, on_hub
 
     def save(self, folder: Path) -> None:
-        """Writes `stamp.json` into `folder`."""
+        """Write `stamp.json` into `folder`."""
         write_json(folder / NAME, asdict(self))
 
     @staticmethod
     def load(folder: Path) -> Stamp:
-        """Reads the stamp of a run, checkpoint or model. Raises `CheckpointError` when there is none."""
+        """Read the stamp of a run, checkpoint or model. Raise `CheckpointError` when there is none."""
         path = folder / NAME
         try:
             value = read_json(path)
@@ -160,7 +160,7 @@ class Difference:
 
 
 def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
-    """Returns the fields that differ and matter for `purpose`, refusals first."""
+    """Return the fields that differ and matter for `purpose`, refusals first."""
     found = []
     for name, rule in RULES.items():
         before, after = getattr(old, name), getattr(new, name)
@@ -178,7 +178,7 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
 
 
 def refuse(differences: Sequence[Difference], what: str) -> list[str]:
-    """Returns warnings to print. Raises `CheckpointError` naming every field that forbids it."""
+    """Return warnings to print. Raise `CheckpointError` naming every field that forbids it."""
     refused = [difference for difference in differences if difference.verdict == "refuse"]
     if refused:
         raise CheckpointError(
@@ -197,7 +197,7 @@ def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 
 def _commits(old: Stamp, new: Stamp) -> str:
-    """Returns which data sets of the hub were read at another commit, and how to have that again; empty where none was."""
+    """Return which data sets of the hub were read at another commit, and how to have that again; empty where none was."""
     before, after = old.data_files or {}, new.data_files or {}
     moved = {name: content for name, content in before.items() if (content or "").startswith(HUB) and after.get(name) != content}
     told = [
@@ -235,7 +235,7 @@ AS_PLANNED = frozenset({"train.packing"})
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
-    """Returns dotted key -> value, as JSON has it, of what a run keeps and no other field of its stamp holds."""
+    """Return dotted key -> value, as JSON has it, of what a run keeps and no other field of its stamp holds."""
     found: dict[str, Any] = {}
     for name in SECTIONS:
         section = getattr(config, name)

@@ -54,7 +54,7 @@ class Rendered:
 
 
 def main(call: Call) -> int:
-    """Write the manifests and says how they are submitted; returns 0. What does not fit is shown part by part before the error.
+    """Write the manifests and says how they are submitted; return 0. What does not fit is shown part by part before the error.
 
     Raise `UserError`, and then writes nothing.
     """

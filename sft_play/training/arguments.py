@@ -19,9 +19,9 @@ from sft_play.training.ranks import uses_cpu_flag
 
 
 def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
-    """Returns the arguments of this rank (`RANK` in the environment).
+    """Return the arguments of this rank (`RANK` in the environment).
 
-    Raises `HardwareError` for what this machine lacks, `UserError` for settings that transformers refuses in combination.
+    Raise `HardwareError` for what this machine lacks, `UserError` for settings that transformers refuses in combination.
     """
     if plan.device == "cpu" and plan.precision != "fp32" and not uses_cpu_flag(plan):
         raise HardwareError(
@@ -40,14 +40,14 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Makes the learning rate's schedule once, only to try it: some need `train.lr_scheduler_kwargs`, and say so only then."""
+    """Make the learning rate's schedule once, only to try it: some need `train.lr_scheduler_kwargs`, and say so only then."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     steps = {"num_warmup_steps": args.get_warmup_steps(args.max_steps), "num_training_steps": args.max_steps}
     get_scheduler(args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
 
 
 def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> dict[str, Any]:
-    """Returns every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
+    """Return every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
     own = ("report_to", "disable_tqdm")  # read by `training.trackers` and by the progress line
@@ -106,6 +106,6 @@ def wants_tensorboard(config: Config) -> bool:
 
 
 def reduce_in_fp32(plugin: Any) -> None:
-    """Changes the mixed-precision policy of accelerate's FSDP plugin; none, where all is fp32, stays as it is."""
+    """Change the mixed-precision policy of accelerate's FSDP plugin; none, where all is fp32, stays as it is."""
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)

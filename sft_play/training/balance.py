@@ -47,7 +47,7 @@ def together(plan: Plan) -> bool:
 
 
 def turns_of(config: Config, plan: Plan) -> int:
-    """Returns the micro-steps of an optimizer step as the training loop counts them, the same on every rank; some may be empty."""
+    """Return the micro-steps of an optimizer step as the training loop counts them, the same on every rank; some may be empty."""
     most = max(rank.accumulation for rank in plan.ranks)
     if together(plan) or not rebalances(config, plan):
         return most
@@ -73,7 +73,7 @@ class Judge:
         self._looks = 0
 
     def look(self, measured: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
-        """Returns the shares to change to from `shares`, `None` to keep them. `measured`: of each rank, seconds, rows, tokens and micro-steps."""
+        """Return the shares to change to from `shares`, `None` to keep them. `measured`: of each rank, seconds, rows, tokens and micro-steps."""
         self._window = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._window, measured, strict=True)]
         if max(seconds for seconds, *_ in self._window) < SECONDS[self.alike]:
             return None
@@ -108,7 +108,7 @@ class Judge:
         return found if before > GAIN * after else None
 
     def costs(self, sums: Sequence[Sequence[float]]) -> list[Cost]:
-        """Returns what a row (or pack) costs each rank; one that was never measured can take none.
+        """Return what a row (or pack) costs each rank; one that was never measured can take none.
 
         The seconds of a token are measured; how much of a micro-step is there however few its rows is the plan's estimate.
         """
@@ -133,7 +133,7 @@ class Judge:
         return min(0.9, fixed / max(fixed + rank.micro_batch * row, 1e-12))
 
     def most(self, rank: RankPlan) -> int:
-        """Returns the largest micro-batch that a rank may come to have.
+        """Return the largest micro-batch that a rank may come to have.
 
         Under DDP more rows mean more micro-steps of the size that was planned. Elsewhere the micro-batch grows, within its memory: not
         where memory ran out before, nor where the planned one was tried on the device (`source: probe`) and no other was.
@@ -144,12 +144,12 @@ class Judge:
 
 
 def paces_of(sums: Sequence[Sequence[float]]) -> list[float]:
-    """Returns each rank's seconds per token; 0 where nothing was measured."""
+    """Return each rank's seconds per token; 0 where nothing was measured."""
     return [seconds / tokens if tokens else 0.0 for seconds, _, tokens, _ in sums]
 
 
 def within(rows: int, costs: Sequence[Cost], turns: int, *, same_steps: bool) -> Shares | None:
-    """Returns `share_out` with at most `turns` micro-steps each; `None` where there are no such shares.
+    """Return `share_out` with at most `turns` micro-steps each; `None` where there are no such shares.
 
     A rank that would need more gets as many as it can make, and the others share the rest.
     """
@@ -175,7 +175,7 @@ def within(rows: int, costs: Sequence[Cost], turns: int, *, same_steps: bool) ->
 def at_work(
     rows: int, shares: Shares, costs: Sequence[Cost], turns: int, working: Sequence[int], *, same_steps: bool
 ) -> Shares | None:
-    """Returns the shares with a row at least for each of the ranks `working`; `None` where there is no room for that.
+    """Return the shares with a row at least for each of the ranks `working`; `None` where there is no room for that.
 
     A rank that has none gets one slot after the other: under DDP micro-steps, then rows in each; where ranks make as many micro-steps, rows.
     """
@@ -207,7 +207,7 @@ class Balancer(TrainerCallback):
         self._steps = 0
 
     def measure(self) -> list[float]:
-        """Returns seconds that this rank computed, rows, tokens and micro-steps since the last call.
+        """Return seconds that this rank computed, rows, tokens and micro-steps since the last call.
 
         Where ranks communicate in the backward pass only the forward pass counts.
         """
@@ -216,7 +216,7 @@ class Balancer(TrainerCallback):
         return [seconds, found["rows"], found["tokens"], found["micro_steps"]]
 
     def micro_batch(self, step: int) -> int | None:
-        """Returns this rank's largest micro-batch in an optimizer step (from 1) whose shares were found while training, else `None`."""
+        """Return this rank's largest micro-batch in an optimizer step (from 1) whose shares were found while training, else `None`."""
         if len(self.sampler.changes) == 1:
             return None
         return self.sampler.shares_at(step - 1)[self.sampler.rank][0]
@@ -225,7 +225,7 @@ class Balancer(TrainerCallback):
         self._steps = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Counts, and looks when it is time. Collective then: all ranks make the same steps."""
+        """Count, and looks when it is time. Collective then: all ranks make the same steps."""
         self._steps += 1
         if not self.active:
             return
@@ -255,7 +255,7 @@ class Balancer(TrainerCallback):
 
 
 def describe(paces: Sequence[float], now: Sequence[int], then: Sequence[int], unit: str) -> str:
-    """Returns a change of shares in words; `paces` are seconds per token."""
+    """Return a change of shares in words; `paces` are seconds per token."""
     known = [pace for pace in paces if pace]
     slowest, times = max(range(len(paces)), key=lambda rank: paces[rank]), max(known) / min(known)
     why = f"rank {slowest} is {times:.1f} times slower than rank {paces.index(min(known))}"

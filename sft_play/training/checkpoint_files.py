@@ -59,7 +59,7 @@ class Writing:
     thread: threading.Thread | None = field(default=None, repr=False)
 
     def start(self, context: TrainContext, trainer: Trainer) -> None:
-        """Begins in a thread that does not keep the process alive."""
+        """Begin in a thread that does not keep the process alive."""
         self.thread = threading.Thread(target=self.run, args=(context, trainer), name=f"save-{self.step}", daemon=True)
         self.thread.start()
 
@@ -68,12 +68,12 @@ class Writing:
         return self.thread is not None and self.thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the thread has ended."""
+        """Return when the thread has ended."""
         if self.thread is not None:
             self.thread.join()
 
     def run(self, context: TrainContext, trainer: Trainer) -> None:
-        """Writes, lists and syncs; what goes wrong is kept for when the ranks agree."""
+        """Write, lists and syncs; what goes wrong is kept for when the ranks agree."""
         if self.states is None:
             return
         try:
@@ -95,7 +95,7 @@ class Writing:
             self.weights = self.states = None  # copies may be as large as the model
 
     def _write(self, context: TrainContext, trainer: Trainer) -> list[Path]:
-        """Returns the files of this rank."""
+        """Return the files of this rank."""
         assert self.states is not None
         context.run.path.stat()  # raises where the run's folder is gone: it is not made again
         self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 made it, but a network disk may show that late
@@ -139,9 +139,9 @@ def _of_rank_0(path: Path) -> bool:
 
 
 def publish_model(context: TrainContext, trainer: Trainer) -> int:
-    """Publishes the last weights, or the best checkpoint's, as `model/`, by rename. Returns their step. Collective.
+    """Publish the last weights, or the best checkpoint's, as `model/`, by rename. Return their step. Collective.
 
-    Where the best checkpoint is damaged or gone this is reported, and the last weights are taken. Raises `HardwareError` where the model
+    Where the best checkpoint is damaged or gone this is reported, and the last weights are taken. Raise `HardwareError` where the model
     cannot be written.
     """
     run, ranks, best, step = context.run, context.ranks, None, trainer.state.global_step
@@ -166,7 +166,7 @@ def publish_model(context: TrainContext, trainer: Trainer) -> int:
 
 
 def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | None, int]:
-    """Returns name and step of the best checkpoint, (`None`, the last step) for the weights in memory; warns where it is damaged."""
+    """Return name and step of the best checkpoint, (`None`, the last step) for the weights in memory; warns where it is damaged."""
     if not best_step:
         return None, last_step
     best = run.checkpoint(best_step)
@@ -180,7 +180,7 @@ def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | 
 def _write_model(
     context: TrainContext, trainer: Trainer, best: Path | None, weights: Mapping[str, Any] | None, *, step: int
 ) -> None:
-    """Writes `model/` aside, syncs it to the disk, and gives it its name."""
+    """Write `model/` aside, sync it to the disk, and give it its name."""
     run = context.run
     partial, replaced = run.path / ".model.partial", run.path / ".model.replaced"
     shutil.rmtree(partial, ignore_errors=True)
@@ -208,7 +208,7 @@ def _write_model(
 
 
 def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> dict[str, Any] | None:
-    """Returns the complete model's state dict on rank 0, `None` on the others. Collective.
+    """Return the complete model's state dict on rank 0, `None` on the others. Collective.
 
     With `clone` what training changes next is copied to host memory, so that it can be written meanwhile.
     """
@@ -219,7 +219,7 @@ def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> d
 
 
 def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str, Any], folder: Path) -> None:
-    """Writes weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raises `OSError`."""
+    """Write weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raise `OSError`."""
     model = outline_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
@@ -230,7 +230,7 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
 
 
 def model_card(stamp: Stamp, run: str) -> str:
-    """Returns what a person who finds the folder must know, in place of PEFT's empty form; no path of this machine."""
+    """Return what a person who finds the folder must know, in place of PEFT's empty form; no path of this machine."""
     base, on_hub = stamp.public_base
     adapter = stamp.mode != "full"
     facts = f"base_model: {base}\n" if on_hub else ""
@@ -244,7 +244,7 @@ def model_card(stamp: Stamp, run: str) -> str:
 
 
 def predicted_bytes(trainer: Trainer) -> int:
-    """Returns the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned model."""
+    """Return the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned model."""
     return sum(math.prod(whole_shape(p)) * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
 
 
@@ -265,13 +265,13 @@ def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
 
 
 def _once(whole: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Returns what was gathered without its second copies: a head that is the embedding."""
+    """Return what was gathered without its second copies: a head that is the embedding."""
     tied = getattr(model, "all_tied_weights_keys", {})
     return {name: value for name, value in whole.items() if name not in tied}
 
 
 def _copy_changing(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Returns `state` with every tensor that may change copied, those that share memory sharing their copy.
+    """Return `state` with every tensor that may change copied, those that share memory sharing their copy.
 
     Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are written once.
     """

@@ -71,7 +71,7 @@ FULL_SHARE = 0.02
 
 
 def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
-    """Runs a worker's program and returns its exit code, which the launcher finds recorded with the error."""
+    """Run a worker's program and returns its exit code, which the launcher finds recorded with the error."""
     rank, _ = launched_world()
     console = redirect(run.rank_log(rank), rank)
     request = StopRequest(run=run, rank=rank, activity=Activity())
@@ -98,7 +98,7 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
 
 
 def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str, Any]:
-    """Returns what the launcher learns of an error: exit code, message, and for some the cause."""
+    """Return what the launcher learns of an error: exit code, message, and for some the cause."""
     if isinstance(problem, UserError):
         return {"code": problem.exit_code, "error": problem.render(), **getattr(problem, "facts", {})}
     if ran_out_of_disk(problem, run):
@@ -114,7 +114,7 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
 
 
 def say(problem: Exception, record: dict[str, Any]) -> None:
-    """Prints an error: a user's mistake in one line, everything else with its traceback.
+    """Print an error: a user's mistake in one line, everything else with its traceback.
 
     What the launcher says itself, with a worker's words or as the end of the rank that was the cause, goes to the rank's log alone.
     """
@@ -140,7 +140,7 @@ def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
 
 
 def describe_full_disk(error: BaseException, run: RunFolder) -> str:
-    """Returns what the user reads."""
+    """Return what the user reads."""
     place = (error.filename if isinstance(error, OSError) else None) or run.path
     hint = f"the last checkpoint is as it was; free some space, then: make resume RUN={run.name}"
     return f"error: {place}: no space is left on the disk\n\nhint: {hint}"
@@ -181,7 +181,7 @@ def _gpu_is_full() -> bool:
 
 
 def end(code: int) -> NoReturn:
-    """Ends this process without taking the interpreter down: a thread that then comes back from torch's C++ would abort it.
+    """End this process without taking the interpreter down: a thread that then comes back from torch's C++ would abort it.
 
     Where all went in order, threads that are no daemons get `THREAD_SECONDS`, and exit functions their turn: trackers may have something
     to send. Else peers may hang in a collective operation that this rank has left; the launcher ends them.
@@ -195,7 +195,7 @@ def end(code: int) -> NoReturn:
 
 
 def let_threads_end(seconds: float) -> None:
-    """Waits for threads that are no daemons; those of executors, which wait for work, are told first that none will come."""
+    """Wait for threads that are no daemons; those of executors, which wait for work, are told first that none will come."""
     deadline = time.monotonic() + seconds
     executors = sys.modules.get("concurrent.futures.thread")
     tells = [threading.Thread(target=executors._python_exit, daemon=True)] if executors is not None else []
@@ -217,7 +217,7 @@ operations: the launchers know of them when they judge."""
 
 
 def patience(phase: str, typed: float | None, longest_step: float) -> float:
-    """Returns the seconds that a training thread may stand still. `typed`: `launch.hang_seconds`, `None` for `auto`."""
+    """Return the seconds that a training thread may stand still. `typed`: `launch.hang_seconds`, `None` for `auto`."""
     step = max(LEAST_SECONDS, STEPS * longest_step) if typed is None else typed
     fixed, times = PATIENCE.get(phase, (0.0, 1.0))
     return max(fixed, times * step)
@@ -247,7 +247,7 @@ class Heartbeat:
         """The training thread has done its work, or failed and says so itself."""
 
     def begin(self) -> None:
-        """Starts telling the launcher, and makes this process answer when it is asked for its stacks."""
+        """Start telling the launcher, and make this process answer when it is asked for its stacks."""
         path = self.run.rank_stack(self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = path.open("a", encoding="utf-8")
@@ -255,7 +255,7 @@ class Heartbeat:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def join(self, launch: LaunchConfig) -> None:
-        """Waits until every rank has come. Raises `NotJoined` naming those that did not."""
+        """Wait until every rank has come. Raise `NotJoined` naming those that did not."""
         self.hang_seconds = None if isinstance(launch.hang_seconds, str) else float(launch.hang_seconds)
         if self.world > 1 and "MASTER_ADDR" in os.environ:
             roll_call(open_store(launch.timeout_seconds), self.rank, self.host, self.world, launch.timeout_seconds)
@@ -285,7 +285,7 @@ class Heartbeat:
             time.sleep(LIMITS.tick)
 
     def _leave(self, text: str) -> None:
-        """Records why, ends what this process has started, and ends it. Does not return."""
+        """Record why, end what this process has started, and end it. Does not return."""
         if not self.over and not self.run.rank_exit(self.rank).exists():
             with contextlib.suppress(OSError):
                 leave_record(self.run, self.rank, {"code": LOST, "error": text, "cause": "agent", "blames": None})
@@ -298,7 +298,7 @@ class Heartbeat:
 
 
 def open_store(timeout_seconds: float) -> Any:
-    """Returns a connection of our own to the workers' store, which node 0's agent serves."""
+    """Return a connection of our own to the workers' store, which node 0's agent serves."""
     from torch import distributed
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -308,7 +308,7 @@ def open_store(timeout_seconds: float) -> Any:
 
 
 def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: float) -> None:
-    """Waits until all ranks have come. Raises `NotJoined`, which names who has not."""
+    """Wait until all ranks have come. Raise `NotJoined`, which names who has not."""
     store.set(f"here/{rank}", host)
     try:
         store.wait([f"here/{one}" for one in range(world)], datetime.timedelta(seconds=timeout_seconds))
@@ -325,7 +325,7 @@ def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: flo
 
 @contextlib.contextmanager
 def show_life(run: RunFolder, activity: Activity) -> Iterator[Heartbeat]:
-    """Shows signs of life while the body works."""
+    """Show signs of life while the body works."""
     heart = Heartbeat(run, activity)
     heart.begin()
     try:
@@ -340,19 +340,19 @@ DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def collectives_begun() -> int | None:
-    """Returns how many collective operations this rank has enqueued, in all process groups; `None` where torch does not tell."""
+    """Return how many collective operations this rank has enqueued, in all process groups; `None` where torch does not tell."""
     each = [dump["pg_status"].values() for dump in _dumps(entries=False)]
     return max((sum(int(group["last_enqueued_collective"]) for group in groups) for groups in each), default=None)
 
 
 def keep_trace(path: Path) -> None:
-    """Writes the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were none."""
+    """Write the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were none."""
     if found := next(iter(_dumps(entries=True)), None):
         write_text(path, json.dumps(found) + "\n")
 
 
 def _dumps(*, entries: bool) -> list[dict[str, Any]]:
-    """Returns those dumps that know of process groups. torch's own files are pickles; this reads its memory."""
+    """Return those dumps that know of process groups. torch's own files are pickles; this reads its memory."""
     module = sys.modules.get("torch._C._distributed_c10d")
     functions = [getattr(module, name) for name in DUMPS if hasattr(module, name)]
     found = [json.loads(function(includeCollectives=entries, onlyActive=False)) for function in functions]

@@ -40,13 +40,13 @@ class Finite:
         """Updates in a row that the loss scaler left out."""
 
     def require_finite_loss(self, value: Tensor) -> None:
-        """Raises `DataError` when this rank's loss is no number, and keeps the ids of its rows."""
+        """Raise `DataError` when this rank's loss is no number, and keep the ids of its rows."""
         if not math.isfinite(float(value)):
             self._keep_rows()
             raise self._error("loss", float(value))
 
     def require_finite_norm(self, value: float, loss: Tensor) -> None:
-        """Raises `DataError` on all ranks when the gradient norm, the same on each, is no number.
+        """Raise `DataError` on all ranks when the gradient norm, the same on each, is no number.
 
         A loss scaler (fp16) looks for its scale by trying: it leaves such an update out and halves. There the run stops when
         `LEFT_OUT_LIMIT` updates in a row were left out, or when the scale has come down to 1, where nothing is scaled any more.
@@ -90,7 +90,7 @@ class Finite:
 
 
 def scale_of(trainer: Trainer) -> float | None:
-    """Returns the factor of the loss scaler; `None` where nothing leaves a bad update out."""
+    """Return the factor of the loss scaler; `None` where nothing leaves a bad update out."""
     scaler = loss_scaler(trainer)
     if scaler is None:
         return None
@@ -120,7 +120,7 @@ class SpikeGuard(TrainerCallback, ExportableState):
         """Steps that jumped."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Reads what the checkpoint holds, and drops lines of steps that come again."""
+        """Read what the checkpoint holds, and drops lines of steps that come again."""
         held = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         attributes = (held or {}).get("attributes", {})
         self.norms, self.found = list(attributes.get("norms", [])), list(attributes.get("found", []))
@@ -131,7 +131,7 @@ class SpikeGuard(TrainerCallback, ExportableState):
                 write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def jumps(self, norm: float, *, step: int, rows: list[int]) -> bool:
-        """Notes the norm of a step; returns whether its update is to be left out. A norm that is no number is not judged here."""
+        """Notes the norm of a step; return whether its update is to be left out. A norm that is no number is not judged here."""
         if self.mode == "off" or not math.isfinite(norm):
             return False
         before = self.norms[-WINDOW:]
@@ -157,7 +157,7 @@ class SpikeGuard(TrainerCallback, ExportableState):
         return skipped
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps (the interface of `ExportableState`)."""
+        """Return what a checkpoint keeps (the interface of `ExportableState`)."""
         return {"args": {}, "attributes": {"norms": self.norms, "found": self.found}}
 
 
@@ -206,14 +206,14 @@ class Holdings(TrainerCallback):
             self.counts["bytes"] = count_bytes(references["model"], references["optimizer"])
 
     def save(self, context: TrainContext) -> None:
-        """Writes the counts with the ids of the rows that this rank trained and scored."""
+        """Write the counts with the ids of the rows that this rank trained and scored."""
         path = context.run.rank_holdings(context.ranks.rank)
         with side_file(path, "what a rank holds"):
             write_json(path, self.counts | {"rows_trained": sorted(self.rows_trained), "rows_scored": sorted(self.rows_scored)})
 
 
 def count_gradients(model: Any, optimizer: Any) -> int:
-    """Returns elements of gradients on this rank just before the update."""
+    """Return elements of gradients on this rank just before the update."""
     averaged = getattr(optimizer, "averaged_gradients", None)
     if averaged:  # ZeRO keeps this rank's share of the reduced gradients here
         return sum(int(g.numel()) for group in averaged.values() if group for g in group if g is not None)

@@ -23,7 +23,7 @@ NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
 
 
 def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Returns the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.batches.Collator`.
+    """Return the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.batches.Collator`.
 
     `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and never
     [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.kernels.chunk_head` changed computes
@@ -41,7 +41,7 @@ def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def label_tokens(batch: dict[str, Any]) -> Tensor:
-    """Returns how many targets of a batch count (an integer scalar)."""
+    """Return how many targets of a batch count (an integer scalar)."""
     count: Tensor = (batch["targets"] != IGNORED).sum()
     return count
 
@@ -51,7 +51,7 @@ IDLE = "idle"
 
 
 def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> GlobalBatchSampler:
-    """Returns the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan says so."""
+    """Return the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan says so."""
     config, plan = context.config, context.plan
     assert len(dataset) == split.rows, (len(dataset), split.rows)
     order = row_order(config.data, split, config.train.seed)
@@ -74,7 +74,7 @@ def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> Glo
 
 
 def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments) -> DataLoaderShard:
-    """Returns this rank's micro-batches; accelerate must not share them out again."""
+    """Return this rank's micro-batches; accelerate must not share them out again."""
     loader = DataLoaderShard(
         dataset,
         device=args.device,
@@ -92,7 +92,7 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
 
 
 def step_totals(ranks: Ranks, batches: list[Batch], *, together: bool) -> Tensor:
-    """Returns the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are left out.
+    """Return the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are left out.
 
     Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one, but the last, in
     which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...]; a single

@@ -31,12 +31,12 @@ ROWS_KEPT = 10_000
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the complete rows of a metrics file up to and including `step`, without a torn last line."""
+    """Return the complete rows of a metrics file up to and including `step`, without a torn last line."""
     return [row for row in read_json_lines(path) if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns what saving took in a run, resumes included, from the rows of `metrics.jsonl`; it is `saving` in `training_metrics.json`.
+    """Return what saving took in a run, resumes included, from the rows of `metrics.jsonl`; it is `saving` in `training_metrics.json`.
 
     `pause_seconds`: how long training stood still, for saves that failed too.
     """
@@ -76,7 +76,7 @@ class MetricsFile(TrainerCallback):
             self.add(row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Appends one row, after those that wait."""
+        """Append one row, after those that wait."""
         self.waiting.append(json.dumps(row, ensure_ascii=False) + "\n")
         try:
             append_text(self.path, "".join(self.waiting), sync=False)
@@ -148,7 +148,7 @@ class Stopwatch:
         self._passed: list[tuple[str, Any]] = []
 
     def enter(self, phase: str) -> None:
-        """Ends the current phase and begins another; time in the phase without a name is of no step."""
+        """End the current phase and begin another; time in the phase without a name is of no step."""
         now = self._now()
         if isinstance(now, float):
             self._sums[self._phase] += now - self._since
@@ -179,7 +179,7 @@ class Stopwatch:
             self.enter("communication")
 
     def totals(self) -> dict[str, float]:
-        """Returns the seconds of all phases that have ended, and `rows`, `tokens` (padding included) and `micro_steps`."""
+        """Return the seconds of all phases that have ended, and `rows`, `tokens` (padding included) and `micro_steps`."""
         if self._passed:
             self._resolve(self._since)
         return dict(self._sums)
@@ -209,7 +209,7 @@ class Lap:
         self._watch, self._before = watch, watch.totals()
 
     def take(self) -> defaultdict[str, float]:
-        """Returns `Stopwatch.totals` less those of the last call."""
+        """Return `Stopwatch.totals` less those of the last call."""
         before, self._before = self._before, self._watch.totals()
         return defaultdict(float, {name: value - before.get(name, 0.0) for name, value in self._before.items()})
 
@@ -221,7 +221,7 @@ every busy card meets."""
 
 
 def used_bytes(nvml: Any, gpu: Shown) -> int:
-    """Returns the memory of a GPU that is not free."""
+    """Return the memory of a GPU that is not free."""
     total, free = gpu_memory(nvml, gpu)
     return total - free
 
@@ -246,11 +246,11 @@ class Sampler:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begins to sample."""
+        """Begin to sample."""
         threading.Thread(target=self._run, name="readings", daemon=True).start()
 
     def take(self) -> dict[str, float]:
-        """Returns the mean of each reading since the last call."""
+        """Return the mean of each reading since the last call."""
         with self._lock:
             sums, self._sums = self._sums, {}
         return {name: sum(values) / len(values) for name, values in sums.items()}
@@ -267,7 +267,7 @@ class Sampler:
             time.sleep(SECONDS_BETWEEN_SAMPLES)
 
     def look(self, nvml: Any, gpu: Shown) -> None:
-        """Takes each sample once; one that fails is never asked for again."""
+        """Take each sample once; one that fails is never asked for again."""
         for name, read in list(self.samples.items()):
             try:
                 value = float(read(nvml, gpu))
@@ -286,7 +286,7 @@ NODE = ("cpu_percent", "memory_gib", "network_mb_s")
 
 
 def peak_memory_bytes() -> int:
-    """Returns this process's highest memory so far: allocated on its GPU, else resident."""
+    """Return this process's highest memory so far: allocated on its GPU, else resident."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     import resource
@@ -307,7 +307,7 @@ class Readings:
             self._sampler.start()
 
     def read(self) -> list[float]:
-        """Returns `OWN`, then `NODE`; NaN for what is not known, and for each of `NODE` in all but a machine's first process."""
+        """Return `OWN`, then `NODE`; NaN for what is not known, and for each of `NODE` in all but a machine's first process."""
         now, spent = time.perf_counter(), time.process_time()
         seconds = max(now - self._then, 1e-9)
         found = {
@@ -327,7 +327,7 @@ class Readings:
 
 
 def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Returns the readings of all ranks by name: `rank_...` by rank, `node_...` by machine, in the order of their ranks.
+    """Return the readings of all ranks by name: `rank_...` by rank, `node_...` by machine, in the order of their ranks.
 
     What no rank knows is left out; what one does not know is NaN.
     """
@@ -338,7 +338,7 @@ def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def figures(value: float) -> float:
-    """Returns a reading with as many figures as mean something."""
+    """Return a reading with as many figures as mean something."""
     return float(f"{value:.4g}")
 
 

@@ -32,7 +32,7 @@ def _no_step(_: str) -> None:
 
 
 def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
-    """Returns the pipeline that a rank's stage, `model`, is in. Collective over all ranks."""
+    """Return the pipeline that a rank's stage, `model`, is in. Collective over all ranks."""
     return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, plan, timeout_seconds)
 
 
@@ -71,7 +71,7 @@ class Pipeline:
         at: Callable[[Batch], None],
         enter: Callable[[str], None],
     ) -> Tensor:
-        """Computes the gradients of `scale` times the summed loss of a step's micro-batches; returns [summed loss, label tokens] on every stage.
+        """Compute the gradients of `scale` times the summed loss of a step's micro-batches; return [summed loss, label tokens] on every stage.
 
         `at` is called with each batch before its pass, `enter` with each phase. Collective over the group.
         """
@@ -92,7 +92,7 @@ class Pipeline:
         return self._share_sums(sums)
 
     def measure(self, batch: Batch) -> Tensor:
-        """Returns [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the group."""
+        """Return [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the group."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         with torch.no_grad():
             self._forward(batch, sums)
@@ -130,7 +130,7 @@ class Pipeline:
             self._send(given.grad, self.before, self.gradients)
 
     def _receive(self, ids: Tensor) -> Tensor | None:
-        """Returns the hidden states [B, T, H] of the stage before for tokens [B, T]; `None` on the first stage."""
+        """Return the hidden states [B, T, H] of the stage before for tokens [B, T]; `None` on the first stage."""
         if self.stage.begins:
             return None
         given = torch.empty(*ids.shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
@@ -184,7 +184,7 @@ class Pipeline:
     # ---- Gradients and weights
 
     def share_gradients(self) -> None:
-        """Sums gradients over the pipelines, and those of an embedding that first and last stage hold. Collective over all ranks."""
+        """Sum gradients over the pipelines, and those of an embedding that first and last stage hold. Collective over all ranks."""
         trained = [parameter for parameter in self.stage.model.parameters() if parameter.requires_grad]
         if self.ranks.data_world > 1:
             for parameter in trained:
@@ -197,7 +197,7 @@ class Pipeline:
                 distributed.all_reduce(parameter.grad, group=self.ends)
 
     def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
-        """Returns the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over the group."""
+        """Return the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over the group."""
         twice = {id(parameter) for parameter in self.stage.shared} if not self.stage.begins else set()
         gradients = [(one.grad, id(one) in twice) for one in parameters if one.grad is not None]
         total = torch.zeros((), device=self.ranks.device)
@@ -212,7 +212,7 @@ class Pipeline:
         return norm
 
     def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over all ranks.
+        """Return the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over all ranks.
 
         What only one stage trains is taken from it; others may hold it frozen.
         """

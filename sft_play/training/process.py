@@ -32,12 +32,12 @@ Phase = Literal["loading", "training", "updating", "evaluating", "saving", "leav
 
 
 def launched_world() -> tuple[int, int]:
-    """Returns (rank, world size) as the launcher set them."""
+    """Return (rank, world size) as the launcher set them."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_launch(plan: Plan) -> None:
-    """Raises `HardwareError` when another number of processes was started than planned."""
+    """Raise `HardwareError` when another number of processes was started than planned."""
     _, world = launched_world()
     if world != plan.world_size:
         raise HardwareError(
@@ -69,7 +69,7 @@ class Activity:
     """When this step began; `None` outside one."""
 
     def enter(self, phase: Phase, *, step: int | None = None) -> None:
-        """Begins another phase."""
+        """Begin another phase."""
         now = time.monotonic()
         if phase == "training":
             self._begun = now
@@ -82,7 +82,7 @@ class Activity:
         self.phase, self.step, self.micro_step, self.rows, self.since = phase, step, None, [], now
 
     def tell(self, phase: Phase) -> None:
-        """Writes the phase; a disk that does not take it matters to nobody."""
+        """Write the phase; a disk that does not take it matters to nobody."""
         if self.phase_file:
             with contextlib.suppress(OSError):
                 self.phase_file.write_text(f'{{"phase": "{phase}"}}\n', encoding="utf-8")
@@ -110,20 +110,20 @@ class Activity:
         return words
 
     def facts(self) -> dict[str, Any]:
-        """Returns the same as plain data."""
+        """Return the same as plain data."""
         found = {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
         return found if self.micro_batch is None else found | {"micro_batch": self.micro_batch}
 
 
 def reserve(run: RunFolder, rank: int) -> None:
-    """Takes the disk space that the exit record will need. Raises `OSError` where there is none."""
+    """Take the disk space that the exit record will need. Raise `OSError` where there is none."""
     path = _reserved(run, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"\1" * RESERVED_BYTES)
 
 
 def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
-    """Writes `exit-rank{N}.json` with the time, on a full disk in the reserved space; nothing where the run's folder is gone."""
+    """Write `exit-rank{N}.json` with the time, on a full disk in the reserved space; nothing where the run's folder is gone."""
     value = {**record, "time": time.time()}
     if is_gone(run.path):
         return
@@ -173,10 +173,10 @@ class Tee:
 
 
 def redirect(log: Path, rank: int) -> TextIO | None:
-    """Sends this process's output to `log`, native libraries' included, and rank 0's Python output to the console as well.
+    """Send this process's output to `log`, native libraries' included, and rank 0's Python output to the console as well.
 
     The console is standard output: on standard error `accelerate launch` and torchrun speak, and it goes to `logs/launcher.log`.
-    Returns the console of rank 0 (for the progress line), `None` for others.
+    Return the console of rank 0 (for the progress line), `None` for others.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.open("a", encoding="utf-8", buffering=1)
@@ -193,13 +193,13 @@ def redirect(log: Path, rank: int) -> TextIO | None:
 
 
 def log_alone() -> TextIO:
-    """Returns this rank's log without the console, once `redirect` was called: what is shown there in another form."""
+    """Return this rank's log without the console, once `redirect` was called: what is shown there in another form."""
     log = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
     return cast(TextIO, Tee(log, None))
 
 
 def quiet_libraries() -> None:
-    """Lets libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern users."""
+    """Let libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern users."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -209,7 +209,7 @@ def quiet_libraries() -> None:
 
 
 def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
-    """Imports torch, transformers, accelerate and PEFT; call before anything else does.
+    """Import torch, transformers, accelerate and PEFT; call before anything else does.
 
     PEFT and accelerate import bitsandbytes and DeepSpeed only because they are installed: where the plan has no use for them, `None` in
     `sys.modules` makes them look absent (Python's reference, 5.3.1). transformers' `Trainer` does the same with `datasets`, which user
@@ -263,7 +263,7 @@ KEY = "asked_to_stop"
 
 
 def code_of(number: int) -> int:
-    """Returns the exit code of a stop that this signal asked for."""
+    """Return the exit code of a stop that this signal asked for."""
     return 130 if number == signal.SIGINT else 143
 
 
@@ -293,7 +293,7 @@ class StopRequest:
     _sharing: threading.Thread | None = None
 
     def listen(self) -> None:
-        """Takes the signals over; call once, in the main thread."""
+        """Take the signals over; call once, in the main thread."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -303,18 +303,18 @@ class StopRequest:
         threading.Thread(target=self._read, args=(reader,), name="requests to stop", daemon=True).start()
 
     def hear(self, number: int) -> None:
-        """Takes up a request; the first counts."""
+        """Take up a request; the first counts."""
         if self.heard is None:
             self.heard, self.during = number, self.activity.phase
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
     def share(self, connect: Callable[[], Any]) -> None:
-        """Tells other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it alone."""
+        """Tell other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it alone."""
         self._sharing = threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True)
         self._sharing.start()
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        """Writes this process's exit record; from here on it only has to leave."""
+        """Write this process's exit record; from here on it only has to leave."""
         with self._ending:
             if not self._ended:
                 leave_record(self.run, self.rank, self._with_facts(record))
@@ -325,7 +325,7 @@ class StopRequest:
             self._sharing.join(LEAVE_SECONDS)
 
     def _with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds to the exit record of a stop what is known of it."""
+        """Add to the exit record of a stop what is known of it."""
         if self.heard is None or record["code"] not in (130, 143):
             return dict(record)
         stop = {"signal": signal.Signals(self.heard).name, "phase": self.during, "step": self.step, "saved": self.saved}
@@ -338,7 +338,7 @@ class StopRequest:
                     self.hear(number)
 
     def _wait(self) -> None:
-        """Ends the process when it does not end in time."""
+        """End the process when it does not end in time."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._ended:
             if self.activity.phase == "saving":  # it is finished, however long it takes

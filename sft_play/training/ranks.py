@@ -49,7 +49,7 @@ Outline = list[tuple[str, list[int], str]]
 
 
 def outline(tensors: Mapping[str, Tensor]) -> Outline:
-    """Returns what a rank must know of tensors that it receives."""
+    """Return what a rank must know of tensors that it receives."""
     return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
 
 
@@ -91,7 +91,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns each rank's `value`, which JSON can hold; tuples arrive as lists."""
+        """Return each rank's `value`, which JSON can hold; tuples arrive as lists."""
         if self.world == 1:
             return [value]
         data = self._bytes(value)
@@ -103,7 +103,7 @@ class Ranks:
         return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's `value`, which JSON can hold; tuples arrive as lists."""
+        """Return rank 0's `value`, which JSON can hold; tuples arrive as lists."""
         if self.world == 1:
             return value
         data = self._bytes(value if self.first else None)
@@ -115,7 +115,7 @@ class Ranks:
         return _value(data)
 
     def table(self, numbers: Sequence[float] | Tensor) -> list[list[float]]:
-        """Returns each rank's `numbers` (as many on each) as 64-bit floats."""
+        """Return each rank's `numbers` (as many on each) as 64-bit floats."""
         mine = torch.as_tensor(numbers, dtype=torch.float64, device=self.device if self.world > 1 else None)
         if self.world == 1:
             return [mine.tolist()]
@@ -125,7 +125,7 @@ class Ranks:
         return found
 
     def total(self, values: Tensor) -> Tensor:
-        """Returns the sum of all ranks' `values`, which lie on `device`; changes them."""
+        """Return the sum of all ranks' `values`, which lie on `device`; changes them."""
         if self.world > 1:
             distributed.all_reduce(values)
         return values
@@ -135,7 +135,7 @@ class Ranks:
         return flag if self.world == 1 else bool(self.total(torch.tensor(int(flag), device=self.device)).item())
 
     def first_problem(self, problem: str | None) -> str | None:
-        """Returns the first rank's problem with its rank (all of them: without), `None` where no rank has one."""
+        """Return the first rank's problem with its rank (all of them: without), `None` where no rank has one."""
         if not self.any(problem is not None):
             return None
         found = self.gather(problem)
@@ -143,12 +143,12 @@ class Ranks:
         return reason if all(found) else f"rank {rank}: {reason}"
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sends tensors to rank 0, which calls `receive` with their `outline`. As bytes, which every backend sends."""
+        """Send tensors to rank 0, which calls `receive` with their `outline`. As bytes, which every backend sends."""
         for tensor in tensors.values():
             distributed.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(self.device), dst=0)
 
     def receive(self, source: int, outline: Outline) -> dict[str, Tensor]:
-        """Returns what rank `source` sends, on the CPU."""
+        """Return what rank `source` sends, on the CPU."""
         found = {}
         for name, shape, kind in outline:
             dtype = getattr(torch, kind)
@@ -188,7 +188,7 @@ class TrainContext:
     """On rank 0."""
 
     def add_row(self, **row: Any) -> None:
-        """Appends a row to `metrics.jsonl`, on rank 0."""
+        """Append a row to `metrics.jsonl`, on rank 0."""
         if self.metrics is not None:
             self.metrics.add(row)
 
@@ -199,7 +199,7 @@ def uses_cpu_flag(plan: Plan) -> bool:
 
 
 def join_ranks(plan: Plan, args: Any) -> Ranks:
-    """Builds torch's process group, and makes accelerate apply FSDP2 on a CPU. Call when `TrainingArguments` is made."""
+    """Build torch's process group, and make accelerate apply FSDP2 on a CPU. Call when `TrainingArguments` is made."""
     device = torch.device(args.device)  # asking for it builds accelerate's state and the process group
     if plan.device == "cpu" and plan.strategy == "fsdp2":
         from accelerate import PartialState
@@ -213,20 +213,20 @@ def join_ranks(plan: Plan, args: Any) -> Ranks:
 
 
 def group_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
-    """Returns the process group of this rank and those that train the same rows. Collective over all ranks."""
+    """Return the process group of this rank and those that train the same rows. Collective over all ranks."""
     group, _ = distributed.new_subgroups(ranks.group_size, timeout=timedelta(seconds=timeout_seconds))
     return group
 
 
 def replicas_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
-    """Returns the process group of the ranks that hold the same slices as this one, and train other rows. Collective over all ranks."""
+    """Return the process group of the ranks that hold the same slices as this one, and train other rows. Collective over all ranks."""
     groups = [list(range(first, ranks.world, ranks.group_size)) for first in range(ranks.group_size)]
     group, _ = distributed.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_seconds))
     return group
 
 
 def check_peers(plan: Plan, ranks: Ranks) -> None:
-    """Raises `HardwareError` where a rank of another machine does not know the run's key. Collective.
+    """Raise `HardwareError` where a rank of another machine does not know the run's key. Collective.
 
     torch's store takes whoever reaches its port; a stranger that took a rank's place there is found here, before anything is shared.
     """
@@ -241,7 +241,7 @@ def check_peers(plan: Plan, ranks: Ranks) -> None:
 
 
 def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
-    """Compares plan, torch and accelerate before the first batch. Raises `HardwareError` naming all three.
+    """Compare plan, torch and accelerate before the first batch. Raise `HardwareError` naming all three.
 
     `gpus`: how many one process would divide its batches between (`TrainingArguments.n_gpu`).
     """
@@ -261,9 +261,9 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
 
 
 def ranks_together(context: TrainContext) -> tuple[int, ...]:
-    """Returns the ranks that see the run folder of rank 0, the same on each. Collective where there are several machines.
+    """Return the ranks that see the run folder of rank 0, the same on each. Collective where there are several machines.
 
-    The disk itself is asked: rank 0 writes a file with a random name, the others look for it. Raises `CheckpointError` where a checkpoint
+    The disk itself is asked: rank 0 writes a file with a random name, the others look for it. Raise `CheckpointError` where a checkpoint
     could not be complete: parts of the states on machines with separate run folders.
     """
     plan, ranks, folder = context.plan, context.ranks, context.run.path
@@ -292,7 +292,7 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
 
 
 def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
-    """Raises `CheckpointError` on every rank when they would continue from different checkpoints: machines with a run folder each."""
+    """Raise `CheckpointError` on every rank when they would continue from different checkpoints: machines with a run folder each."""
     starts = ranks.gather(checkpoint.name if checkpoint else "its start")
     if len(set(starts)) > 1:
         told = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
@@ -303,6 +303,6 @@ def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
 
 
 def leave() -> None:
-    """Takes the process group down, so that no rank aborts after the work is done."""
+    """Take the process group down, so that no rank aborts after the work is done."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

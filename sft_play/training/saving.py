@@ -65,7 +65,7 @@ class Saver(TrainerCallback):
     # ---- What the trainer calls, on every rank alike
 
     def save(self) -> None:
-        """Saves this step's checkpoint, or begins to in the background. What cannot be written is reported, not raised. Collective."""
+        """Save this step's checkpoint, or begin to in the background. What cannot be written is reported, not raised. Collective."""
         step = self.trainer.state.global_step
         self.finish()
         self.tidy(wait_seconds=CHECK_SECONDS)
@@ -85,7 +85,7 @@ class Saver(TrainerCallback):
             self._settle(writing, started)
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written in the background, and publishes it. Collective."""
+        """Wait for a checkpoint that is being written in the background, and publish it. Collective."""
         if self._pending is not None:
             started, writing = time.perf_counter(), self._pending
             self.context.activity.enter("saving", step=writing.step)
@@ -94,7 +94,7 @@ class Saver(TrainerCallback):
             self._settle(writing, started)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Moves `best` where a process ended between the naming of the best checkpoint and the link, or a copy has a folder there."""
+        """Move `best` where a process ended between the naming of the best checkpoint and the link, or a copy has a folder there."""
         run, step = self.context.run, state.best_global_step
         if not (state.global_step and step and self.context.ranks.first):
             return
@@ -102,14 +102,14 @@ class Saver(TrainerCallback):
             self.link_best()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Publishes a pending checkpoint when every rank has written its part; asks for it by one number."""
+        """Publish a pending checkpoint when every rank has written its part; asks for it by one number."""
         self.tidy()
         if self._pending is not None and not self.context.ranks.any(self._pending.running):
             self.finish()
             self.context.activity.enter("training", step=state.global_step + 1)
 
     def tidy(self, *, wait_seconds: float = 0.0) -> None:
-        """Removes old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank 0's own work."""
+        """Remove old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank 0's own work."""
         check = self._check
         if check is None or not check.is_over(wait_seconds=wait_seconds):
             return
@@ -125,14 +125,14 @@ class Saver(TrainerCallback):
             rotate(run, keep, check.checkpoint, best=run.checkpoint(step) if step else None)
 
     def link_best(self) -> None:
-        """Lets `best` point at the best step's checkpoint, where that is there; rank 0's own work."""
+        """Let `best` point at the best step's checkpoint, where that is there; rank 0's own work."""
         run, step = self.context.run, self.trainer.state.best_global_step
         if self.context.ranks.first and step and run.checkpoint(step).is_dir():
             with side_file(run.best, "the link to the best checkpoint"):
                 link(run.best, run.checkpoint(step))
 
     def require_saved(self) -> None:
-        """Raises `HardwareError` when the newest save failed, on every rank alike: nothing comes after the last one."""
+        """Raise `HardwareError` when the newest save failed, on every rank alike: nothing comes after the last one."""
         self.finish()
         self.link_best()
         if self.problem is not None:
@@ -143,14 +143,14 @@ class Saver(TrainerCallback):
             )
 
     def name_newest(self) -> str:
-        """Returns which checkpoint there is, in words."""
+        """Return which checkpoint there is, in words."""
         names = [path.name for path in published(self.context.run)[:1]]
         return f"the last checkpoint, {names[0]}, is as it was" if names else "there is no checkpoint yet"
 
     # ---- The steps of a save
 
     def _begin(self, step: int) -> str | None:
-        """Makes the partial folder where there is room. Returns why there is none, the same on every rank. Collective."""
+        """Make the partial folder where there is room. Return why there is none, the same on every rank. Collective."""
         run, ranks, problem = self.context.run, self.context.ranks, None
         needed = with_spare(self._first_prediction() if self._predicted is None else self._predicted)
         try:
@@ -169,7 +169,7 @@ class Saver(TrainerCallback):
         return None if room.enough else f"there is no space for it on the disk: {room}"
 
     def _first_prediction(self) -> int:
-        """Returns the bytes that this rank will write, from what it holds; later saves go by the one before."""
+        """Return the bytes that this rank will write, from what it holds; later saves go by the one before."""
         first, weights = self.context.ranks.first, predicted_bytes(self.trainer)
         held = count_bytes(self.trainer.model, self.trainer.optimizer)["optimizer"]
         if self.context.config.tuning.mode != "full":
@@ -180,7 +180,7 @@ class Saver(TrainerCallback):
         return (weights if first else 0) + (0 if shared else held)
 
     def _snapshot(self, step: int) -> Writing:
-        """Returns what is to be written, copied where training continues meanwhile. Collective."""
+        """Return what is to be written, copied where training continues meanwhile. Collective."""
         context, trainer, local = self.context, self.trainer, self.exchange if isinstance(self.exchange, LocalSteps) else None
         background = context.config.train.async_save and self._memory_allows()
         with contextlib.nullcontext() if local is None else local.averaged():
@@ -217,7 +217,7 @@ class Saver(TrainerCallback):
         return json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
 
     def _settle(self, writing: Writing, started: float) -> None:
-        """Publishes what all ranks have written, or says why it cannot be. Collective."""
+        """Publish what all ranks have written, or say why it cannot be. Collective."""
         run, ranks = self.context.run, self.context.ranks
         written = ranks.table([writing.write_seconds, writing.verify_seconds, writing.bytes])
         reason = ranks.first_problem(writing.problem)
@@ -253,9 +253,9 @@ class Saver(TrainerCallback):
         )
 
     def _failed(self, step: int, reason: str, *, pause: float) -> None:
-        """Removes what was written, and warns, once until a save succeeds again. Collective.
+        """Remove what was written, and warns, once until a save succeeds again. Collective.
 
-        Raises `HardwareError` on every rank where the run's folder is gone: all that comes after it would be lost.
+        Raise `HardwareError` on every rank where the run's folder is gone: all that comes after it would be lost.
         """
         run, first = self.context.run, self.problem is None
         if self.context.ranks.any(is_gone(run.path)):

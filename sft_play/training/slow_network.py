@@ -63,7 +63,7 @@ class Narrow:
     """Whether finite numbers beyond fp16's range are held at its end instead of becoming infinite."""
 
     def pack(self, values: Tensor, ranks: int) -> Tensor:
-        """Returns this rank's part of the average over `ranks`, in 16 bits. What is no number stays none."""
+        """Return this rank's part of the average over `ranks`, in 16 bits. What is no number stays none."""
         part = values * (self.scale / ranks)
         if self.bounded:
             most = FP16_MOST / ranks  # so that a sum cannot overflow either
@@ -71,13 +71,13 @@ class Narrow:
         return part.to(self.dtype)
 
     def unpack(self, summed: Tensor, into: Tensor) -> Tensor:
-        """Writes the sum over ranks of what `pack` returned into `into`, and returns it."""
+        """Write the sum over ranks of what `pack` returned into `into`, and return it."""
         into.copy_(summed)
         return into.mul_(1.0 / self.scale) if self.scale != 1.0 else into
 
 
 def narrow_of(kind: str, *, scaled: bool) -> Narrow | None:
-    """Returns how numbers travel under `launch.compression: kind`; `None` where in their own type.
+    """Return how numbers travel under `launch.compression: kind`; `None` where in their own type.
 
     `scaled`: whether a loss scaler has made gradients fit fp16 already, and must see where they overflow.
     """
@@ -87,7 +87,7 @@ def narrow_of(kind: str, *, scaled: bool) -> Narrow | None:
 
 
 def narrow_hook(state: Narrow, bucket: GradBucket) -> Future[Tensor]:
-    """Averages a bucket in 16 bits; gradients that have 16 bits already travel as they are."""
+    """Average a bucket in 16 bits; gradients that have 16 bits already travel as they are."""
     buffer = bucket.buffer()
     if buffer.element_size() <= state.dtype.itemsize:
         return plain(buffer)
@@ -97,7 +97,7 @@ def narrow_hook(state: Narrow, bucket: GradBucket) -> Future[Tensor]:
 
 
 def plain(buffer: Tensor) -> Future[Tensor]:
-    """Averages a bucket as it is."""
+    """Average a bucket as it is."""
     buffer.div_(distributed.get_world_size())
     future: Future[Any] = distributed.all_reduce(buffer, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
@@ -147,18 +147,18 @@ class PowerSgd:
         return powersgd_elements(*matrix_shape(shape), self.rank) < math.prod(shape)
 
     def start_of(self, name: str, columns: int, rank: int, device: torch.device) -> Tensor:
-        """Returns the first basis of a parameter, [columns, rank]: drawn from its name, so that every rank draws the same."""
+        """Return the first basis of a parameter, [columns, rank]: drawn from its name, so that every rank draws the same."""
         chance = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
         return torch.randn(columns, rank, generator=chance).to(device)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns rows and columns of a parameter as a matrix; a vector is one row, which is never compressed."""
+    """Return rows and columns of a parameter as a matrix; a vector is one row, which is never compressed."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
 def powersgd_hook(state: PowerSgd, bucket: GradBucket) -> Future[Tensor]:
-    """Averages all buckets when the last one is there, by two messages, in a fixed order."""
+    """Average all buckets when the last one is there, by two messages, in a fixed order."""
     buffer = bucket.buffer()
     if state.step < state.plain_steps:
         return plain(buffer)
@@ -207,7 +207,7 @@ def average_low_rank(state: PowerSgd, gradients: Mapping[str, Tensor]) -> None:
 
 
 def sum_over_ranks(parts: list[Tensor]) -> list[Tensor]:
-    """Returns fp32 tensors summed over all ranks, sent as one message. Collective; nothing where there are none."""
+    """Return fp32 tensors summed over all ranks, sent as one message. Collective; nothing where there are none."""
     if not parts:
         return []
     flat = torch.cat([part.reshape(-1) for part in parts])
@@ -216,7 +216,7 @@ def sum_over_ranks(parts: list[Tensor]) -> list[Tensor]:
 
 
 def orthogonal(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns orthonormal bases of the columns of each matrix; those of one shape are computed together."""
+    """Return orthonormal bases of the columns of each matrix; those of one shape are computed together."""
     shapes: dict[tuple[int, ...], list[str]] = {}
     for name, matrix in matrices.items():
         shapes.setdefault(tuple(matrix.shape), []).append(name)
@@ -266,7 +266,7 @@ class LocalSteps(TrainerCallback):
             batch[IDLE] = not batch["rows"]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns a loss over this rank's own tokens as its part of the loss over all, for the logs: their mean over ranks is that loss."""
+        """Return a loss over this rank's own tokens as its part of the loss over all, for the logs: their mean over ranks is that loss."""
         return loss * self._part.to(loss.device)
 
     @property
@@ -275,7 +275,7 @@ class LocalSteps(TrainerCallback):
         return not self._step_tokens
 
     def agree(self, norm: float) -> float:
-        """Returns the largest of all ranks' gradient norms, the same on each; no number where one is none. Collective."""
+        """Return the largest of all ranks' gradient norms, the same on each; no number where one is none. Collective."""
         self.norms = [found for (found,) in self.context.ranks.table([norm])]
         return float(torch.tensor(self.norms, dtype=torch.float64).max())  # which passes a NaN on
 
@@ -291,13 +291,13 @@ class LocalSteps(TrainerCallback):
             self.synchronise()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leaves the average in the model where training ended early: that is what the last checkpoint and `model/` have."""
+        """Leave the average in the model where training ended early: that is what the last checkpoint and `model/` have."""
         if self.window:
             self._put_average()
             self.window = self.tokens = 0
 
     def copies(self) -> dict[str, Tensor]:
-        """Returns the trained parameters as they are now, on the CPU; within `averaged`, the average. Nothing where all ranks have the same."""
+        """Return the trained parameters as they are now, on the CPU; within `averaged`, the average. Nothing where all ranks have the same."""
         if not self.window:
             return {}
         return {name: one.detach().to("cpu", copy=True) for name, one in zip(self.names, self.parameters, strict=True)}
@@ -306,7 +306,7 @@ class LocalSteps(TrainerCallback):
 
     @torch.no_grad()
     def synchronise(self) -> None:
-        """Makes an outer step from the ranks' average; all ranks have the same weights afterwards. Collective."""
+        """Make an outer step from the ranks' average; all ranks have the same weights afterwards. Collective."""
         for index, gradient in self._differences():
             velocity, anchor = self.velocity[index], self.anchor[index]
             velocity.mul_(self.momentum).add_(gradient)
@@ -335,7 +335,7 @@ class LocalSteps(TrainerCallback):
             self.parameters[index].copy_(self.anchor[index] - gradient)
 
     def _differences(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields each parameter's index with anchor minus the ranks' token-weighted average, fp32, in its shape. Collective."""
+        """Yield each parameter's index with anchor minus the ranks' token-weighted average, fp32, in its shape. Collective."""
         ranks, counts = self.context.ranks, self.counts()
         world = ranks.world
         weight = self.tokens * world / sum(counts) if sum(counts) else 1.0  # how much more than an equal share this rank counts
@@ -350,12 +350,12 @@ class LocalSteps(TrainerCallback):
                 yield index, part.view(self.parameters[index].shape)
 
     def counts(self) -> list[int]:
-        """Returns each rank's tokens since the last average. Collective."""
+        """Return each rank's tokens since the last average. Collective."""
         return [int(count) for (count,) in self.context.ranks.table([self.tokens])]
 
 
 def split_into_groups(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:
-    """Returns indices in groups of at most `most` numbers (one that is larger makes a separate group), in order."""
+    """Return indices in groups of at most `most` numbers (one that is larger makes a separate group), in order."""
     groups: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):
@@ -372,7 +372,7 @@ Exchange = LocalSteps | PowerSgd | None
 
 
 def exchange_of(context: TrainContext, trainer: Trainer, computed: Callable[[], None]) -> Exchange:
-    """Returns local steps, or registers the hook of `launch.compression` with the wrapped model and returns what that keeps.
+    """Return local steps, or register the hook of `launch.compression` with the wrapped model and return what that keeps.
 
     Local steps send no gradients: there the differences of weights are narrowed. `computed`: see `PowerSgd`.
     """

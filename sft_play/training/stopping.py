@@ -64,7 +64,7 @@ class StopOnRequest(TrainerCallback):
         self._batches, self._every, self._looked = 0, 1, 0.0
 
     def _agree(self, seconds: float = 0.0) -> tuple[bool, float]:
-        """Returns whether any rank was asked to stop, and the sum of `seconds` over all. Collective."""
+        """Return whether any rank was asked to stop, and the sum of `seconds` over all. Collective."""
         heard = self.request.heard
         found = [seconds, float(heard == signal.SIGINT), float(heard not in (None, signal.SIGINT))]
         if self.ranks.world > 1:  # a single process need not ask its GPU
@@ -95,7 +95,7 @@ class StopOnRequest(TrainerCallback):
             self.stop(args, state, control)
 
     def stop(self, args: Any, state: Any, control: Any) -> None:
-        """Ends training after this step, which is saved if it is not yet."""
+        """End training after this step, which is saved if it is not yet."""
         control.should_evaluate = False
         control.should_training_stop = True
         if args.save_strategy == "no" and state.global_step >= state.max_steps:
@@ -111,7 +111,7 @@ class StopOnRequest(TrainerCallback):
         self._batches, self._every, self._looked = 0, 1, time.monotonic()
 
     def between_batches(self) -> None:
-        """Call before each batch, on all ranks equally often. Raises `EvaluationStopped` on all of them together.
+        """Call before each batch, on all ranks equally often. Raise `EvaluationStopped` on all of them together.
 
         Ranks agree after a number of batches that takes about half a second, so that waiting for each other costs nothing.
         """
@@ -127,7 +127,7 @@ class StopOnRequest(TrainerCallback):
         self._batches, self._looked = 0, now
 
     def after_batches(self) -> None:
-        """Call after the last batch, on all ranks, where some may have left theirs. Raises `EvaluationStopped` on all of them."""
+        """Call after the last batch, on all ranks, where some may have left theirs. Raise `EvaluationStopped` on all of them."""
         if self._agree()[0]:
             raise EvaluationStopped
 
@@ -159,7 +159,7 @@ class MissedEvaluation(TrainerCallback):
 
 
 def value_of(metrics: dict[str, Any], name: str) -> float:
-    """Returns a metric of an evaluation. Raises `DataError` where it was not measured."""
+    """Return a metric of an evaluation. Raise `DataError` where it was not measured."""
     key = name if name.startswith("eval_") else f"eval_{name}"
     if metrics.get(key) is None:
         known = ", ".join(f"`{one}`" for one in metrics if one.startswith("eval_"))
@@ -185,7 +185,7 @@ class Patience(EarlyStoppingCallback):
         """Why training ended early; `None` where it did not."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Takes up what the checkpoint holds. A run that had stopped, and was ended before its model was published, makes no step."""
+        """Take up what the checkpoint holds. A run that had stopped, and was ended before its model was published, makes no step."""
         kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         attributes = (kept or {}).get("attributes", {})
         self.early_stopping_patience_counter = attributes.get("early_stopping_patience_counter", 0)
@@ -215,7 +215,7 @@ class Patience(EarlyStoppingCallback):
                 append_json_line(self.run.events, event)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps (the interface of `ExportableState`)."""
+        """Return what a checkpoint keeps (the interface of `ExportableState`)."""
         found: dict[str, Any] = super().state()
         found["attributes"]["reason"] = self.reason
         return found

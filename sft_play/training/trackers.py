@@ -69,7 +69,7 @@ class Curves(TrainerCallback):
             )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        """Shows some answers of an evaluation, if there are any."""
+        """Show some answers of an evaluation, if there are any."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             for row in read_predictions(self.run.evaluation(state.global_step))[:ANSWERS]:
                 parts = {"prompt": row["prompt"], "answer": row["answer"], "reference": row.get("reference") or ""}
@@ -109,7 +109,7 @@ class Curves(TrainerCallback):
 
 
 def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yields the curves of something that is logged, with the value of each."""
+    """Yield the curves of something that is logged, with the value of each."""
     if match := PLACE.fullmatch(name):
         yield from ((f"{match[1]}/{match[2]}/{index}", one) for index, one in enumerate(value))
     elif isinstance(value, int | float) and (name in NAMES or name.startswith("eval_")):
@@ -117,7 +117,7 @@ def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _indent(text: str) -> str:
-    """Returns a text as a block that Markdown shows letter for letter."""
+    """Return a text as a block that Markdown shows letter for letter."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -214,7 +214,7 @@ class Tracked(TrainerCallback):
 
 
 def keep_id(run: RunFolder, tracker: str, known: str | None) -> None:
-    """Writes down what a tracker calls this run."""
+    """Write down what a tracker calls this run."""
     if known:
         write_json(run.path / IDS, read_object(run.path / IDS) | {tracker: known})
 

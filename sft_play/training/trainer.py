@@ -120,7 +120,7 @@ class SftTrainer(Trainer):
         return self.exchange if isinstance(self.exchange, PowerSgd) else None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Lets FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa lose small ones."""
+        """Let FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa lose small ones."""
         super().create_accelerator_and_postprocess()
         if self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled:  # another strategy than planned is refused right after
             reduce_in_fp32(self.accelerator.state.fsdp_plugin)
@@ -143,17 +143,17 @@ class SftTrainer(Trainer):
     # ---- Steps
 
     def get_train_dataloader(self) -> Any:
-        """Returns this rank's micro-batches."""
+        """Return this rank's micro-batches."""
         loader = train_loader(self.balancer.sampler, self.train_dataset, self.data_collator, self.args)
         return self.accelerator.prepare_data_loader(loader)
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
-        """Counts the wait for rows."""
+        """Count the wait for rows."""
         self.watch.enter("data")
         return super().get_batch_samples(*arguments, **named)
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor:
-        """Returns the label tokens of the whole global batch, over all ranks."""
+        """Return the label tokens of the whole global batch, over all ranks."""
         self.watch.enter("communication")
         activity, step = self.context.activity, self.state.global_step + 1
         activity.enter("training", step=step)
@@ -169,7 +169,7 @@ class SftTrainer(Trainer):
         return total
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Skips a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees it."""
+        """Skip a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees it."""
         if inputs.pop(IDLE):
             return torch.zeros((), device=self.args.device)
         if self.pipeline is not None:
@@ -181,7 +181,7 @@ class SftTrainer(Trainer):
         return loss if self.local is None else self.local.scale_loss(loss)
 
     def _train_through_stages(self, pipeline: Pipeline, labels: Tensor | int) -> Tensor:
-        """Takes all micro-batches of a step through the stages when the loop comes to the first; returns the loss as `compute_loss` does."""
+        """Take all micro-batches of a step through the stages when the loop comes to the first; return the loss as `compute_loss` does."""
         batches, self._micro_batches = [self._prepare_inputs(batch) for batch in self._micro_batches], []
         if not batches:
             return torch.zeros((), device=self.args.device)
@@ -202,7 +202,7 @@ class SftTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        """Returns `world_size / copies * sum / N`, so that the average over ranks is the exact mean over N label tokens.
+        """Return `world_size / copies * sum / N`, so that the average over ranks is the exact mean over N label tokens.
 
         With `launch.local_steps` the mean over this rank's own: it makes its step alone.
         """
@@ -221,7 +221,7 @@ class SftTrainer(Trainer):
         return total * (self.context.plan.world_size / self.context.ranks.copies) / num_items_in_batch
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Clips; where ranks hold slices, by the norm of what all of them have."""
+        """Clip; where ranks hold slices, by the norm of what all of them have."""
         return super()._clip_grad_norm(model) if self.parts is None else self._clip_slices(model, self.args.max_grad_norm)
 
     def _clip_slices(self, model: Any, most: float) -> Tensor:
@@ -234,7 +234,7 @@ class SftTrainer(Trainer):
         return self.parts.clip(model.parameters(), most)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Stops before the update when loss or gradients are no numbers, and leaves it out when they jump (`train.spike_guard`).
+        """Stop before the update when loss or gradients are no numbers, and leave it out when they jump (`train.spike_guard`).
 
         DeepSpeed steps inside the backward pass: it leaves out an update that is no number by itself, and only then we stop.
         """
@@ -269,7 +269,7 @@ class SftTrainer(Trainer):
         super()._maybe_log_save_evaluate(*arguments, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what each rank did since the last row, by one small collective operation."""
+        """Add what each rank did since the last row, by one small collective operation."""
         if "grad_norm" in logs and "loss" in logs:
             now = time.perf_counter()
             seconds = max(now - self._begun, 1e-9)
@@ -317,7 +317,7 @@ class SftTrainer(Trainer):
         return contextlib.nullcontext() if self.local is None else self.local.averaged()
 
     def _evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
-        """Returns the metrics, none where a request to stop ended the evaluation: the resumed run makes it again."""
+        """Return the metrics, none where a request to stop ended the evaluation: the resumed run makes it again."""
         try:
             metrics: dict[str, float] = super()._evaluate(*arguments, **named)
         except EvaluationStopped:
@@ -328,7 +328,7 @@ class SftTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Returns token-weighted loss and perplexity of the validation rows, in all and per source, and scores of answers."""
+        """Return token-weighted loss and perplexity of the validation rows, in all and per source, and scores of answers."""
         started = time.perf_counter()
         self.context.activity.enter("evaluating", step=self.state.global_step)
         with self.as_average():
@@ -340,7 +340,7 @@ class SftTrainer(Trainer):
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Remembers the best step; the base class would look for checkpoints under its own names."""
+        """Remember the best step; the base class would look for checkpoints under its own names."""
         name = self.args.metric_for_best_model
         if name is None or not metrics:
             return False
@@ -356,12 +356,12 @@ class SftTrainer(Trainer):
     # ---- Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Saves or begins to; a disk that cannot take it ends no run."""
+        """Save or begin to; a disk that cannot take it ends no run."""
         self.saver.save()
         self._begun = time.perf_counter()
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
+        """Put a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self.exchange = self.saver.exchange = exchange_of(self.context, self, self.watch.computed)
         if self.local is not None:
@@ -383,5 +383,5 @@ class SftTrainer(Trainer):
             restore_random(self.context, Path(checkpoint))
 
     def counters(self) -> dict[str, Any]:
-        """Returns what is counted from the run's start, for a checkpoint."""
+        """Return what is counted from the run's start, for a checkpoint."""
         return {"tokens_trained": self.tokens_trained, "training_seconds": self.training_seconds}

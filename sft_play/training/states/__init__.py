@@ -72,7 +72,7 @@ class States:
     """On rank 0: of ranks that do not see its folder."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes the files of these ranks and returns them. Needs no other rank. Raises `OSError`."""
+        """Write the files of these ranks and return them. Needs no other rank. Raise `OSError`."""
         written = []
         for one in (self, *self.others):
             written.append(folder / random_file(one.rank))
@@ -96,11 +96,11 @@ def collect(
     clone: bool,
     average: Mapping[str, Tensor],
 ) -> States:
-    """Returns this rank's states after an optimizer step. Collective: all ranks call it together.
+    """Return this rank's states after an optimizer step. Collective: all ranks call it together.
 
     With `clone` nothing that is returned shares memory with the trainer, so that it may train on while they are written.
     `average`: where weights differ between ranks, the average of each trained parameter, on rank 0.
-    Raises `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
+    Raise `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
     """
     layout, first = layout_of(trainer), context.ranks.first
     own = facts_of(context, exchange)
@@ -121,7 +121,7 @@ def collect(
 
 
 def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> States | None:
-    """Returns what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to it. Collective."""
+    """Return what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to it. Collective."""
     mine = None
     if ranks.rank not in together:
         mine = {
@@ -153,7 +153,7 @@ class _Collector:
         self.values: dict[str, dict[str, Any]] = {}
 
     def take(self, bundle: Bundle, states: Mapping[str, Any]) -> None:
-        """Adds a bundle's values, as far as the weights' file lacks them, and all its states."""
+        """Add a bundle's values, as far as the weights' file lacks them, and all its states."""
         for share in bundle.shares:
             if bundle.master or share.name not in self.in_weights:
                 self._slice("master" if bundle.master else "weight", bundle.local, share)
@@ -188,7 +188,7 @@ class _Collector:
         )
 
     def add(self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]) -> None:
-        """Adds one piece."""
+        """Add one piece."""
         kept = tensor.detach().to("cpu", copy=self.clone).contiguous()
         key = f"{state}/{parameter}"
         self.tensors[key] = kept
@@ -230,7 +230,7 @@ def _facts(
 
 
 def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
-    """Returns the trainable parameters that a checkpoint's weights hold under their own name and in their own shape.
+    """Return the trainable parameters that a checkpoint's weights hold under their own name and in their own shape.
 
     An adapter's file has shorter names, and for some models transformers writes the original names and forms of the hub.
     """
@@ -247,9 +247,9 @@ def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
 
 
 def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpoint: Path) -> Mapping[str, Any]:
-    """Puts weights, optimizer, scheduler, scaler and random states back; returns the counters. Collective.
+    """Put weights, optimizer, scheduler, scaler and random states back; return the counters. Collective.
 
-    Call after model and optimizer are wrapped. Raises `CheckpointError` when the states do not fit.
+    Call after model and optimizer are wrapped. Raise `CheckpointError` when the states do not fit.
     """
     facts = read_facts(checkpoint)
     check_states(checkpoint, strategy=context.plan.strategy, world_size=context.plan.world_size)
@@ -287,18 +287,18 @@ def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpo
 
 
 def restore_random(context: TrainContext, checkpoint: Path) -> None:
-    """Puts this rank's random states back."""
+    """Put this rank's random states back."""
     path, seed = _random_file(context, checkpoint), context.config.train.seed
     restore_random_states(path, _draws_as(context), seed=seed, step=step_of(checkpoint))
 
 
 def _draws_as(context: TrainContext) -> int:
-    """Returns the rank whose random numbers this one draws: those with slices of one layer must draw the same (dropout, NEFTune)."""
+    """Return the rank whose random numbers this one draws: those with slices of one layer must draw the same (dropout, NEFTune)."""
     return context.ranks.rank - context.ranks.rank % context.plan.tensor_parallel
 
 
 def _random_file(context: TrainContext, checkpoint: Path) -> Path:
-    """Returns the file of this rank's random states, which a checkpoint of fewer ranks lacks."""
+    """Return the file of this rank's random states, which a checkpoint of fewer ranks lacks."""
     return checkpoint / random_file(_draws_as(context))
 
 
@@ -324,7 +324,7 @@ ROWS_AT_ONCE = 1024
 
 
 def _fill(share: Share, target: Tensor, read: Callable[..., None]) -> None:
-    """Fills the elements of a share; `read` fills a tensor with a range of the whole parameter's."""
+    """Fill the elements of a share; `read` fills a tensor with a range of the whole parameter's."""
     if not share.columns:
         read(target, start=share.start, end=share.end)
         return
@@ -338,7 +338,7 @@ def _fill(share: Share, target: Tensor, read: Callable[..., None]) -> None:
 
 
 def _states(shelf: Shelf, bundle: Bundle, optimizer: Any, own_file: str) -> dict[str, Any]:
-    """Returns the optimizer's states of a bundle, in the order in which it made them."""
+    """Return the optimizer's states of a bundle, in the order in which it made them."""
     found: dict[str, Any] = {}
     labels = [share.name for share in bundle.shares]
     if not labels:  # only padding, whose states stay zero

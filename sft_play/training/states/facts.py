@@ -31,7 +31,7 @@ ELEMENTWISE = frozenset({
 
 
 def to_plain(value: Any, what: str) -> Any:
-    """Returns `value` as JSON has it, tuples as lists and one-element tensors as numbers. Raises `CheckpointError` for anything else."""
+    """Return `value` as JSON has it, tuples as lists and one-element tensors as numbers. Raise `CheckpointError` for anything else."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -58,7 +58,7 @@ def from_plain(value: Any) -> Any:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Returns the hyperparameters of an optimizer's groups, those of groups that were always empty left out."""
+    """Return the hyperparameters of an optimizer's groups, those of groups that were always empty left out."""
     return [
         {name: to_plain(value, f"param_groups.{name}") for name, value in group.items() if name not in NOT_KEPT}
         for group in _groups(optimizer)
@@ -72,7 +72,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Puts hyperparameters back. Raises `CheckpointError` for another number of groups."""
+    """Put hyperparameters back. Raise `CheckpointError` for another number of groups."""
     mine = _groups(optimizer)
     if len(mine) != len(groups):
         raise CheckpointError(f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}")
@@ -86,14 +86,14 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
 
 
 def scheduler_of(scheduler: Any, optimizer: Any) -> dict[str, Any] | None:
-    """Returns a scheduler's state, and which of the groups that it counts have parameters: DeepSpeed drops those without."""
+    """Return a scheduler's state, and which of the groups that it counts have parameters: DeepSpeed drops those without."""
     if scheduler is None:
         return None
     return {"state": to_plain(scheduler.state_dict(), "scheduler"), "filled": _have_parameters(optimizer)}
 
 
 def set_scheduler(scheduler: Any, optimizer: Any, kept: dict[str, Any] | None) -> None:
-    """Puts a scheduler's state back; its values for groups that have no parameters here stay what they are now."""
+    """Put a scheduler's state back; its values for groups that have no parameters here stay what they are now."""
     if scheduler is None or kept is None:
         return
     state, now, filled = from_plain(kept["state"]), scheduler.state_dict(), _have_parameters(optimizer)
@@ -107,7 +107,7 @@ def set_scheduler(scheduler: Any, optimizer: Any, kept: dict[str, Any] | None) -
 
 
 def _follow(scheduler: Any) -> None:
-    """Gives the groups the learning rate that this run's schedule has at this step: one that was made longer has another than was kept.
+    """Give the groups the learning rate that this run's schedule has at this step: one that was made longer has another than was kept.
 
     Of schedules that are functions of the step, where it is the same number to the bit in a run of the same length.
     """
@@ -130,14 +130,14 @@ def _have_parameters(optimizer: Any) -> list[bool]:
 
 
 def loss_scaler(trainer: Trainer) -> Any:
-    """Returns fp16's loss scaler, accelerate's or DeepSpeed's; `None` where there is none."""
+    """Return fp16's loss scaler, accelerate's or DeepSpeed's; `None` where there is none."""
     if trainer.is_deepspeed_enabled:
         return getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
     return getattr(trainer.accelerator, "scaler", None)
 
 
 def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
-    """Returns the state of the loss scaler."""
+    """Return the state of the loss scaler."""
     scaler = loss_scaler(trainer)
     if scaler is None or not trainer.is_deepspeed_enabled:
         return None if scaler is None else to_plain(scaler.state_dict(), "scaler")
@@ -145,7 +145,7 @@ def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def set_scaler(trainer: Trainer, kept: dict[str, Any] | None) -> None:
-    """Puts the loss scaler's state back, where the run has one now."""
+    """Put the loss scaler's state back, where the run has one now."""
     scaler = loss_scaler(trainer)
     if not kept or scaler is None:
         return
@@ -158,12 +158,12 @@ def set_scaler(trainer: Trainer, kept: dict[str, Any] | None) -> None:
 
 
 def engine_of(trainer: Trainer) -> dict[str, Any] | None:
-    """Returns DeepSpeed's counters."""
+    """Return DeepSpeed's counters."""
     return {name: int(getattr(trainer.model_wrapped, name)) for name in ENGINE} if trainer.is_deepspeed_enabled else None
 
 
 def set_engine(trainer: Trainer, kept: dict[str, Any] | None) -> None:
-    """Puts DeepSpeed's counters back; micro-steps are counted again, since another world divides a batch otherwise."""
+    """Put DeepSpeed's counters back; micro-steps are counted again, since another world divides a batch otherwise."""
     if kept and trainer.is_deepspeed_enabled:
         engine = trainer.model_wrapped
         for name in ENGINE:
@@ -172,7 +172,7 @@ def set_engine(trainer: Trainer, kept: dict[str, Any] | None) -> None:
 
 
 def random_states() -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns copies of the states as tensors, and what belongs to them as metadata."""
+    """Return copies of the states as tensors, and what belongs to them as metadata."""
     version, inner, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     tensors = {
@@ -190,7 +190,7 @@ def random_states() -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Puts states back that `random_states` returned."""
+    """Put states back that `random_states` returned."""
     facts = json.loads(metadata["facts"])
     version, gauss = facts["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
@@ -202,7 +202,7 @@ def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:
-    """Puts a rank's states back from its file. Without one (it was not there when the checkpoint was written) it starts from `fresh_seed`."""
+    """Put a rank's states back from its file. Without one (it was not there when the checkpoint was written) it starts from `fresh_seed`."""
     if not path.is_file():
         number = fresh_seed(seed, rank, step)
         random.seed(number)
@@ -215,5 +215,5 @@ def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> Non
 
 
 def fresh_seed(seed: int, rank: int, step: int) -> int:
-    """Returns the seed of a rank that joins a run at `step`: 63 bits of the sha256 of `seed/rank/step`."""
+    """Return the seed of a rank that joins a run at `step`: 63 bits of the sha256 of `seed/rank/step`."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{rank}/{step}".encode()).digest()[:8], "big") >> 1

@@ -47,7 +47,7 @@ class Piece:
     """Name of the file that holds it."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the index of a file keeps."""
+        """Return what the index of a file keeps."""
         return {name: value for name, value in asdict(self).items() if name != "file"}
 
     @staticmethod
@@ -57,9 +57,9 @@ class Piece:
 
 
 def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> Iterator[tuple[Piece, int, int, int]]:
-    """Yields how to fill the elements `[start, end)` from `pieces`, which may overlap.
+    """Yield how to fill the elements `[start, end)` from `pieces`, which may overlap.
 
-    Each part is (piece, first and end of its own elements, where they go counted from `start`). Raises `CheckpointError` where an element
+    Each part is (piece, first and end of its own elements, where they go counted from `start`). Raise `CheckpointError` where an element
     is in no piece; `what` names the state for the message.
     """
     position = start
@@ -79,7 +79,7 @@ def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> Iterator[
 
 
 def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: int) -> list[tuple[int, int, int, int]]:
-    """Returns the parts of parameters inside elements `[start, end)` of a buffer in which they lie one after the other.
+    """Return the parts of parameters inside elements `[start, end)` of a buffer in which they lie one after the other.
 
     `sizes` and `offsets` count elements. Each part is (index of the parameter, first element, end, offset in the range); what is
     only padding belongs to none.
@@ -93,7 +93,7 @@ def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: i
 
 
 def partition(numel: int, rank: int, world: int) -> tuple[int, int, int]:
-    """Returns (first element, end, size with padding) of a rank's share where each gets an equal part, rounded up (ZeRO-3)."""
+    """Return (first element, end, size with padding) of a rank's share where each gets an equal part, rounded up (ZeRO-3)."""
     size = -(-numel // world)
     return min(rank * size, numel), min((rank + 1) * size, numel), size
 
@@ -107,7 +107,7 @@ class Shelf:
     """What a checkpoint holds of parameters: pieces of states, whoever wrote them, and complete weights."""
 
     def __init__(self, checkpoint: Path, ranks: Iterable[int]) -> None:
-        """`ranks`: whose files of pieces are taken. Raises `CheckpointError` for a file that is missing or not ours."""
+        """`ranks`: whose files of pieces are taken. Raise `CheckpointError` for a file that is missing or not ours."""
         self.checkpoint = checkpoint
         self._open: dict[str, Any] = {}
         self._pieces: dict[str, dict[str, list[Piece]]] = {}
@@ -122,15 +122,15 @@ class Shelf:
                 self._values.setdefault(parameter, {}).update(values)
 
     def states(self, parameter: str) -> list[str]:
-        """Returns the names of a parameter's states that are tensors, in the order in which the optimizer made them."""
+        """Return the names of a parameter's states that are tensors, in the order in which the optimizer made them."""
         return list(self._pieces.get(parameter, ()))
 
     def values(self, parameter: str) -> dict[str, Any]:
-        """Returns a parameter's states that are no tensors."""
+        """Return a parameter's states that are no tensors."""
         return self._values.get(parameter, {})
 
     def pieces(self, parameter: str, state: str) -> list[Piece]:
-        """Returns the pieces of one state."""
+        """Return the pieces of one state."""
         return self._pieces.get(parameter, {}).get(state, [])
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class Shelf:
         return dict.fromkeys(self._file(alone).keys(), alone) if (self.checkpoint / alone).is_file() else {}
 
     def weight(self, name: str) -> list[Piece]:
-        """Returns a weight in the model's own files as the only piece of its values; nothing where there is none of this name."""
+        """Return a weight in the model's own files as the only piece of its values; nothing where there is none of this name."""
         file = self._weights.get(name)
         if file is None:
             return []
@@ -154,7 +154,7 @@ class Shelf:
         ]
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
-        """Writes elements `[start, end)` of a state into `target`. Raises `CheckpointError` where one is missing."""
+        """Write elements `[start, end)` of a state into `target`. Raise `CheckpointError` where one is missing."""
         self.fill_from(self.pieces(parameter, state), target, start, end, f"`{state}` of `{parameter}`")
 
     def fill_from(self, pieces: list[Piece], target: Tensor, start: int, end: int, what: str) -> None:
@@ -172,7 +172,7 @@ class Shelf:
         target.copy_(block.view(-1)[start - top * width : end - top * width])
 
     def _elements(self, piece: Piece, start: int, end: int) -> Tensor:
-        """Returns elements of a piece's own tensor; only the rows that they are in are read."""
+        """Return elements of a piece's own tensor; only the rows that they are in are read."""
         with readable(self.checkpoint / piece.file):
             shape = self._file(piece.file).get_slice(piece.key).get_shape()
         if not shape:
@@ -187,7 +187,7 @@ class Shelf:
         return found
 
     def whole(self, piece: Piece) -> Tensor:
-        """Returns a piece's own tensor."""
+        """Return a piece's own tensor."""
         with readable(self.checkpoint / piece.file):
             found: Tensor = self._file(piece.file).get_tensor(piece.key)
         return found
@@ -209,7 +209,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes CPU tensors as safetensors, one by one: no copy of all in memory. Raises `OSError`; the file may then be incomplete.
+    """Write CPU tensors as safetensors, one by one: no copy of all in memory. Raise `OSError`; the file may then be incomplete.
 
     The library's own `save_file` builds the file in memory first and reports a full disk as another error. The format: 8 bytes with the
     header's length, the header as JSON (name -> type, shape, offsets), the tensors' bytes without gaps
@@ -247,7 +247,7 @@ Add = Callable[[str, Tensor, str, Kind, int, int, tuple[int, ...]], None]
 
 
 def facts_of(context: TrainContext, exchange: Exchange) -> dict[str, Any] | None:
-    """Returns what `states.json` says of own states, `None` where there are none. Collective."""
+    """Return what `states.json` says of own states, `None` where there are none. Collective."""
     if exchange is None:
         return None
     local = exchange if isinstance(exchange, LocalSteps) else None
@@ -260,7 +260,7 @@ def facts_of(context: TrainContext, exchange: Exchange) -> dict[str, Any] | None
 
 
 def take_exchange(exchange: Exchange, add: Add, average: Mapping[str, Tensor], *, first: bool) -> None:
-    """Adds this rank's pieces that are none of the optimizer's; `average`: of weights that differ between ranks, on rank 0 (`first`)."""
+    """Add this rank's pieces that are none of the optimizer's; `average`: of weights that differ between ranks, on rank 0 (`first`)."""
 
     def add_slice(state: str, name: str, value: Tensor) -> None:
         add(state, value.reshape(-1), name, "slice", 0, value.numel(), tuple(value.shape))
@@ -313,7 +313,7 @@ class Sources:
 
 
 def sources_of(context: TrainContext, exchange: Exchange, checkpoint: Path, facts: StatesFacts, shelf: Shelf) -> Sources:
-    """Returns the sources; `shelf` is what rank 0 wrote.
+    """Return the sources; `shelf` is what rank 0 wrote.
 
     A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then begin with the
     average's weights.
@@ -339,7 +339,7 @@ def sources_of(context: TrainContext, exchange: Exchange, checkpoint: Path, fact
 def restore_exchange(
     context: TrainContext, trainer: Trainer, exchange: Exchange, facts: StatesFacts, shelf: Shelf, sources: Sources
 ) -> None:
-    """Puts back what local steps and PowerSGD keep. Call when the weights are in."""
+    """Put back what local steps and PowerSGD keep. Call when the weights are in."""
     if isinstance(exchange, LocalSteps):
         for index, (name, parameter) in enumerate(zip(exchange.names, exchange.parameters, strict=True)):
             if not shelf.pieces(name, ANCHOR):  # of a run that had one rank until now

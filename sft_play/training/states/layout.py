@@ -66,7 +66,7 @@ class Layout:
 
 
 def layout_of(trainer: Any) -> Layout:
-    """Returns where this rank's trainable parameters and their states lie. Raises `CheckpointError` for what cannot be saved."""
+    """Return where this rank's trainable parameters and their states lie. Raise `CheckpointError` for what cannot be saved."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     if trainer.is_deepspeed_enabled:
         zero = trainer.model_wrapped.optimizer
@@ -211,13 +211,13 @@ def _zero3(zero: Any, names: dict[int, str]) -> Layout:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Returns the shape of the complete parameter of which a rank may hold a part."""
+    """Return the shape of the complete parameter of which a rank may hold a part."""
     part = slice_of(parameter)
     return part.shape if part else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
-    """Returns the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters)."""
+    """Return the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters)."""
     engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
     weights = [held_part(parameter) for parameter in model.parameters()]
     mine = {storage_of(tensor) for tensor in weights}
@@ -229,19 +229,19 @@ def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Returns what is in accelerate's wrapper, and in DeepSpeed's."""
+    """Return what is in accelerate's wrapper, and in DeepSpeed's."""
     engine = getattr(optimizer, "optimizer", optimizer)
     return getattr(engine, "optimizer", engine)
 
 
 def held_part(tensor: Tensor) -> Tensor:
-    """Returns the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the tensor."""
+    """Return the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the tensor."""
     partition: Tensor | None = getattr(tensor, "ds_tensor", None)
     return local_part(tensor) if partition is None else partition
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns the address of what this rank holds of `tensor`; a DTensor itself has none."""
+    """Return the address of what this rank holds of `tensor`; a DTensor itself has none."""
     return int(held_part(tensor).untyped_storage().data_ptr())
 
 
