@@ -36,10 +36,10 @@ def tiny_config(folder: Path, model: Path, *lines: str, rows: int = 16) -> Path:
 
 def workers_of(launcher: int) -> dict[int, psutil.Process]:
     """Returns rank -> process of the workers of a launcher: the children of `accelerate launch`."""
-    found = {}
-    for child in [child for agent in family(launcher, "accelerate.commands.launch") for child in agent.children()]:
+    found, agents = {}, {agent.pid for agent in family(launcher, "accelerate.commands.launch")}
+    for child in family(launcher, "sft_play.train"):
         with contextlib.suppress(psutil.Error):
-            if "sft_play.train" in child.cmdline():
+            if child.ppid() in agents:
                 found[int(child.environ().get("RANK", "0"))] = child
     return found
 

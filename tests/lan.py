@@ -294,3 +294,11 @@ def _end(net: Lan) -> None:
         keeper.wait(timeout=20)
         if keeper.stdout is not None:
             keeper.stdout.close()
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a process trains, rather than starts those that do."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return "sft_play.train" in words and not {"accelerate.commands.launch", "torch.distributed.run"}.intersection(words)
+    return False

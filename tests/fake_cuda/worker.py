@@ -89,7 +89,7 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
             stack.enter_context(fake_weights())
         stack.enter_context(watched(waits, report))
         stack.enter_context(waits)
-        report["code"] = worker.work(StopRequest(run=run, rank=0, activity=Activity()), None, None)
+        report["code"] = worker.work_with_heartbeat(StopRequest(run=run, rank=0, activity=Activity()), None, None)
     if not fake and torch.cuda.is_available():
         report["contexts"] = [card for card in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(card)]
     report["waits"] = [{"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()]

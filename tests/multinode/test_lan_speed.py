@@ -14,8 +14,8 @@ import pytest
 from sft_play.plan.plan import Plan
 from tests.conftest import metrics
 from tests.home_machines import Home
-from tests.lan import lan
-from tests.multinode.test_by_hand import Lan2, all_ended_with_0, is_worker
+from tests.lan import is_worker, lan
+from tests.multinode.test_by_hand import Lan2, all_ended_with_0
 from tests.quota import move, quota
 from tests.tiny_models import build_tiny_llama
 

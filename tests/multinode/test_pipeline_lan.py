@@ -11,8 +11,7 @@ import pytest
 from sft_play.plan.plan import Plan
 from tests.conftest import metrics
 from tests.home_machines import Home
-from tests.lan import lan
-from tests.multinode.test_by_hand import is_worker
+from tests.lan import is_worker, lan
 from tests.multinode.test_train_cluster import events, kill_workers, losses
 from tests.quota import memory_limit, move
 from tests.tiny_models import build_tiny_llama

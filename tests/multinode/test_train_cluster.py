@@ -20,7 +20,7 @@ import pytest
 from sft_play.runs.folder import RunFolder
 from tests.conftest import metrics
 from tests.home_machines import SECONDS, Home
-from tests.lan import lan
+from tests.lan import is_worker, lan
 from tests.memory_runs import heavy_config
 
 
@@ -224,12 +224,7 @@ def test_elastic_goes_on_with_those_that_are_left_and_takes_one_back(machines: H
 
 def workers(machines: Home, k: int) -> list[int]:
     """The processes that train on machine `k`."""
-    found = []
-    for pid in machines.net.pids(k):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        if "sft_play.train" in words and "accelerate.commands.launch" not in words and "torch.distributed.run" not in words:
-            found.append(pid)
-    return found
+    return [pid for pid in machines.net.pids(k) if is_worker(pid)]
 
 
 def kill_workers(machines: Home, k: int) -> bool:
