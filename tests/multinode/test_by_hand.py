@@ -15,7 +15,7 @@ from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
-from tests.lan import Lan, lan
+from tests.lan import Lan, is_worker, lan
 from tests.launcher import Launcher
 from tests.waiting import until
 
@@ -123,6 +123,38 @@ def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
     all_ended_with_0(ended)
     for name in ("launcher.log", "launcher-from-rank1.log"):
         assert "GLOO_SOCKET_IFNAME=eth0" in (two.run().logs / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cut", ["while it trains", "before the first step"])
+def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: Path, tiny: Path) -> None:
+    """The launcher behind the cut ends too, by itself; so it does where nobody has made a step yet, as when a shared disk hangs imports."""
+    with lan(tmp_path / "lan", nodes=3) as net:
+        three = Lan2(net, tmp_path, tiny)
+        for k in range(3):
+            three.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", nodes=3)
+        run = three.run()
+        if "first" in cut:
+            three.until("\nrun ", 2)
+        else:
+            three.until(lambda: run.metrics.is_file() and len(metrics(run.path)) > 20)
+        net.link(2, up=False)
+        began, took = time.monotonic(), [0.0] * 3
+        while not all(took):
+            for k, (process, _) in enumerate(three.started):
+                if not took[k] and process.poll() is not None:
+                    took[k] = time.monotonic() - began
+            assert time.monotonic() - began < SECONDS, took
+            time.sleep(0.1)
+        ended = three.end()
+        assert [code for code, _ in ended] == [75] * 3, ended
+        assert max(took) < (60 if "first" in cut else 30), (took, ended)
+        told = [[line for line in said.splitlines() if line.startswith("error: rank 2")] for _, said in ended[:2]]
+        assert told[0] == told[1] and told[0][0].startswith(
+            "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for"
+        ), ended
+        assert "error: rank 0 (node1) cannot be reached: node 0 (node1) has not answered for" in ended[2][1]
+        assert not [pid for k in range(3) for pid in net.pids(k) if is_worker(pid)]
 
 
 @pytest.mark.long
