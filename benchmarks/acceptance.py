@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.acceptance_steps import GIB, STEPS, Lab, Row, SkippedError, Step, StepError
-from benchmarks.common import introduction, markdown
+from benchmarks.harness import introduction, markdown
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.environment import visible_cards

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish
+from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, publish
 from sft_play.config.load import load_config, save_config
 from sft_play.files import write_json
 from sft_play.plan.detect import detect

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish, rows_of, train, write_rows
+from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, publish, rows_of, train, write_rows
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "every step shared (H = 1)": {},

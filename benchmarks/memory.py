@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.common import date_and_machine, markdown, options_of, publish
+from benchmarks.harness import date_and_machine, markdown, options_of, publish
 from sft_play.runs.folder import cache_folder
 
 GIB = 2**30

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish
+from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, publish
 from sft_play.files import write_json
 from sft_play.plan.hardware import cpu_threads
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish, rows_of, train, write_rows
+from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, publish, rows_of, train, write_rows
 from sft_play.files import read_json
 
 MODES = {"lora": "LoRA (r 16)", "full": "full tuning"}

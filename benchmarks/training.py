@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import MODEL, date_and_machine, markdown, options_of, publish, rows_of, run_measured, train, write_rows
+from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, publish, rows_of, run_measured, train, write_rows
 from sft_play.data.batches import GlobalBatchSampler
 from sft_play.files import read_json, write_json
 from sft_play.plan.plan import Plan

@@ -296,9 +296,15 @@ def _end(net: Lan) -> None:
             keeper.stdout.close()
 
 
+def command_line(pid: int) -> list[str]:
+    """Returns a process's words; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
 def is_worker(pid: int) -> bool:
     """Whether a process trains, rather than starts those that do."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return "sft_play.train" in words and not {"accelerate.commands.launch", "torch.distributed.run"}.intersection(words)
-    return False
+    words = command_line(pid)
+    return "sft_play.train" in words and not {"accelerate.commands.launch", "torch.distributed.run"}.intersection(words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import MARK
+from benchmarks.harness import MARK
 from sft_play.__main__ import COMMANDS
 from sft_play.config.command_line import parse_call
 from sft_play.errors import UserError

@@ -15,7 +15,7 @@ from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
-from tests.lan import Lan, is_worker, lan
+from tests.lan import Lan, command_line, is_worker, lan
 from tests.launcher import Launcher
 from tests.waiting import until
 
@@ -72,13 +72,6 @@ def two(tmp_path: Path, tiny: Path) -> Iterator[Lan2]:
 
 def losses(run: RunFolder) -> list[float]:
     return [row["loss"] for row in metrics(run.path)]
-
-
-def command_line(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except OSError:
-        return []
 
 
 def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
