@@ -74,7 +74,7 @@ COMMANDS: dict[str, Command] = {
         "chat with a RUN or any MODEL; PROMPT= for one answer, INPUT= and OUTPUT= for files",
         "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT",
     ),
-    "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"),
+    "merge": Command("sft_play.model.merge:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"),
     "serve": Command(
         "sft_play.serve:main",
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        from sft_play.config.command_line import parse_call
+        from sft_play.config.call import parse_call
         from sft_play.launch.process import console_may_go, ended_by_signals
         from sft_play.runs.folder import forget_consent, give_consent
 

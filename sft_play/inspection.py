@@ -18,11 +18,10 @@ from rich.text import Text
 
 from sft_play.config.call import Call
 from sft_play.data.chat import IGNORED
-from sft_play.data.manifest import counted_as, left_out_of, rows_cut, summary
-from sft_play.data.store import Rows
+from sft_play.data.store import Rows, counted_as, left_out_of, rows_cut, summary
 from sft_play.errors import UserError, printable
 from sft_play.files import write_text
-from sft_play.plan.mixture import mixture_of
+from sft_play.plan.epoch import mixture_of
 from sft_play.prepare import prepare
 
 IN_TERMINAL, IN_PAGE = 3, 200

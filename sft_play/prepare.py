@@ -28,7 +28,7 @@ from sft_play.errors import UserError
 from sft_play.files import disk_errors_told, read_json
 from sft_play.launch.process import console_may_go, ended_by_signals
 from sft_play.plan.architecture import check_length, positions_in
-from sft_play.plan.mixture import mixture_of
+from sft_play.plan.epoch import mixture_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel, remember
 
@@ -101,8 +101,8 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     """
     _quiet()
     _offline_when_unreachable(config)
-    from sft_play.data.manifest import summary
     from sft_play.data.prepare import prepare_data
+    from sft_play.data.store import summary
     from sft_play.data.templates import chat_format, with_chat
     from sft_play.model.resolve import refuse_untrusted_code, runs_code
     from sft_play.model.scratch import describe_source, resolve

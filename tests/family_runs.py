@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sft_play import train
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.config.load import save_config
 from sft_play.errors import UserError
 from sft_play.launch.attempt import write_launch_files

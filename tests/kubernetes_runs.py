@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.schedulers.kubernetes import Rendered, render
 
 TWO = ("CONFIG=configs/l40s_pair.yaml", "HARDWARE=L40S", "NUM_NODES=2")

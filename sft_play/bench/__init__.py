@@ -34,10 +34,9 @@ from sft_play.plan.architecture import label, shape_of
 from sft_play.plan.batch import Batch
 from sft_play.plan.calibration import Calibration, Link, StepFit, fit_line, read_calibration, spread
 from sft_play.plan.detect import detect, require_usable
+from sft_play.plan.epoch import Data, Division
 from sft_play.plan.hardware import GIB, Device, Hardware
-from sft_play.plan.mixture import Data
 from sft_play.plan.network import exchange_seconds, link_bytes_per_second, link_of
-from sft_play.plan.packing import Division
 from sft_play.plan.plan import LaunchRequest, Plan, Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape

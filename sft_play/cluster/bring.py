@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sft_play
-from sft_play.cluster.hosts import ask, mark_in
+from sft_play.cluster.hosts import HOME, SSH_FAILED, TIMED_OUT, arguments, ask, last_word, mark_in, run, say, trouble
 from sft_play.cluster.inventory import Host, plain_path
 from sft_play.cluster.probe import Facts, hub_folder
-from sft_play.cluster.ssh import HOME, SSH_FAILED, TIMED_OUT, arguments, last_word, run, say, trouble
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.runs.checkpoints import step_of

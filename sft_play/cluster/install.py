@@ -15,10 +15,9 @@ from pathlib import PurePosixPath
 
 from sft_play.cluster.bring import code_files, send_code
 from sft_play.cluster.findings import minor, other_versions, versions_remedy
-from sft_play.cluster.hosts import facts_of, require_master_here
+from sft_play.cluster.hosts import HOME, arguments, facts_of, in_folder, is_here, login, on_all, require_master_here, say, start
 from sft_play.cluster.inventory import Host, inventory_for_call
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import HOME, arguments, in_folder, is_here, login, on_all, say, start
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError, printable
 from sft_play.runs.origin import OPTIONAL

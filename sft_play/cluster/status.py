@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.cluster.hosts import NoEnvironment, ask, require_master_here
+from sft_play.cluster.hosts import NoEnvironment, ask, on_all, require_master_here, say
 from sft_play.cluster.inventory import Inventory, inventory_for_call
-from sft_play.cluster.ssh import on_all, say
 from sft_play.cluster.task import command, controlled_runs, controller, plan_of
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError

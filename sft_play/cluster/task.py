@@ -15,10 +15,9 @@ import psutil
 
 from sft_play.cluster import bring
 from sft_play.cluster.findings import Wanted, faults
-from sft_play.cluster.hosts import ask, gather, require_master_here, settings_to_forward, shared_variables
+from sft_play.cluster.hosts import ask, gather, is_here, on_all, require_master_here, say, settings_to_forward, shared_variables
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import is_here, on_all, say
 from sft_play.config.call import Call
 from sft_play.config.keys import variable_name
 from sft_play.config.layers import Override

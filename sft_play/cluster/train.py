@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.cluster import bring
-from sft_play.cluster.hosts import MOST_WAITING, Inbox, Session
+from sft_play.cluster.hosts import MOST_WAITING, SSH_FAILED, Inbox, Session, is_here, on_all, say
 from sft_play.cluster.inventory import Host
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import SSH_FAILED, is_here, on_all, say
 from sft_play.cluster.status import Board, Logs
 from sft_play.cluster.task import (
     Task,

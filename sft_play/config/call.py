@@ -1,21 +1,30 @@
-"""A command with what the user gave it, and the configuration that it is about; `make config` and `sft-play COMMAND --help`."""
+"""What the user asked for: a command, its options, its overrides, and the configuration it is about; `make config` and `--help`.
+
+make hands its variables over in `MAKEFLAGS` (see `docs/adr/0003-make-variables.md`), so neither make nor a shell expands a value.
+Nothing that was typed is ever ignored: a name that no key and no option knows is an error with a suggestion.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.layers import Override, config_path
+from sft_play.config import names
+from sft_play.config.keys import find_key, sections, variable_name, variables
+from sft_play.config.layers import Override, config_path, explain_mismatch, preset_path
 from sft_play.config.load import LoadedConfig, is_saved, load_config, override_config, read_config
 from sft_play.config.names import VARIABLES
-from sft_play.config.yaml_files import scalar_text
-from sft_play.errors import UserError
+from sft_play.config.yaml_files import is_writable, scalar_text
+from sft_play.errors import UserError, mask, raise_all, without_secret
+from sft_play.files import is_file_name
 from sft_play.runs.folder import give_consent, in_run, run_path, runs_folder
 
 LARGEST_PORT = 65_535
@@ -189,3 +198,287 @@ def command_help(name: str, row: Command) -> str:
     if row.overrides:
         lines.append(f"  {'SECTION_KEY':<{width}}any key of docs/configuration.md: `TRAIN_BATCH_SIZE=1` is `train.batch_size: 1`")
     return "\n".join(lines if taken or row.overrides else [*lines, "  it takes no variables"])
+
+
+FOR_MAKE = frozenset({"PYTHON", "VENV"})
+"""Variables that make itself uses."""
+STANDS_FOR = {
+    "MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH", "SEED": "TRAIN_SEED", "STRATEGY": "LAUNCH_STRATEGY", "RANK": "NODE_RANK",
+}  # fmt: skip
+"""Variables of some commands that elsewhere mean a key or another variable."""
+NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
+SINGLE = frozenset({"train", "train-tb"})
+"""Commands of one process."""
+FOR_SEVERAL = (
+    ("LAUNCH_STRATEGY=zero", "train-deepspeed"), ("LAUNCH_STRATEGY=fsdp2", "train-fsdp"), ("LAUNCH_STRATEGY=ddp", "train-distributed"),
+    ("NUM_NODES=", "train-distributed"), ("NUM_GPUS=", "train-distributed"), ("NODE_RANK=", "train-distributed"),
+)  # fmt: skip
+"""How settings begin that need several processes -> the command of such a run."""
+COUNTED_HERE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("world_size", "num_processes", "ntasks"), "It counts the processes of one machine, and `NUM_NODES` the machines"
+    ),
+    **dict.fromkeys(("rank", "local_rank"), "It counts machines, from 0: a command starts all processes of a machine"),
+}
+"""What launchers count over all machines -> what the variable here counts."""
+LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "SCALE", "WHERE"})
+"""Options that are neither a number, a name nor a single path."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One `NAME=value`."""
+
+    name: str
+    text: str
+    make: bool
+
+    @property
+    def origin(self) -> str:
+        return without_secret(f"{'make ' if self.make else ''}{self.name}={self.text}", self.name)
+
+
+def parse_call(
+    arguments: Sequence[str],
+    commands: Mapping[str, Command],
+    environ: Mapping[str, str] | None = None,
+    targets: Iterable[str] = (),
+) -> Call:
+    """Return the call that `arguments` (without the program's name) describe; `targets`: those of the Makefile that are no commands.
+
+    Raise `UserError` with all problems.
+    """
+    environ = os.environ if environ is None else environ
+    from_make = "--from-make" in arguments
+    words = [word for word in arguments if word != "--from-make"]
+    command = _command(words, commands, targets if from_make else None)
+    problems: list[UserError] = []
+    given = [_Given(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))] if from_make else []
+    given = [one for one in given if one.name not in FOR_MAKE]
+    given += _typed(words[1:], commands, problems)
+    options: dict[str, str] = {}
+    overrides: dict[str, Override] = {}
+    known = frozenset(option for row in commands.values() for option in row.options)
+    of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
+    for one in given:
+        key = _key(one)
+        if not is_writable(one.name + one.text):
+            problems.append(UserError(f"`{ascii(one.name)[1:-1]}` is not UTF-8 text"))
+        elif one.name in known or _of_cluster(one.name, commands[command]):
+            _option(one, command, commands, options, problems)
+        elif key == "model.trust_remote_code" and one.text.lower() in TRUE and of_run:
+            trusts_code = True  # the run keeps its configuration; what the user says is said of this command
+        elif key is None:
+            problems.append(_unknown(one, known, command, commands))
+        elif not commands[command].overrides:
+            takers = "it takes " + _listed(commands[command].options) if commands[command].options else "it takes no variables"
+            problems.append(UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers))
+        elif key in overrides and overrides[key].text != one.text:
+            problems.append(
+                UserError(f"`{key}` is given twice: `{overrides[key].origin}` and `{one.origin}`", hint="give it once")
+            )
+        else:
+            overrides[key] = Override(key=key, text=one.text, origin=one.origin)
+    as_json = options.get("JSON", "").lower()
+    if as_json not in TRUE | FALSE:
+        problems.append(UserError(f"`JSON` is `{options['JSON']}`; expected `1` or `0`"))
+    raise_all(problems)
+    return Call(
+        command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE, trusts_code=trusts_code
+    )
+
+
+def make_variables(flags: str) -> Iterator[tuple[str, str]]:
+    """Yield the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks escaped.
+
+    Raise `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the variables.
+    """
+    escaped = _split(flags)
+    if "--" not in escaped:
+        return
+    for word in escaped[escaped.index("--") + 1 :]:
+        if word == "$(MAKEOVERRIDES)":
+            raise UserError("`make -e` hides the variables that you typed", hint="omit `-e`")
+        name, equals, text = re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL).replace("$$", "$").partition("=")
+        if equals:
+            yield name.rstrip(":"), text
+
+
+def _split(flags: str) -> list[str]:
+    """Cut at spaces that no backslash escapes; a newline in a value is not a cut."""
+    words = [""]
+    skip = False
+    for letter in flags:
+        if letter == " " and not skip:
+            words.append("")
+        else:
+            words[-1] += letter
+        skip = letter == "\\" and not skip
+    return [word for word in words if word]
+
+
+def _command(words: list[str], commands: Mapping[str, Command], targets: Iterable[str] | None) -> str:
+    name = words[0] if words else "help"
+    if name in ("-h", "--help") and "help" in commands:
+        return "help"
+    if name in commands:
+        return name
+    if name.startswith("-") or "=" in name:
+        raise UserError(f"expected a command, not `{name}`", hint="sft-play COMMAND NAME=value ...")
+    if name in (targets or ()):
+        raise UserError(f"`make {name}` works in a clone only", hint="`make help` lists the commands that work here too")
+    close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
+    raise UserError(
+        f"`{name}` is not a command" if targets is None else f"there is no target `{name}`",
+        hint=f"did you mean `{'' if targets is None else 'make '}{close[0]}`?"
+        if close
+        else f"`{'sft-play' if targets is None else 'make'} help` lists all commands",
+    )
+
+
+def _typed(words: Sequence[str], commands: Mapping[str, Command], problems: list[UserError]) -> list[_Given]:
+    """Return the assignments of a direct command line; `--section.key value` takes the next word."""
+    found: list[_Given] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if word.startswith("--"):
+            flag = name[2:]
+            if not equals and find_key(flag) is not None:
+                if not rest:
+                    problems.append(UserError(f"`{word}` has no value"))
+                    continue
+                text = rest.pop(0)
+            elif not equals and rest and "=" not in rest[0] and not rest[0].startswith("--"):
+                text = rest.pop(0)
+            found.append(_Given(flag if find_key(flag) else name, text, make=False))
+        elif equals:
+            found.append(_Given(name, text, make=False))
+        else:
+            known = [option for row in commands.values() for option in row.options]
+            better = names.suggest(word, options=known)
+            hint = f"did you mean `{_as_variable(better)}=...`?" if better else "everything after the command is `NAME=value`"
+            if word.endswith((".yaml", ".yml")) or preset_path(word).is_file():
+                hint = f"did you mean `CONFIG={word}`?"
+            problems.append(UserError(f"`{word}` is not `NAME=value`", hint=hint))
+    return found
+
+
+def _key(one: _Given) -> str | None:
+    """Return the dotted key that was meant, exactly; make takes variables only."""
+    if not one.make and find_key(one.name) is not None:
+        return one.name
+    if not one.make and names.refusal(one.name):
+        return one.name
+    return variables().get(one.name)
+
+
+def _of_cluster(name: str, row: Command) -> bool:
+    """Whether a variable changes the inventory of `CLUSTER=`, as `config.cluster` decides: `CLUSTER_NETWORK`, `CLUSTER_LAPTOP_GPUS`."""
+    return name.startswith("CLUSTER_") and "CLUSTER" in row.options
+
+
+def _option(
+    one: _Given, command: str, commands: Mapping[str, Command], options: dict[str, str], problems: list[UserError]
+) -> None:
+    if one.name not in commands[command].options and not _of_cluster(one.name, commands[command]):
+        where = f"it is for {_takers(one, one.name, commands)}"
+        if other := next((name for name in (f"{one.name}S", one.name[:-1]) if name in commands[command].options), None):
+            where = f"did you mean `{other}={one.text}`?"
+        elif commands[command].overrides and (meant := names.settings(one.name, one.text)):
+            where = f"here that is {_words(meant, command, one)}"
+        elif better := _stands_for(one.name, commands[command]):
+            where = _did_you_mean(one, better, command)
+        problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
+    elif options.get(one.name, one.text) != one.text:
+        problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
+    elif not one.text.strip() and one.name not in ("JSON", "PROMPT"):
+        problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or omit `{one.name}=`"))
+    elif one.name not in LONG and not is_file_name(one.text):
+        problems.append(UserError(f"`{one.name}` has {len(one.text)} characters, more than any file or name may have"))
+    else:
+        options[one.name] = one.text
+
+
+def _stands_for(option: str, row: Command) -> str | None:
+    """Return the key or option that another command's option means to this one."""
+    better = STANDS_FOR.get(option, "")
+    return better if better in row.options else variables().get(better) if row.overrides else None
+
+
+def _takers(one: _Given, option: str, commands: Mapping[str, Command]) -> str:
+    return ", ".join(f"`{_prefix(one)}{name}`" for name, row in commands.items() if option in row.options)
+
+
+def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, Command]) -> UserError:
+    if one.name == "MASTER_KEY":
+        hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
+        return UserError(
+            "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines", hint=hint
+        )
+    return UserError(f"unknown variable `{one.name}`", hint=_hint(one, known, command, commands))
+
+
+def _hint(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, Command]) -> str:
+    """Return what to type instead of an unknown variable."""
+    row = commands[command]
+
+    def say(meant: Mapping[str, str]) -> str:
+        other = next((name for name in meant if name.isupper() and name not in row.options), None)
+        return f"`{other}`, for {_takers(one, other, commands)}" if other else _words(meant, command, one)
+
+    if hint := names.hint_elsewhere(one.name, one.text, say):
+        return hint
+    if names.OF_PROGRAMS.fullmatch(one.name) and one.name.lower() not in names.ALIASES:
+        return f"it is read from the environment: `export {one.name}={mask(one.name, one.text)}`"
+    better = names.suggest(one.name, options=known if "RANK" in row.options else known - {"RANK"})  # elsewhere it is `NODE_RANK`
+    if better in known - row.options:
+        key = _stands_for(better, row)
+        return _did_you_mean(one, key, command) if key else f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
+    if better:
+        return _did_you_mean(one, better, command)
+    section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
+    if section in sections():
+        return f"`docs/configuration.md` lists the keys of `{section}`"
+    takes = [_listed(row.options)] if row.options else []
+    takes += ["`SECTION_KEY` for each key in `docs/configuration.md`"] if row.overrides else []
+    return f"`{_shown(command, one)}` takes {', and '.join(takes) or 'no variables'}"
+
+
+def _words(meant: Mapping[str, str], command: str, one: _Given) -> str:
+    """Return what to type, with the command that takes it where the one that was typed starts a single process."""
+    typed = " ".join(f"{_as_variable(name)}={value}" for name, value in meant.items())
+    several = next((other for start, other in FOR_SEVERAL if f" {typed}".find(f" {start}") >= 0), None)
+    if command not in SINGLE or several is None or typed in (f"NUM_GPUS={few}" for few in ("1", "...")):
+        return f"`{typed}`"
+    return f"`{_prefix(one)}{command.replace('train', several)} {typed}`"
+
+
+def _did_you_mean(one: _Given, better: str, command: str) -> str:
+    """Return the suggestion of a key or an option, with the value that was typed where it can be one of its values."""
+    key, value, takes = find_key(better), one.text or ("1" if better == "JSON" else ""), ""
+    if key is not None:
+        if one.name.startswith("--") and not value and not explain_mismatch(key, "true"):
+            value = "true"
+        takes = explain_mismatch(key, value)
+    elif not value or not value.isprintable() or (better in NUMBERS and not value.strip().isdecimal()):
+        takes = "a number" if better in NUMBERS else "text"
+    more = f"It takes {takes}" if takes else COUNTED_HERE.get(names.plain_word(one.name), "")
+    return f"did you mean {_words({better: '...' if takes else value}, command, one)}? {more}".rstrip()
+
+
+def _as_variable(name: str) -> str:
+    return variable_name(name) if "." in name else name
+
+
+def _listed(options: frozenset[str]) -> str:
+    return ", ".join(f"`{option}`" for option in sorted(options))
+
+
+def _prefix(one: _Given) -> str:
+    return "make " if one.make else ""
+
+
+def _shown(command: str, one: _Given) -> str:
+    return f"{_prefix(one)}{command}"

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from sft_play.plan.batch import Slots
-from sft_play.plan.mixture import permutation
-from sft_play.plan.packing import best_fit
+from sft_play.plan.epoch import best_fit, permutation
 from sft_play.plan.shape import BY_LENGTHS
 
 Item = TypeVar("Item")

@@ -19,9 +19,9 @@ from sft_play.data.chat import template_sha256
 from sft_play.data.encode import CHUNK_CHARACTERS, CHUNK_ROWS, KEY_BYTES, Chunk, Work, encode_all
 from sft_play.data.example import BAD, EMPTY, SCANNED, Faults, LeftOut
 from sft_play.data.formats import recognise
-from sft_play.data.manifest import SourceTally, files_sha256, read_manifest, split_manifest
 from sft_play.data.readers import Placed
 from sft_play.data.sources import BUILTIN, files_of, read_source
+from sft_play.data.store import SourceTally, files_sha256, read_manifest, split_manifest
 from sft_play.errors import DataError, raise_all
 from sft_play.files import text_sha256
 from sft_play.launch.process import raise_what_was_heard

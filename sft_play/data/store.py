@@ -1,4 +1,4 @@
-"""Prepared rows on the disk: written to a folder of their own as Arrow, published by rename, read without `datasets`."""
+"""Prepared rows on the disk: written as Arrow, published by rename, read without `datasets`; and what was read, kept and skipped, and why."""
 
 from __future__ import annotations
 
@@ -6,19 +6,248 @@ import contextlib
 import hashlib
 import os
 import shutil
+import statistics
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from sft_play.data.encode import Made
-from sft_play.data.manifest import MANIFEST
-from sft_play.files import new_folder, sync_folder, write_bytes, write_json
-from sft_play.runs.manifest import checksum
+from sft_play.config.schema import DataSource
+from sft_play.data.encode import Made, Outcome
+from sft_play.data.example import EMPTY, OTHER_FILE, SCANNED, SHOWN_PLACES, LeftOut
+from sft_play.errors import DataError
+from sft_play.files import new_folder, read_json, sync_folder, text_sha256, write_bytes, write_json
+from sft_play.runs.manifest import ALGORITHM, checksum, damage, digests_of
+from sft_play.text import plural
+
+MANIFEST = "manifest.json"
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+NAMED_FILES = 3
+"""In the terminal, of the documents that were left out for one reason."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceTally:
+    """Counts of one source, in rows as they were read (an example), unless it says tokens or prepared rows."""
+
+    format: str | None = None
+    rows_read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Left out, by reason; copies aside."""
+    duplicates: int = 0
+    cut: int = 0
+    """Kept, but shortened (`data.overlong`)."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Of those, how many lost what: kinds of turns, or parts of one."""
+    answers_cut: int = 0
+    """Answers that lost their end, and with it the token that ends a turn."""
+    thoughts: int = 0
+    """Thoughts of learnt turns that the chat template left out."""
+    split: int = 0
+    """Made into several rows (`data.overlong: split`, long documents)."""
+    overlong: int = 0
+    """Conversations and token rows longer than `model.max_seq_len`, whatever became of them."""
+    overlong_tokens: int = 0
+    """Their tokens, before anything was left out."""
+    there: int | None = None
+    """How many rows there were, where the source's `rows` asks for more."""
+    commit: str | None = None
+    """Of a hub dataset, the commit that was read."""
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    """`reason` and `place` of the first that were left out."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count what became of an example that was skipped, cut or lost something."""
+        if outcome.dropped:
+            self.dropped[outcome.dropped] += 1
+            if self.dropped[outcome.dropped] <= SHOWN_PLACES:
+                self.left_out.append({"reason": outcome.dropped, "place": outcome.place})
+        self.cut += bool(outcome.lost)
+        self.lost.update(outcome.lost)
+        self.answers_cut += outcome.answers_cut
+        self.thoughts += outcome.thoughts
+        self.overlong += bool(outcome.overlong)
+        self.overlong_tokens += outcome.overlong
+
+    def add_left_out(self, left: LeftOut) -> None:
+        """Count what readers left out."""
+        self.rows_read += left.counts.total()
+        self.dropped += left.counts
+        self.left_out += [{"reason": reason, "place": place} for reason, places in left.places.items() for place in places]
+        self.there = left.there
+
+    def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
+        """Return what is said of the source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
+        return {
+            "name": source.name or source.path,
+            "path": source.path,
+            "format": self.format,
+            "rows_read": self.rows_read,
+            "rows_wanting": None if self.there is None else {"asked": source.rows, "there": self.there},
+            "kept": self.kept,
+            "dropped": dict(sorted(self.dropped.items())),
+            "duplicates": self.duplicates,
+            "left_out": self.left_out,
+            "cut": self.cut,
+            "lost": dict(sorted(self.lost.items())),
+            "answers_cut": self.answers_cut,
+            "thoughts_left_out": self.thoughts,
+            "split": self.split,
+            "overlong": self.overlong,
+            "overlong_tokens": self.overlong_tokens,
+            "rows": len(lengths),
+            "tokens": sum(lengths),
+            "trained_tokens": trained,
+            "content_sha256": content,
+            "hub_commit": self.commit,
+        }
+
+
+def split_manifest(
+    sources: Sequence[DataSource],
+    tallies: Sequence[SourceTally],
+    *,
+    lengths: array[int],
+    of_source: array[int],
+    trained: array[int],
+    contents: Sequence[str | None],
+    fingerprint: str,
+) -> dict[str, Any]:
+    """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by prepared row."""
+    described = []
+    for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
+        mine = [number == index for number in of_source]
+        described.append(tally.manifest(source, list(compress(lengths, mine)), sum(compress(trained, mine)), content))
+    split = {
+        "path": "",
+        "rows": len(lengths),
+        "dropped": sum(tally.dropped.total() + tally.duplicates for tally in tallies),
+        "tokens": sum(lengths),
+        "label_tokens": sum(trained),
+        "longest": max(lengths),
+        "median": int(statistics.median(lengths)),
+        "fingerprint": fingerprint,
+        "most_labels": max(trained),
+        "truncated": sum(tally.cut for tally in tallies),
+        "sources": [
+            {"name": d["name"], "rows": d["rows"], "tokens": d["tokens"], "label_tokens": d["trained_tokens"], "weight": s.weight}
+            for s, d in zip(sources, described, strict=True)
+        ],
+    }
+    ordered = sorted(lengths)
+    quantiles = {f"{share:.0%}": ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in QUANTILES}
+    return {"split": split, "length_quantiles": quantiles, "sources": described}
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a split that is there as it was written; removes what is damaged and returns `None`.
+
+    Every file is read, once in a launch: neither its size nor its time tells of bits that a disk lost. Training reads them anyway.
+    """
+    try:
+        manifest: dict[str, Any] = read_json(folder / MANIFEST)
+        sums = manifest["checksums"]
+        if damage(folder, {name: {"bytes": size, ALGORITHM: sums[name]} for name, size in manifest["files"].items()}) is None:
+            return manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    if folder.exists():
+        shutil.rmtree(folder)
+    return None
+
+
+def summary(name: str, manifest: Mapping[str, Any]) -> str:
+    """Return what is printed about a split: one line, one more for each source, and warnings."""
+    split, sources = manifest["split"], manifest["sources"]
+    counted = counted_as(name)
+    first = (
+        f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens, "
+        f"{split['label_tokens'] / split['tokens']:.0%} of them {counted}, median row {split['median']}, longest {split['longest']}"
+    )
+    unused = [source for source in split["sources"] if source["weight"] == 0]
+    if rows := sum(source["rows"] for source in unused) if name == "training" else 0:
+        first += f"; of sources with weight 0, never trained: {plural(rows, 'row')} ({sum(s['tokens'] for s in unused):,} tokens)"
+    lines = [first, *(_source_line(source, name) for source in sources)]
+    reasons = [(reason, rows) for source in sources for reason, rows in source["dropped"].items()]
+    gone, read = sum(rows for why, rows in reasons if why.endswith("model.max_seq_len")), sum(s["rows_read"] for s in sources)
+    if 2 * gone > read:
+        whole = any(reason.startswith("longer") for reason, _ in reasons)  # else they were cut, and too long even so
+        other = ", or cut them: DATA_OVERLONG=split" if whole else ""
+        lines.append(f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}")
+    if ends := sum(source["answers_cut"] for source in sources):
+        lines.append(
+            f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with "
+            "DATA_OVERLONG=truncate"
+        )
+    if thoughts := sum(source["thoughts_left_out"] for source in sources):
+        lines.append(
+            f"  thoughts that the chat template leaves out of learnt turns, so not learnt: {thoughts:,}; "
+            "docs/data.md, What is learnt"
+        )
+    if shared := manifest.get("overlap", {}).get("rows"):
+        lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
+    return "\n".join(lines)
+
+
+def _source_line(source: Mapping[str, Any], name: str) -> str:
+    lacks = ", so it has no validation loss" if name == "validation" and not source["kept"] else ""
+    if not source["rows_read"]:
+        return f"  {source['name']}: no row{lacks}"
+    form = f" as {source['format']}" if source["format"] else ""
+    parts = [f"{source['rows_read']:,} read{form}", f"{source['kept']:,} kept"]
+    wanting = source["rows_wanting"]
+    parts += [f"rows: {wanting['asked']:,} asked, {wanting['there']:,} there"] if wanting else []
+    parts += [f"{count:,} left out ({reason}{_files(source, reason)})" for reason, count in left_out_of(source).items()]
+    parts += [rows_cut(source)] if source["cut"] else []
+    parts += [f"{source['split']:,} split into {source['rows']:,} rows in all"] if source["split"] else []
+    long = f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
+    return (
+        f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} "
+        f"{counted_as(name)}{long}"
+    )
+
+
+def left_out_of(source: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many rows of a source were left out, by reason, copies among them."""
+    return source["dropped"] | ({"duplicate": source["duplicates"]} if source["duplicates"] else {})
+
+
+def counted_as(name: str) -> str:
+    """Return what is done with the answers of a split: only those of the training data are trained."""
+    return "trained" if name in ("training", "train") else "scored"
+
+
+def rows_cut(source: Mapping[str, Any]) -> str:
+    """Return how many rows of a source were cut, and how many of them lost what."""
+    lost = ", ".join(f"{rows:,} lost {what}" for what, rows in source["lost"].items())
+    return f"{source['cut']:,} cut to model.max_seq_len ({lost})"
+
+
+def _files(source: Mapping[str, Any], reason: str) -> str:
+    """Return the names of files without rows; rows that were left out for another reason are not named."""
+    if reason not in (EMPTY, OTHER_FILE, SCANNED):
+        return ""
+    places = [found["place"] for found in source["left_out"] if found["reason"] == reason]
+    more = ", ..." if len(places) > NAMED_FILES else ""
+    return f": {', '.join(places[:NAMED_FILES])}{more}" if places else ""
+
+
+def files_sha256(paths: Sequence[Path]) -> str:
+    """Return a sha256 over names and contents of `paths`, in order. Raise `DataError` for a file that cannot be read."""
+    try:
+        digests = digests_of(paths, "data")
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", place=str(error.filename or paths[0])) from None
+    return text_sha256("\n".join(f"{path.name} {digest}" for path, digest in zip(paths, digests, strict=True)))
+
 
 ARROW = "data-00000-of-00001.arrow"
 LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"

@@ -36,10 +36,9 @@ from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.text import bar
-from sft_play.training.guards import Holdings
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.ranks import Ranks, TrainContext
-from sft_play.training.stopping import StopOnRequest
+from sft_play.training.stopping import Holdings, StopOnRequest
 
 SHARDED = ("zero3", "fsdp2")
 """Strategies under which every forward pass is a collective operation."""

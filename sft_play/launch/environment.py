@@ -22,8 +22,8 @@ import psutil
 
 from sft_play.errors import HardwareError, UserError, mask
 from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
-from sft_play.plan.nodes import visible_names
 from sft_play.plan.plan import Plan
+from sft_play.plan.request import visible_names
 
 VARIABLE = "MASTER_KEY"
 LEAST = 16

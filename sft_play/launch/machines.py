@@ -31,8 +31,8 @@ from sft_play.launch.store import say
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.hardware import Device
-from sft_play.plan.nodes import devices_for
 from sft_play.plan.plan import Plan
+from sft_play.plan.request import devices_for
 from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST

@@ -28,8 +28,8 @@ from transformers.utils import logging
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora, quantise
+from sft_play.model.parallel import all_layers, freeze_others, keep_outline, stage_class
 from sft_play.model.resolve import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
-from sft_play.model.stages import all_layers, freeze_others, keep_outline, stage_class
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters

@@ -1,14 +1,17 @@
-"""Adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter model."""
+"""`make merge RUN=`: adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter model."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +19,7 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_folder, write_json
+from sft_play.launch.run_folder import find_run
 from sft_play.model import quantise
 from sft_play.model.load import read_model
 from sft_play.model.resolve import count_numbers
@@ -23,10 +27,13 @@ from sft_play.model.tokenizer import end_of_turn_ids, write_chat
 from sft_play.model.use import add_trained_adapter, check_base, has_tokenizer, read_base, stored_dtype, tokenizer_of
 from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import kind_of, label_of, model_files
+from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
 
 Say = Callable[[str], None]
 
@@ -217,3 +224,37 @@ def _require_disk(place: Path, needed: int) -> None:
 
 def _size(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+
+
+def main(call: Call) -> int:
+    """Merge, shows the proof and where the model is."""
+    if "RUN" not in call.options:
+        raise UserError("`RUN` is missing", hint="make merge RUN=name-of-a-run")
+    if call.overrides:
+        raise UserError(
+            f"`make merge` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
+            hint="it takes RUN, CHECKPOINT and OUT",
+        )
+    run = find_run(call.options["RUN"])
+    weights = weights_folder(run, call.options.get("CHECKPOINT"))
+    out = Path(call.options.get("OUT") or run.path / "merged")
+    if out.exists():  # before torch is imported, which takes seconds
+        raise UserError(
+            f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"
+        )
+
+    started = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for the result
+        merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))
+    if call.json:
+        print(json.dumps(merged))
+    else:
+        seconds = time.perf_counter() - started
+        size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
+        print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
+        print(
+            f"next: make infer MODEL={out} PROMPT=..., make serve MODEL={out}, `vllm serve {out}`, or in Python "
+            f'`AutoModelForCausalLM.from_pretrained("{out}")` of transformers',
+            file=sys.stderr,
+        )
+    return 0

@@ -22,8 +22,8 @@ from sft_play.model.load import first_lines, read_model, tell
 from sft_play.model.resolve import check_trained, refuse_untrusted_code, resolve_model, runs_code
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.detect import compare_versions, detect
-from sft_play.plan.nodes import devices_for
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
+from sft_play.plan.request import devices_for
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.checkpoints import kind_of
 from sft_play.runs.folder import RunFolder

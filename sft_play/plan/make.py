@@ -7,17 +7,27 @@ from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
-from sft_play.plan import choices, groups, nodes, remedies, strategies
+from sft_play.plan import choices, groups, remedies, strategies
 from sft_play.plan.architecture import check_length, label
 from sft_play.plan.batch import Cost, explain_global_batch, halve
+from sft_play.plan.epoch import Division, label_share, pack_if_typed, row_tokens, rows_data, step_count
 from sft_play.plan.groups import check_slices, describe_traffic
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
 from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
-from sft_play.plan.mixture import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.network import check_slow_network_keys, describe_waiting, exchanges
-from sft_play.plan.packing import Division, pack_if_typed
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
-from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
+from sft_play.plan.request import (
+    MOST_ROWS,
+    DoesNotFitError,
+    Remedy,
+    Request,
+    calibration_of_all,
+    describe_nodes,
+    describe_unused_network,
+    devices_of,
+    with_network,
+    with_nodes,
+)
 from sft_play.plan.shape import ModelShape, check_targets, describe_adapters
 from sft_play.plan.shares import costs_of, divide, tell_unequal
 from sft_play.plan.throughput import forecast
@@ -33,9 +43,9 @@ LONGEST_ROW = 2**22
 
 def make_plan(request: Request) -> Plan:
     """Return every decision about a run with its reason. Raise `UserError` or `HardwareError` for what cannot be."""
-    hardware = nodes.with_network(request.config, request.hardware, request.launch)
-    launch = nodes.with_nodes(hardware, request.launch)
-    calibration = nodes.calibration_of_all(launch, request.calibration)
+    hardware = with_network(request.config, request.hardware, request.launch)
+    launch = with_nodes(hardware, request.launch)
+    calibration = calibration_of_all(launch, request.calibration)
     request = replace(request, hardware=hardware, launch=launch, calibration=calibration)
     try:
         plan = _decide(request)
@@ -50,7 +60,7 @@ def make_plan(request: Request) -> Plan:
 
 def ways_out(config: Config, shape: ModelShape, plan: Plan, launch: LaunchRequest, rank: RankPlan) -> tuple[Remedy, ...]:
     """Return what would need less than a rank of this plan, where memory ran out although it should have fitted; by formula."""
-    devices = nodes.devices_of(plan)
+    devices = devices_of(plan)
     here = devices[0][:1] if plan.device == "cpu" else devices[0]  # its processes share it
     free = sum(device.free_bytes for device in here)
     hardware = Hardware(
@@ -76,7 +86,7 @@ def _decide(request: Request) -> Plan:
     devices, world = ranks.devices, len(ranks.devices)
     reasons += ["for hardware as described, not for this machine"] if hardware.described else []
     reasons += [hardware.unused] if hardware.unused else []
-    reasons += [*nodes.describe_nodes(launch, ranks), *nodes.describe_unused_network(config, request.typed, hardware)]
+    reasons += [*describe_nodes(launch, ranks), *describe_unused_network(config, request.typed, hardware)]
 
     strategy = strategies.choose_strategy(request, reasons)
     backend, setup = choices.choose_backend(config, kind, world, reasons), _first_setup(request, strategy, reasons)

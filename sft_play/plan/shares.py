@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from sft_play.plan import choices
 from sft_play.plan.batch import Batch, Cost, Slots, choose_batch, equal_shares, halve_batch, share_out, spans, step_seconds
+from sft_play.plan.epoch import Division, choose_packing, gaining_packs, rows_data
 from sft_play.plan.hardware import Device
-from sft_play.plan.mixture import rows_data
 from sft_play.plan.network import check_gathering, exchange_seconds, latency_seconds, link_of
-from sft_play.plan.packing import Division, choose_packing, gaining_packs
 from sft_play.plan.plan import RankPlan, Setup
 from sft_play.plan.request import MOST_ROWS, Request
 from sft_play.plan.shape import BY_LENGTHS

@@ -16,9 +16,8 @@ from sft_play.files import read_json
 from sft_play.plan.batch import Cost, rank_seconds, spans
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.network import show_exchanges
-from sft_play.plan.nodes import one_each
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, tightest
-from sft_play.plan.request import DoesNotFitError
+from sft_play.plan.request import DoesNotFitError, one_each
 from sft_play.runs.folder import RunFolder
 from sft_play.text import duration, figure, gib, plural
 

@@ -20,9 +20,8 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import host_bytes
 from sft_play.plan.network import GATHERING, gathering_arithmetic, may_quantise, slow_network
-from sft_play.plan.nodes import visible_variable
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
-from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan
+from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan, visible_variable
 from sft_play.text import figure
 
 HOST_SHARE = 0.8

@@ -18,12 +18,11 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.plan.batch import rank_rows, spans
 from sft_play.plan.calibration import Calibration, StepFit
+from sft_play.plan.epoch import Data, Division, rows_data
 from sft_play.plan.groups import shares, slices_seconds
 from sft_play.plan.hardware import Device, Hardware, fp32_share
 from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
-from sft_play.plan.mixture import Data, rows_data
 from sft_play.plan.network import exchange_seconds, latency_seconds, link_of
-from sft_play.plan.packing import Division
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape

@@ -19,8 +19,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.files import text_sha256
 from sft_play.model import kernels, lora
 from sft_play.model.load import model_class, settings_of
-from sft_play.model.parallel import Slicer
-from sft_play.model.stages import ANSWERS, Skipped, list_of_layers
+from sft_play.model.parallel import ANSWERS, Skipped, Slicer, list_of_layers
 from sft_play.plan.measured import Case
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.trace.step import count_as

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import DataError
 from sft_play.model import lora
 from sft_play.model.load import settings_of
-from sft_play.model.stages import Skipped
+from sft_play.model.parallel import Skipped
 from sft_play.plan.architecture import quantized_bits
 from sft_play.plan.measured import Case
 from sft_play.plan.remedies import MOMENTS

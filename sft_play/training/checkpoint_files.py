@@ -21,7 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.files import disk_problem, errno_of, sync_folder, write_text
-from sft_play.model.stages import outline_of
+from sft_play.model.parallel import outline_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import describe, sync, sync_below, verify, write_part

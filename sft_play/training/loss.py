@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from sft_play.data.batches import IGNORED, Batch, Collator, GlobalBatchSampler
 from sft_play.model.kernels import labels_for_head, total_of
-from sft_play.plan.mixture import row_order
+from sft_play.plan.epoch import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
 from sft_play.training.process import ignore_stops

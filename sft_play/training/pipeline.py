@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from transformers.utils import ModelOutput
 
 from sft_play.data.batches import Batch
-from sft_play.model.stages import Stage
+from sft_play.model.parallel import Stage
 from sft_play.plan.plan import Plan
 from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
 from sft_play.training.ranks import Ranks, group_of, outline, replicas_of

@@ -1,20 +1,228 @@
-"""When training ends: at its last step, on request (all ranks together), or early because no evaluation is better any more."""
+"""When training ends: at its last step, on request (all ranks together), without a better evaluation, at a NaN or a spike."""
 
 from __future__ import annotations
 
+import json
+import math
 import signal
+import statistics
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerControl
+from torch import Tensor
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl
+from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import DataError
-from sft_play.files import append_json_line, side_file
+from sft_play.files import append_json_line, read_json_lines, side_file, write_json, write_text
+from sft_play.runs.progress import notify
 from sft_play.training.faults import open_store
 from sft_play.training.metrics import rows_until
 from sft_play.training.process import StopRequest
 from sft_play.training.ranks import Ranks, TrainContext
+from sft_play.training.saving import Saver
+from sft_play.training.states.facts import loss_scaler
+from sft_play.training.states.layout import count_bytes, held_part, inner_optimizer
+
+LEFT_OUT_LIMIT = 20
+"""Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16 times."""
+ROWS_NOTED = 100_000
+"""Rows that each rank remembers having trained, the newest."""
+
+
+class Finite:
+    """Stops a run whose loss or gradient norm is no number: before the update, except under DeepSpeed, which leaves it out by itself."""
+
+    def __init__(self, context: TrainContext, trainer: Trainer, saver: Saver) -> None:
+        self.context, self.trainer, self.saver = context, trainer, saver
+        self.rows: list[int] = []
+        """Of the step that is being made, on this rank; the trainer sets it."""
+        self.left_out = 0
+        """Updates in a row that the loss scaler left out."""
+
+    def require_finite_loss(self, value: Tensor) -> None:
+        """Raise `DataError` when this rank's loss is no number, and keep the ids of its rows."""
+        if not math.isfinite(float(value)):
+            self._keep_rows()
+            raise self._error("loss", float(value))
+
+    def require_finite_norm(self, value: float, loss: Tensor) -> None:
+        """Raise `DataError` on all ranks when the gradient norm, the same on each, is no number.
+
+        A loss scaler (fp16) looks for its scale by trying: it leaves such an update out and halves. There the run stops when
+        `LEFT_OUT_LIMIT` updates in a row were left out, or when the scale has come down to 1, where nothing is scaled any more.
+        """
+        if math.isfinite(value):
+            self.left_out = 0
+            return
+        self.left_out += 1
+        scale = scale_of(self.trainer) if self.trainer.args.fp16 else None
+        if scale is None:
+            self._stop(value, loss, "")
+        elif self.left_out >= LEFT_OUT_LIMIT or scale <= 1:
+            times = f"{self.left_out} updates in a row" if self.left_out > 1 else "this update"
+            self._stop(value, loss, f" (fp16's loss scaler has skipped {times}, its scale is {scale:g})")
+
+    def _stop(self, norm: float, loss: Tensor, why: str) -> None:
+        """Names the ranks whose loss is no number, where there are such: theirs are the bad rows. Collective."""
+        self.saver.finish()  # what is being written meanwhile is published
+        ranks, mine = self.context.ranks, float(loss)
+        blamed = [rank for rank, (found,) in enumerate(ranks.table([mine])) if not math.isfinite(found)]
+        if not blamed or ranks.rank in blamed:
+            self._keep_rows()
+        if blamed:
+            raise self._error("loss", mine if ranks.rank in blamed else math.nan, blamed=blamed)
+        raise self._error("gradient norm", norm, why=why)
+
+    def _keep_rows(self) -> None:
+        path = self.context.run.bad_rows(self.context.ranks.rank)
+        with side_file(path, "the rows of a step that is no number"):
+            write_json(path, {"step": self.trainer.state.global_step + 1, "rows": self.rows})
+
+    def _error(self, what: str, value: float, *, blamed: Sequence[int] = (), why: str = "") -> DataError:
+        mine, step = self.context.ranks.rank, self.trainer.state.global_step + 1
+        who = f" on rank{'s' if len(blamed) > 1 else ''} {', '.join(map(str, blamed))}" if blamed else ""
+        return DataError(
+            f"the {what} of step {step} is {value}{who}{why}; training has stopped; {self.saver.name_newest()}",
+            place=str(self.context.run.bad_rows(blamed[0] if blamed and mine not in blamed else mine)),
+            hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`; "
+            "docs/troubleshooting.md#loss-is-nan",
+        )
+
+
+def scale_of(trainer: Trainer) -> float | None:
+    """Return the factor of the loss scaler; `None` where nothing leaves a bad update out."""
+    scaler = loss_scaler(trainer)
+    if scaler is None:
+        return None
+    return float(scaler.loss_scale if trainer.is_deepspeed_enabled else scaler.get_scale())
+
+
+WINDOW, LEAST = 50, 10
+"""Finite norms that are compared with at most, and at least."""
+WHAT = "the rows of a step whose gradient norm jumps"
+
+
+class SpikeGuard(TrainerCallback, ExportableState):
+    """Compares each step's gradient norm with the median of those before it (`train.spike_guard`); steps that jump may be left out.
+
+    The norm is that of the gradients over all ranks, so every rank decides alike. The norms seen so far are part of a checkpoint: a
+    resumed run decides as the uninterrupted one would. A jump counts among the norms too: a new level is one after 25 steps.
+    """
+
+    def __init__(self, context: TrainContext) -> None:
+        train = context.config.train
+        self.mode, self.factor, self.rank = train.spike_guard, train.spike_factor, context.ranks.rank
+        self.run, self.notify = context.run, context.config.launch.notify
+        self.path = context.run.logs / "spikes.jsonl"
+        """Each rank appends a line for its own rows."""
+        self.norms: list[float] = []
+        self.found: list[int] = []
+        """Steps that jumped."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Read what the checkpoint holds, and drops lines of steps that come again."""
+        held = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        attributes = (held or {}).get("attributes", {})
+        self.norms, self.found = list(attributes.get("norms", [])), list(attributes.get("found", []))
+        if self.rank == 0 and self.path.is_file():
+            lines = read_json_lines(self.path)
+            kept = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= state.global_step]
+            with side_file(self.path, WHAT):
+                write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def jumps(self, norm: float, *, step: int, rows: list[int]) -> bool:
+        """Notes the norm of a step; return whether its update is to be left out. A norm that is no number is not judged here."""
+        if self.mode == "off" or not math.isfinite(norm):
+            return False
+        before = self.norms[-WINDOW:]
+        self.norms = [*before, norm][-WINDOW:]
+        if len(before) < LEAST:
+            return False
+        median = statistics.median(before)
+        if norm <= self.factor * median:
+            return False
+        skipped = self.mode == "skip"
+        self.found.append(step)
+        facts = {"step": step, "norm": norm, "median": median, "skipped": skipped, "rank": self.rank, "rows": rows}
+        with side_file(self.path, WHAT):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append_json_line(self.path, facts | {"time": time.time()})
+        if self.rank == 0:
+            done = "its update is skipped" if skipped else "the update is made"
+            times = f"{norm / median:.1f} times the median {median:.3g}" if median else f"the median is {median:.3g}"
+            said = f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {done}"
+            print(f"{said}; rows: {self.path}", flush=True)
+            if len(self.found) == 1:
+                notify(self.notify, self.run, "spike", f"{self.run.name}: {said}")
+        return skipped
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps (the interface of `ExportableState`)."""
+        return {"args": {}, "attributes": {"norms": self.norms, "found": self.found}}
+
+
+class Holdings(TrainerCallback):
+    """Counts, from its own tensors, what this rank holds at its first update: the proof that sharding happened. Notes its rows too."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Any] = {}
+        self.rows_trained: deque[int] = deque(maxlen=ROWS_NOTED)
+        self.rows_scored: list[int] = []
+        """Of the newest evaluation."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        parameters = list(references["model"].parameters())
+        self.counts["parameters"] = {
+            kind: sum(held_part(one).numel() for one in parameters if one.requires_grad == trained)
+            for kind, trained in (("trainable", True), ("frozen", False))
+        }
+        engine = getattr(references["optimizer"], "optimizer", None)
+        if hasattr(engine, "averaged_gradients"):  # DeepSpeed steps inside the backward pass, out of reach of callbacks
+            self._count_before_step(engine, references["model"])
+
+    def _count_before_step(self, engine: Any, model: Any) -> None:
+        step = engine.step
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.counts["gradients"] = count_gradients(model, engine)
+            engine.step = step
+            return step(*arguments, **named)
+
+        engine.step = counted
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "gradients_between" not in self.counts:  # what FSDP2 keeps unsharded has no place that could be counted here
+            self.counts["gradients_between"] = count_gradients(references["model"], references["optimizer"])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "gradients" not in self.counts:
+            self.counts["gradients"] = count_gradients(references["model"], references["optimizer"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "optimizer" not in self.counts:
+            states = inner_optimizer(references["optimizer"]).state.values()
+            moments = [one for state in states for one in state.values() if torch.is_tensor(one) and one.dim() > 0]
+            self.counts["optimizer"] = sum(held_part(one).numel() for one in moments)
+            self.counts["bytes"] = count_bytes(references["model"], references["optimizer"])
+
+    def save(self, context: TrainContext) -> None:
+        """Write the counts with the ids of the rows that this rank trained and scored."""
+        path = context.run.rank_holdings(context.ranks.rank)
+        with side_file(path, "what a rank holds"):
+            write_json(path, self.counts | {"rows_trained": sorted(self.rows_trained), "rows_scored": sorted(self.rows_scored)})
+
+
+def count_gradients(model: Any, optimizer: Any) -> int:
+    """Return elements of gradients on this rank just before the update."""
+    averaged = getattr(optimizer, "averaged_gradients", None)
+    if averaged:  # ZeRO keeps this rank's share of the reduced gradients here
+        return sum(int(g.numel()) for group in averaged.values() if group for g in group if g is not None)
+    return sum(held_part(p.grad).numel() for p in model.parameters() if p.grad is not None)
+
 
 AGREE_SECONDS = 0.5
 """How often ranks agree between the batches of an evaluation."""

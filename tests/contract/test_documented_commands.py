@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.harness import MARK
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.errors import UserError
 from tests.conftest import Program
 from tests.documents import ROOT, DocumentedCommand, documented_commands, documents, sections_of_troubleshooting

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.config.keys import extra_keys, schema_keys
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config, read_config, save_config

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import Call
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import Call, parse_call
 from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, IN_SECTION, INSTEAD, SETTINGS
 from sft_play.errors import UserError

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.files import write_json
 from sft_play.launch.attempt import worker_arguments, write_launch_files
 from sft_play.launch.environment import worker_environment

@@ -47,7 +47,7 @@ def under_fsdp2() -> Tensor:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import fully_shard
 
-    from sft_play.training.arguments import reduce_in_fp32
+    from sft_play.training.trainer import reduce_in_fp32
 
     PartialState(cpu=True)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)

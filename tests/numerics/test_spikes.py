@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.training.guards import SpikeGuard
+from sft_play.training.stopping import SpikeGuard
 from tests.contexts import context_of
 from tests.unit.test_plan_make import plan_of
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from sft_play.data.batches import Collator
-from sft_play.model.stages import Stage, cut, freeze_others
+from sft_play.model.parallel import Stage, cut, freeze_others
 from sft_play.plan.shape import NOT_STAGED_MODEL_TYPES
 from sft_play.training.pipeline import CACHES
 from tests.families import FAMILIES, tiny_model

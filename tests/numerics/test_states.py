@@ -13,7 +13,6 @@ import torch
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.manifest import check_states
-from sft_play.training.guards import scale_of
 from sft_play.training.states.facts import (
     groups_of,
     scaler_of,
@@ -22,6 +21,7 @@ from sft_play.training.states.facts import (
     set_scaler,
     set_scheduler,
 )
+from sft_play.training.stopping import scale_of
 
 
 def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[float]:

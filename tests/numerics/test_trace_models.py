@@ -9,7 +9,7 @@ import pytest
 
 from scripts.render_presets import QUOTED
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.config.load import load_config
 from sft_play.plan.architecture import architecture_of, shape_of
 from sft_play.plan.hardware import parse_hardware

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sft_play.cluster.findings import Examined, Pair, Seen, Wanted, judge, sum_seconds
+from sft_play.cluster.hosts import SAYS
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.probe import Facts
-from sft_play.cluster.ssh import SAYS
 from sft_play.plan.hardware import GIB
 from sft_play.text import Finding
 from tests.cluster_facts import OWN
@@ -99,7 +99,7 @@ def test_slow_and_long_ways_are_warned_of_once() -> None:
 
 def test_every_finding_is_documented() -> None:
     guide = (ROOT / "docs" / "home-cluster.md").read_text(encoding="utf-8")
-    code = "".join((ROOT / "sft_play" / "cluster" / f"{name}.py").read_text() for name in ("findings", "ssh"))
+    code = "".join((ROOT / "sft_play" / "cluster" / f"{name}.py").read_text() for name in ("findings", "hosts"))
     ids = {*re.findall(r'(?:_fail|_warn|Finding)\("([a-z-]+)"', code), *(row[0] for row in SAYS)}
     assert len(ids) > 20
     assert {name for name in ids if f"`{name}`" not in guide} == set()

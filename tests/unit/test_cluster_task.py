@@ -13,7 +13,7 @@ from sft_play.__main__ import COMMANDS
 from sft_play.cluster.inventory import Host, read_inventory
 from sft_play.cluster.status import run_named
 from sft_play.cluster.task import Task, control_run, controlled_runs, node_variables, read_task, take_over, unfit
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.errors import CheckpointError, UserError
 from sft_play.runs.folder import RunFolder
 from tests.cluster_facts import OWN

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig, load_config, override_config, read_config, save_config

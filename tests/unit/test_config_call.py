@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import Call
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import Call, parse_call
 from sft_play.config.keys import RANGES, REFUSED, find_key, schema_keys, table, variable_name, variables
 from sft_play.errors import UserError
 

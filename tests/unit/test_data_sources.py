@@ -15,11 +15,10 @@ import pytest
 from pyarrow import ipc, parquet
 
 from sft_play.config.schema import DataSource
-from sft_play.data.datasets import read_builtin
 from sft_play.data.example import OTHER_FILE, LeftOut
 from sft_play.data.formats import read_questions, recognise, to_example
 from sft_play.data.readers import read_file
-from sft_play.data.sources import files_of, read_source
+from sft_play.data.sources import files_of, read_builtin, read_source
 from sft_play.errors import DataError
 
 ROWS = [{"prompt": f"q{n}", "completion": "ä" * n} for n in range(1, 40)]

@@ -7,9 +7,9 @@ from array import array
 import pytest
 
 from sft_play.config.schema import DataConfig, DataSource
-from sft_play.data.manifest import SourceTally, split_manifest, summary
+from sft_play.data.store import SourceTally, split_manifest, summary
 from sft_play.errors import DataError
-from sft_play.plan.mixture import Mixture, mixture_of
+from sft_play.plan.epoch import Mixture, mixture_of
 from sft_play.runs.prepared import SourceFacts
 
 

@@ -19,8 +19,8 @@ from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.batch import Slots
+from sft_play.plan.epoch import best_fit, most_packs
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.packing import best_fit, most_packs
 from sft_play.plan.plan import LaunchRequest, Plan, setup_of
 from sft_play.plan.shape import ModelShape
 from tests import plans

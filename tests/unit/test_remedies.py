@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.command_line import parse_call
+from sft_play.config.call import parse_call
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.request import DoesNotFitError, Remedy
 from tests import plans
