@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sft_play.data.formats import Question, read_questions
+from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
+from sft_play.config.reader import names_of
+from sft_play.data.formats import FORMATS, Message, text_of, understand
+from sft_play.data.readers import TABLES, Placed, kind, open_bytes, read_file
+from sft_play.data.sources import Faults, rename
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.run_folder import find_run
@@ -279,3 +283,93 @@ class Conversation:
         if len(prompt) >= context_length(self.model):
             raise DataError(f"this turn has {len(prompt)} tokens, and the model takes at most {context_length(self.model) - 1}")
         return prompt
+
+
+# What is asked with `INPUT`: the rows of a data file without their last answer, or a text file with one prompt a line.
+
+
+ASKS = {columns[0]: (form, "".join(columns[1:])) for form, (columns, _) in FORMATS.items() if form not in NO_CHAT}
+"""Column that asks -> format, and its column with the answer; the first one that a row has counts (`make infer`)."""
+TO_COME = "\N{HORIZONTAL ELLIPSIS}"
+"""Stands for the answer while a row is read as its format, which needs one."""
+
+
+class Question(NamedTuple):
+    """One line or row of `INPUT`."""
+
+    place: str
+    """`file:line`."""
+    messages: list[Message]
+    """The conversation up to the turn that is to be answered; none where the line is empty."""
+    tools: list[Any] | None = None
+    reference: str | None = None
+    """The answer that the row has already."""
+
+
+def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
+    """Return the rows of a file, or its lines. `columns`: new names of columns (`data.sources[].columns`), the first that apply.
+
+    Raise `DataError` with the places of all bad rows, and for a file without prompts.
+    """
+    rows: list[Question] = []
+    faults = Faults()
+    try:
+        if kind(path) not in TABLES:
+            with open_bytes(path) as stream:
+                lines = stream.read().decode("utf-8-sig").removesuffix("\n").split("\n")
+            for number, line in enumerate(map(str.strip, lines), 1):
+                messages = [{"role": "user", "content": text_of(line, "the line")}] if line else []
+                rows.append(Question(f"{path}:{number}", messages))
+        for placed in read_file(path) if kind(path) in TABLES else ():
+            try:
+                rows.append(_question(placed, columns))
+            except DataError as error:
+                error.place = error.place or placed[0]
+                faults.add(error)
+    except OSError as error:
+        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
+    raise_all(faults.errors())
+    if not any(row.messages for row in rows):
+        raise DataError("`INPUT` holds no prompts", place=str(path))
+    return rows
+
+
+def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
+    place, row = placed
+    if isinstance(row, DataError):
+        raise row
+    for names in columns:
+        there = {new: old for new, old in names.items() if "." not in new and look_up(row, old) is not MISSING}
+        of_turns = {new: old for new, old in names.items() if "." in new and new.partition(".")[0] in {*row, *there}}
+        if there or of_turns:
+            row = rename(row, {**there, **of_turns})
+            break
+    asks = next((column for column in ASKS if row.get(column) is not None), None)
+    if asks is None:
+        raise DataError(f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}")
+    if isinstance(row[asks], str) and not row[asks].strip():
+        return Question(place, [])
+    form, answer = ASKS[asks]
+    example = understand((place, _with_answer(row, asks, answer)), 0, form)
+    *asked, last = example.messages or []
+    if not any(turn["role"] == "user" for turn in asked):
+        raise DataError(f"`{asks}` holds no turn that could be answered")
+    reference = last["content"] or json.dumps(last.get("tool_calls", []), ensure_ascii=False)
+    messages = [{key: value for key, value in turn.items() if key != "train"} for turn in asked]
+    return Question(place, messages, example.tools, None if reference == TO_COME else reference)
+
+
+def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
+    """Return a row that ends with an answer: its own, or `TO_COME`."""
+    said = row[asks]
+    if not answer:
+        name, words = ("role", "content") if asks == "messages" else ("from", "value")
+        last = said[-1] if isinstance(said, Sequence) and not isinstance(said, str) and said else None
+        ended = isinstance(last, Mapping) and last.get(name, last.get("role")) in ("assistant", "gpt", "model", "function_call")
+        return row if ended else {**row, asks: [*said, {name: "assistant", words: TO_COME}] if last else said}
+    found = row.get(answer)
+    if found is not None and not (isinstance(found, str) and not found.strip()):
+        return row
+    return {**row, answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}]}

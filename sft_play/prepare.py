@@ -103,9 +103,9 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     _offline_when_unreachable(config)
     from sft_play.data.prepare import prepare_data
     from sft_play.data.store import summary
-    from sft_play.data.templates import chat_format, with_chat
     from sft_play.model.resolve import refuse_untrusted_code, runs_code
     from sft_play.model.scratch import describe_source, resolve
+    from sft_play.model.tokenizer import chat_format, with_chat
 
     model = with_chat(resolve(config), chat_format(config.data))
     _tell(describe_source(config, model))
@@ -122,8 +122,7 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
 
 def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
     """Return the model's tokenizer; says where a named template had to be fitted to it."""
-    from sft_play.data.templates import end_note
-    from sft_play.model.tokenizer import load_tokenizer
+    from sft_play.model.tokenizer import end_note, load_tokenizer
 
     tokenizer = load_tokenizer(model.path, model.chat, trust=trust)
     note = end_note(model.chat.name, tokenizer) if model.chat and model.chat.name else None

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import Encoder
-from sft_play.data.example import Message
+from sft_play.data.formats import Message
+from sft_play.data.tokens import Encoder
 
 Kind = Literal["gpt2", "llama3", "gemma", "llama2"]
 

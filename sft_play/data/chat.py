@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.example import Message
-from sft_play.data.templates import check_answer, check_written, has_tools
+from sft_play.data.formats import Message
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, write_chat
@@ -336,3 +335,132 @@ def _learnt_text(row: RowText) -> str:
     if row.everything:
         return row.prompt + row.answer
     return "\0".join([*(row.prompt[span.start : span.end] for span in row.earlier), row.answer])
+
+
+# Proof that a chat template writes a conversation's tools, calls and results, which many templates leave out without a word.
+#
+# Names, arguments and results are replaced by marks that occur nowhere else, and the marks are looked for in the rendered text: a
+# short value (`1`) would be found anywhere.
+
+
+WRITING_CALLS = ("qwen3",)
+"""The named templates that write tools and calls."""
+HINT = (
+    f"take a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or leave the key out where the model's own "
+    "does (models that were trained to call tools)"
+)
+_NUMBER = 790_531_000
+"""The mark of the first number: a number stays one, since a template may write text otherwise."""
+
+Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str]
+"""Gives the text of messages and tools, with the generation prompt or without."""
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Marks that stand for values, and what each stands for."""
+
+    meaning: dict[str, str] = field(default_factory=dict)
+
+    def text(self, meaning: str) -> str:
+        mark = f"qMark{len(self.meaning)}z"
+        self.meaning[mark] = meaning
+        return mark
+
+    def value(self, value: Any, turn: str) -> Any:
+        """Return an argument with a mark for each text and number in it."""
+        if isinstance(value, Mapping):
+            return {key: self.value(inner, turn) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.value(inner, turn) for inner in value]
+        meaning = f"{turn}: the argument `{_short(value)}`"
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = _NUMBER + len(self.meaning)
+            self.meaning[str(number)] = meaning
+            return number
+        return self.text(meaning)
+
+    def missing(self, text: str) -> str | None:
+        """Return what the first mark that `text` lacks stands for."""
+        return next((meaning for mark, meaning in self.meaning.items() if mark not in text), None)
+
+
+def has_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+    """Whether there is anything to prove."""
+    return bool(tools) or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
+
+
+def check_written(messages: Sequence[Message], tools: Sequence[Any] | None, render: Render) -> None:
+    """Raise `DataError` where the text of a conversation that ends with an answer lacks its tools, or a call, or a result."""
+    marks = _Marks()
+    turns = [_marked_turn(turn, index + 1, marks) for index, turn in enumerate(messages)]
+    described = _marked_tools(tools or [], marks)
+    missing = marks.missing(render(turns, described or None, False))
+    if missing is None and tools and not any(_name(tool) for tool in tools):  # nothing to mark
+        last = messages[:-1]
+        missing = "the row's `tools`" if render(last, tools, True) == render(last, None, True) else None
+    if missing is not None:
+        raise DataError(f"the chat template does not write {missing}", hint=HINT)
+
+
+def check_answer(
+    messages: Sequence[Message],
+    index: int,
+    prompt: str,
+    said: str,
+    tools: Sequence[Any] | None,
+    render: Render,
+    end: Callable[[str], int],
+) -> None:
+    """Raise `DataError` unless `said`, what is learnt of message `index`, holds its calls and its words. `end`: of a turn in a text."""
+    message, number = messages[index], index + 1
+    marks = _Marks()
+    text = render([*messages[:index], _marked_turn({**message, "content": ""}, number, marks)], tools, False)
+    rest = text.removeprefix(prompt)
+    if (missing := marks.missing(rest)) is not None:
+        raise DataError(f"the chat template does not write {missing}", hint=HINT)
+    if marks.missing(rest[: end(rest)]) is not None:
+        raise DataError(f"the chat template does not write the calls of turn {number} before the end of the turn", hint=HINT)
+    words = message["content"].rpartition("</think>")[2].strip()
+    if words not in said:
+        raise DataError(
+            f"the chat template does not write the words of turn {number} next to its calls",
+            hint="leave the words out of that turn, or take another template: `data.chat_template`",
+        )
+
+
+def _marked_turn(turn: Message, number: int, marks: _Marks) -> Message:
+    """Return a turn with marks for the names and arguments of its calls, or for the result that it is."""
+    if turn["role"] == "tool" and turn["content"].strip():
+        return {**turn, "content": marks.text(f"the result of turn {number}")}
+    if not turn.get("tool_calls"):
+        return turn
+    calls, of = [], f"the calls of turn {number}"
+    for call in turn["tool_calls"]:
+        function = call["function"]
+        name = marks.text(f"{of}: the name `{function['name']}`")
+        calls.append({**call, "function": {**function, "name": name, "arguments": marks.value(function["arguments"], of)}})
+    return {**turn, "tool_calls": calls}
+
+
+def _marked_tools(tools: Sequence[Any], marks: _Marks) -> list[Any]:
+    marked = []
+    for tool in tools:
+        name = _name(tool)
+        mark = marks.text(f"the row's `tools`: the function `{name}`") if name else name
+        if isinstance(tool.get("function"), Mapping):
+            marked.append({**tool, "function": {**tool["function"], "name": mark}} if name else tool)
+        else:
+            marked.append({**tool, "name": mark} if name else tool)
+    return marked
+
+
+def _name(tool: Mapping[str, Any]) -> str | None:
+    function = tool.get("function")
+    name = (function if isinstance(function, Mapping) else tool).get("name")
+    return name if isinstance(name, str) and name else None
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

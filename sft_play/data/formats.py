@@ -4,31 +4,84 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
 from sft_play.config.reader import kind_of, names_of
-from sft_play.data.example import (
-    Example,
-    Faults,
-    Message,
-    answer_of,
-    chat_turns,
-    end_at_answer,
-    sharegpt_turns,
-    show_row,
-    system_of,
-    text_of,
-    tools_of,
-)
-from sft_play.data.readers import TABLES, Placed, kind, open_bytes, read_file
-from sft_play.data.sources import rename
-from sft_play.errors import DataError, raise_all
+from sft_play.data.readers import Placed, show_row
+from sft_play.errors import DataError
+from sft_play.files import text_sha256
 
 Row = Mapping[str, Any]
 Parts = dict[str, Any]
 """Fields of an `Example`."""
+Message = dict[str, Any]
+"""`role` and `content`; optionally `train` (`False`: this turn is not learnt), `tool_calls`, `tool_call_id`, `name`,
+`reasoning_content`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """Exactly one of `messages`, `text` and `input_ids` is given."""
+
+    place: str
+    """`file:line`, or `file, row n`."""
+    form: str
+    """The format that it was read as: a key of `data.formats.FORMATS`."""
+    source: int
+    """Index into the split's sources."""
+    messages: list[Message] | None = None
+    """A conversation that ends with an answer."""
+    tools: list[Any] | None = None
+    """Descriptions of the functions that the conversation may call, for the chat template."""
+    text: str | None = None
+    """A document, or a piece of plain text."""
+    input_ids: list[int] | None = None
+    """Already tokenised."""
+    labels: list[int] | None = None
+    """With `input_ids`: -100 where not trained; `None` trains all."""
+    group: str | None = None
+    """The value of `data.group_by`."""
+
+    @property
+    def key(self) -> str:
+        """A hash of the content."""
+        content = [self.messages, self.tools, self.text, self.input_ids, self.labels]
+        return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
+
+
+def text_of(value: Any, name: str) -> str:
+    """Return `value`, which is text that a tokenizer can read. Raise `DataError`."""
+    if not isinstance(value, str):
+        raise DataError(f"`{name}` is {kind_of(value)}; expected text")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer can read it
+            raise DataError(f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text") from None
+    return value
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list, of whatever type a reader makes them."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def answer_of(value: Any, name: str) -> str:
+    """Return `value`, which is text with something in it. Raise `DataError`."""
+    text = text_of(value, name)
+    if not text or text.isspace():
+        raise DataError(f"`{name}` is empty, so there is nothing to learn")
+    return text
+
+
+def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the system turn of a row's `system` column, or nothing. Raise `DataError`."""
+    found = row.get("system")
+    if not found:
+        return []
+    text = text_of(found, "system")
+    return [] if text.isspace() else [{"role": "system", "content": text}]
 
 
 def _messages(row: Row) -> Parts:
@@ -44,9 +97,8 @@ def _prompt(row: Row) -> Parts:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return _turns(row, text_of(prompt, "prompt"), "completion")
-    both = (prompt, completion)
-    if not all(isinstance(part, Sequence) and not isinstance(part, (str, bytes)) for part in both):
-        if any(isinstance(part, (list, tuple)) for part in both) and any(isinstance(part, str) for part in both):
+    if not (is_list(prompt) and is_list(completion)):
+        if any(map(is_list, (prompt, completion))) and any(isinstance(part, str) for part in (prompt, completion)):
             raise DataError(
                 f"`prompt` is {kind_of(prompt)} and `completion` is {kind_of(completion)}; expected text in both, or lists of messages"
             )
@@ -77,13 +129,9 @@ def _turns(row: Row, question: str, answer: str) -> Parts:
 
 def _history(found: Any) -> list[Message]:
     """Return the earlier turns of an Alpaca row: a list of question and answer pairs."""
-    if not found:
-        return []
-    if not isinstance(found, Sequence) or isinstance(found, (str, bytes)):
-        raise DataError(f"`history` is {kind_of(found)}; expected a list of pairs: question and answer")
     turns: list[Message] = []
-    for index, pair in enumerate(found):
-        if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
+    for index, pair in enumerate(_list(found, "history", "pairs: question and answer") if found else ()):
+        if not is_list(pair) or len(pair) != 2:
             raise DataError(f"`history[{index}]` is not a pair: question and answer")
         turns.append({"role": "user", "content": text_of(pair[0], f"history[{index}][0]")})
         turns.append({"role": "assistant", "content": answer_of(pair[1], f"history[{index}][1]")})
@@ -118,16 +166,12 @@ def _tokens(row: Row) -> Parts:
 
 
 def _integers(found: Any, name: str, minimum: int) -> list[int]:
-    if not isinstance(found, Sequence) or isinstance(found, (str, bytes)):
-        raise DataError(f"`{name}` is {kind_of(found)}; expected a list of integers")
-    values = list(found)
-    if not values:
-        return values
-    if set(map(type, values)) != {int}:
+    values = list(_list(found, name, "integers"))
+    if set(map(type, values)) - {int}:
         index = next(i for i, value in enumerate(values) if type(value) is not int)
         raise DataError(f"`{name}[{index}]` is {kind_of(values[index])}; expected an integer")
-    if min(values) < minimum:
-        raise DataError(f"`{name}` holds {min(values)}; the least is {minimum}")
+    if (least := min(values, default=minimum)) < minimum:
+        raise DataError(f"`{name}` holds {least}; the least is {minimum}")
     return values
 
 
@@ -151,8 +195,6 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
     "tokens": (("input_ids",), _tokens),
 }
 """Each format: the columns it needs, of a conversation the one that asks first, and the conversion."""
-ASKS = {columns[0]: (form, "".join(columns[1:])) for form, (columns, _) in FORMATS.items() if form not in NO_CHAT}
-"""Column that asks -> format, and its column with the answer; the first one that a row has counts (`make infer`)."""
 
 
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
@@ -201,15 +243,7 @@ def _fitting(row: Row) -> list[str]:
     return [form for form, (columns, _) in FORMATS.items() if all(row.get(column) is not None for column in columns)]
 
 
-def to_example(row: Row, form: str, *, place: str, source: int, group: str | None = None) -> Example:
-    """Return the training example that `row` is in the named format. Raise `DataError` without its place."""
-    _require(row, form)
-    parts = FORMATS[form][1](row)
-    tools = tools_of(row) if "tools" in row and "messages" in parts else None
-    return Example(place=place, form=form, source=source, group=group, tools=tools, **parts)
-
-
-def understand(placed: tuple[str, Row | DataError], source: int, form: str | None, *, group_by: str | None = None) -> Example:
+def understand(placed: Placed, source: int, form: str | None, *, group_by: str | None = None) -> Example:
     """Return the example of a row that a reader gave; `form` is `None` where the row itself must tell.
 
     `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raise `DataError` with the row's place.
@@ -219,7 +253,11 @@ def understand(placed: tuple[str, Row | DataError], source: int, form: str | Non
         if isinstance(row, DataError):
             raise row
         group = group_of(row, group_by) if group_by is not None else None
-        return to_example(row, form or recognise(row), place=place, source=source, group=group)
+        form = form or recognise(row)
+        _require(row, form)
+        parts = FORMATS[form][1](row)
+        tools = tools_of(row) if "tools" in row and "messages" in parts else None
+        return Example(place=place, form=form, source=source, group=group, tools=tools, **parts)
     except DataError as error:
         error.place = error.place or place
         raise
@@ -269,88 +307,211 @@ def _suggest_columns(row: Row, form: str) -> str:
     return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"
 
 
-# What `make infer` is asked: the rows of a data file without their last answer, or a text file with one prompt a line.
+# The turns of a conversation as files write them, made uniform: roles, text, tool calls, what is not learnt.
+#
+# A turn comes out as chat templates take it: `role` and `content`, and where given `train`, `tool_calls`, `tool_call_id`, `name`
+# and `reasoning_content`. Arguments of tool calls are mappings, as the templates of models expect them, and never JSON in a string.
 
 
-TO_COME = "\N{HORIZONTAL ELLIPSIS}"
-"""Stands for the answer while a row is read as its format, which needs one."""
+ROLES = ("system", "user", "assistant", "tool")
+OTHER_ROLES = {"developer": "system", "function": "tool"}
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+}
+FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
+    None: ("system", "user", "assistant"),
+    "system": ("user", "assistant"),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+"""Role -> the roles that may come next; `None` begins."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which data sets keep what was thought before an answer."""
 
 
-class Question(NamedTuple):
-    """One line or row of `INPUT`."""
-
-    place: str
-    """`file:line`."""
-    messages: list[Message]
-    """The conversation up to the turn that is to be answered; none where the line is empty."""
-    tools: list[Any] | None = None
-    reference: str | None = None
-    """The answer that the row has already."""
+def chat_turns(found: Any, name: str) -> list[Message]:
+    """Return a list of `role` and `content` mappings made uniform. Raise `DataError`."""
+    return [chat_turn(message, f"{name}[{index}]") for index, message in enumerate(_list(found, name))]
 
 
-def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
-    """Return the rows of a file, or its lines. `columns`: new names of columns (`data.sources[].columns`), the first that apply.
+def chat_turn(message: Any, name: str) -> Message:
+    """Return one `role` and `content` mapping made uniform. Raise `DataError`."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise _no_turn(message, name)
+    role = OTHER_ROLES.get(str(message["role"]), message["role"])
+    if role not in ROLES:
+        hint = f"roles are {', '.join(ROLES)}; others by their names: `columns: {{messages.role.user: {role}}}`"
+        raise DataError(f"`{name}.role` is `{role}`", hint=hint)
+    calls = tool_calls(message, name) if role == "assistant" else []
+    content = message.get("content")
+    if content is None and not calls:
+        if "content" not in message:
+            raise _no_turn(message, name)
+        raise DataError(f"`{name}.content` is empty; expected text")
+    turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.content")}
+    if (train := _train(message, name)) is not None:
+        turn["train"] = train
+    if calls:
+        turn["tool_calls"] = calls
+    thought = next((key for key in REASONING if message.get(key) is not None and role == "assistant"), "")
+    for key, given in (("name", "name"), ("tool_call_id", "tool_call_id"), ("reasoning_content", thought)):
+        if given and message.get(given) is not None:
+            turn[key] = text_of(message[given], f"{name}.{given}")
+    if role == "assistant" and not turn["content"].strip() and not calls and turn.get("train") is not False:
+        raise DataError(f"`{name}.content` is empty, so there is nothing to learn")
+    return turn
 
-    Raise `DataError` with the places of all bad rows, and for a file without prompts.
-    """
-    rows: list[Question] = []
-    faults = Faults()
+
+def _no_turn(message: Any, name: str) -> DataError:
+    if not isinstance(message, Mapping):
+        return DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
+    hint = "other names: `columns: {messages: ..., messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}`"
+    return DataError(f"`{name}` lacks `role` or `content`; it has {names_of(message)}", hint=hint)
+
+
+def _train(message: Mapping[str, Any], name: str) -> bool | None:
+    """Return `train`, or what `weight` (0 or 1, as OpenAI's files write it) says; `None` where the turn says nothing."""
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None:
+        if not isinstance(train, bool):
+            raise DataError(f"`{name}.train` is {kind_of(train)}; expected true or false")
+        return train
+    if weight is None:
+        return None
+    if weight not in (0, 1):
+        raise DataError(f"`{name}.weight` is `{weight}`", hint="0 leaves the turn out of training, 1 trains it; nothing between")
+    return bool(weight)
+
+
+def content_of(content: Any, name: str) -> str:
+    """Return the text of a turn: text, or a list of text parts, which are put together. Raise `DataError`."""
+    if isinstance(content, Mapping):
+        raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
+    if not is_list(content):
+        return text_of(content, name)
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise DataError(f"`{name}[{index}]` is a part of type `{part.get('type')}`; only text is trained")
+        texts.append(text_of(part.get("text") if isinstance(part, Mapping) else part, f"{name}[{index}].text"))
+    return "".join(texts)
+
+
+def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raise `DataError`."""
+    if single := message.get("function_call"):
+        return [_call(single, f"{name}.function_call")]
+    calls = _list(message.get("tool_calls") or (), f"{name}.tool_calls", "calls")
+    return [_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{name}.arguments") if arguments.strip() else {}
+    if not isinstance(arguments, Mapping) and arguments is not None:
+        raise DataError(f"`{name}.arguments` is {kind_of(arguments)}; expected a mapping")
+    made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    if call.get("id") is not None:
+        made["id"] = text_of(call["id"], f"{name}.id")
+    return made
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the functions that a row's conversation may call: a list, or JSON of one in a string. Raise `DataError`."""
+    found = row.get("tools")
+    if isinstance(found, str) and found.strip():
+        found = parse_json(found, "tools")
+    if not found:
+        return None
+    for index, tool in enumerate(_list(found, "tools", "functions")):
+        if not isinstance(tool, Mapping):
+            raise DataError(f"`tools[{index}]` is {kind_of(tool)}; expected the description of a function")
+    return list(found)
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Return what JSON in a string says. Raise `DataError`."""
     try:
-        if kind(path) not in TABLES:
-            with open_bytes(path) as stream:
-                lines = stream.read().decode("utf-8-sig").removesuffix("\n").split("\n")
-            for number, line in enumerate(map(str.strip, lines), 1):
-                messages = [{"role": "user", "content": text_of(line, "the line")}] if line else []
-                rows.append(Question(f"{path}:{number}", messages))
-        for placed in read_file(path) if kind(path) in TABLES else ():
-            try:
-                rows.append(_row(placed, columns))
-            except DataError as error:
-                faults.add(DataError(error.message, place=error.place or placed[0], hint=error.hint))
-    except OSError as error:
-        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
-    raise_all(faults.errors())
-    if not any(row.messages for row in rows):
-        raise DataError("`INPUT` holds no prompts", place=str(path))
-    return rows
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise DataError(f"`{name}` is JSON nested too deep") from None
 
 
-def _row(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
-    place, row = placed
-    if isinstance(row, DataError):
-        raise row
-    for names in columns:
-        there = {new: old for new, old in names.items() if "." not in new and look_up(row, old) is not MISSING}
-        of_turns = {new: old for new, old in names.items() if "." in new and new.partition(".")[0] in {*row, *there}}
-        if there or of_turns:
-            row = rename(row, {**there, **of_turns})
-            break
-    asks = next((column for column in ASKS if row.get(column) is not None), None)
-    if asks is None:
-        raise DataError(f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}")
-    if isinstance(row[asks], str) and not row[asks].strip():
-        return Question(place, [])
-    form, answer = ASKS[asks]
-    example = to_example(_with_answer(row, asks, answer), form, place=place, source=0)
-    *asked, last = example.messages or []
-    if not any(turn["role"] == "user" for turn in asked):
-        raise DataError(f"`{asks}` holds no turn that could be answered")
-    reference = last["content"] or json.dumps(last.get("tool_calls", []), ensure_ascii=False)
-    messages = [{key: value for key, value in turn.items() if key != "train"} for turn in asked]
-    return Question(place, messages, example.tools, None if reference == TO_COME else reference)
+def sharegpt_turns(found: Any, name: str) -> list[Message]:
+    """Return ShareGPT's `from` and `value` turns made uniform; `role` and `content` are taken too. Raise `DataError`.
+
+    Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
+    """
+    turns: list[Message] = []
+    for index, message in enumerate(_list(found, name)):
+        turn = _sharegpt_turn(message, f"{name}[{index}]")
+        before = turns[-1] if turns else {}
+        mergeable = before.get("role") == "assistant" and "train" not in turn and "train" not in before
+        if turn.get("tool_calls") and not turn["content"] and mergeable:
+            before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
+        else:
+            turns.append(turn)
+    return turns
 
 
-def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
-    """Return a row that ends with an answer: its own, or `TO_COME`."""
-    said = row[asks]
-    if not answer:
-        name, words = ("role", "content") if asks == "messages" else ("from", "value")
-        last = said[-1] if isinstance(said, Sequence) and not isinstance(said, str) and said else None
-        ended = isinstance(last, Mapping) and last.get(name, last.get("role")) in ("assistant", "gpt", "model", "function_call")
-        return row if ended else {**row, asks: [*said, {name: "assistant", words: TO_COME}] if last else said}
-    found = row.get(answer)
-    if found is not None and not (isinstance(found, str) and not found.strip()):
-        return row
-    return {**row, answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}]}
+def _sharegpt_turn(message: Any, name: str) -> Message:
+    if not isinstance(message, Mapping) or not ("from" in message or "role" in message):
+        raise DataError(f"`{name}` is not a mapping with `from` and `value`")
+    if message.get("from") is None:
+        return chat_turn(message, name)
+    said = message["from"]
+    role = SHAREGPT_ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise DataError(f"`{name}.from` is `{said}`", hint=f"known are {', '.join(SHAREGPT_ROLES)}")
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if role != "function_call":
+        if isinstance(message.get("value"), (int, float, Mapping)):  # else it would be called `content`, which the row lacks
+            text_of(message["value"], f"{name}.value")
+        return chat_turn({**rest, "role": role, "content": message.get("value")}, name)
+    calls = parse_json(text_of(message.get("value"), f"{name}.value"), f"{name}.value")
+    return chat_turn(
+        {**rest, "role": "assistant", "content": None, "tool_calls": [calls] if isinstance(calls, dict) else calls}, name
+    )
+
+
+def end_at_answer(turns: list[Message]) -> list[Message]:
+    """Return the turns up to the last answer, in an order that a conversation can have. Raise `DataError`."""
+    before: str | None = None
+    for index, turn in enumerate(turns):
+        role = turn["role"]
+        if role not in FOLLOWERS[before]:
+            order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
+            after = f"after {before}" if before else "at the start"
+            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
+            raise DataError(f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}", hint=hint)
+        before = role
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise DataError("the row has no assistant message, so there is nothing to learn")
+    while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
+        turns.pop()
+    return turns
+
+
+def _list(found: Any, name: str, of: str = "messages") -> Sequence[Any]:
+    if not is_list(found):
+        raise DataError(f"`{name}` is {kind_of(found)}; expected a list of {of}")
+    return found

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
+import os
 import platform
+import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from multiprocessing import connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, NamedTuple
+
+import numpy as np
 
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
-from sft_play.data.chat import template_sha256
-from sft_play.data.encode import CHUNK_CHARACTERS, CHUNK_ROWS, KEY_BYTES, Chunk, Work, encode_all
-from sft_play.data.example import BAD, EMPTY, SCANNED, Faults, LeftOut
-from sft_play.data.formats import recognise
-from sft_play.data.readers import Placed
-from sft_play.data.sources import BUILTIN, files_of, read_source
-from sft_play.data.store import SourceTally, files_sha256, read_manifest, split_manifest
-from sft_play.errors import DataError, raise_all
+from sft_play.data.chat import IGNORED, Encoded, template_sha256
+from sft_play.data.formats import Example, recognise, understand
+from sft_play.data.readers import EMPTY, SCANNED, Placed
+from sft_play.data.sources import BUILTIN, Faults, LeftOut, files_of, read_source
+from sft_play.data.store import KEYS, Made, SourceTally, SplitWriter, TokenRow, files_sha256, read_manifest, split_manifest
+from sft_play.data.tokens import Encoder, Outcome
+from sft_play.errors import DataError, HardwareError, raise_all
 from sft_play.files import text_sha256
 from sft_play.launch.process import raise_what_was_heard
+from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import HUB, Prepared, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
 from sft_play.text import bar
 
-if TYPE_CHECKING:
-    from sft_play.data.store import SplitWriter
+BAD = "bad row"
+"""With `data.bad_rows: drop`, why a row is left out, whatever is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,8 +252,6 @@ def _prepare_missing(config: Config, tokenizer: Any, parts: Sequence[Part], trai
 
 def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part, template: str | None) -> None:
     """Read the sources once, and publish `parts` from them."""
-    from sft_play.data.store import KEYS, SplitWriter  # pyarrow, which prepared data do not need
-
     sources, drop = parts[0].sources, config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
     left = [LeftOut() for _ in sources]
@@ -341,3 +349,144 @@ def _first_form(rows: Sequence[Placed]) -> str | None:
             except DataError:  # told when the row is understood; a later row's format must not settle what this one leaves open
                 return None
     return None
+
+
+# Chunks of rows through one process or many: in order, a bounded number at a time, the same for every number of processes.
+
+
+CHUNK_ROWS = 256
+CHUNK_CHARACTERS = 1_000_000
+"""A chunk ends with either, so that neither short rows cost a message each, nor long documents the memory."""
+FEW_CHUNKS = 8
+"""With `data.num_proc: auto`, as many chunks or fewer are made in this process: starting others would take longer."""
+WAITING = 3
+"""Chunks on their way for each process: one in work, and enough that it never waits."""
+KEY_BYTES = 16
+"""Of a row's content hash, what is kept to find copies: a chance meeting among 10 million rows has a probability of 1e-25."""
+POSITION_DIGITS = 12
+"""Hexadecimal digits of a hash that tell a row's place between 0 and 1."""
+
+
+class Work(NamedTuple):
+    """Rows of one source, as they were read."""
+
+    source: int
+    """Index into the split's sources."""
+    form: str | None
+    """The source's format; `None` where it is not known yet."""
+    rows: Sequence[Placed]
+
+
+class Chunk(NamedTuple):
+    """What became of the rows of one `Work`, in order."""
+
+    source: int
+    form: str | None
+    unread: list[DataError]
+    """What is wrong with rows themselves, each with its place."""
+    examples: list[Made]
+    """What was read."""
+
+
+def encode_all(config: Config, tokenizer: Any, works: Iterator[Work], *, fraction: float) -> Generator[Chunk, None, None]:
+    """Yield the chunk of each work, in order. Raise `DataError`, and `HardwareError` when a process was killed.
+
+    `works` is read as chunks are taken: at most `WAITING` for each process are in memory.
+    """
+    make, processes = _Maker(config, tokenizer, fraction), config.data.num_proc
+    if not isinstance(processes, int):
+        first = list(itertools.islice(works, FEW_CHUNKS + 1))
+        works, processes = itertools.chain(first, works), cpu_threads() if len(first) > FEW_CHUNKS else 1
+    if processes == 1:
+        yield from map(make, works)
+        return
+    # On Linux the processes are forked: that takes milliseconds where importing transformers takes seconds. It is safe because the
+    # tokenizer's threads do not exist where it has not run yet, and are not used in the processes.
+    method = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(processes, method, initializer=_begin, initargs=(make,))
+    waiting: deque[Future[Chunk]] = deque()
+    try:
+        for work in works:
+            waiting.append(pool.submit(_encode, work))
+            if len(waiting) >= WAITING * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise HardwareError(
+            "a process that prepares the data was killed, most likely because the memory ran out",
+            hint=f"use fewer processes than {processes}: DATA_NUM_PROC=1",
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Maker:
+    """Makes chunks; the encoder is made with the first one, in the process that needs it."""
+
+    def __init__(self, config: Config, tokenizer: Any, fraction: float) -> None:
+        self._config, self._tokenizer, self._fraction = config, tokenizer, fraction
+        self._encoder: Encoder | None = None
+
+    def __call__(self, work: Work) -> Chunk:
+        self._encoder = self._encoder or Encoder(self._config, self._tokenizer)
+        examples: list[Example] = []
+        unread: list[DataError] = []
+        for placed in work.rows:
+            try:
+                examples.append(understand(placed, work.source, work.form, group_by=self._config.data.group_by))
+            except DataError as error:
+                unread.append(error)
+        outcomes = self._encoder.encode(examples)
+        made = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
+        return Chunk(work.source, examples[0].form if examples else None, unread, made)
+
+    def _made(self, example: Example, outcome: Outcome) -> Made:
+        key = example.key
+        about = replace(outcome, rows=(), dropped=BAD if outcome.error else outcome.dropped)
+        return Made(
+            key=bytes.fromhex(key[: 2 * KEY_BYTES]),
+            held_out=bool(self._fraction) and is_held_out(key, example.group, self._fraction),
+            rows=[_token_row(row) for row in outcome.rows],
+            outcome=None if about == Outcome(place=outcome.place) else about,
+        )
+
+
+def _token_row(row: Encoded) -> TokenRow:
+    ids, labels, prompt = (np.asarray(part, np.int32) for part in (row.input_ids, row.labels, row.prompt_ids))
+    return TokenRow(ids, labels, prompt, row.reference, int((labels[1:] != IGNORED).sum()))
+
+
+_of_process: list[_Maker] = []
+"""Of a process of the pool: its own."""
+
+
+def _begin(make: _Maker) -> None:
+    """Called once in each process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _of_process[:] = [make]
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its processes, so they watch it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only processes of the pool watch"
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _encode(work: Work) -> Chunk:
+    return _of_process[0](work)
+
+
+def is_held_out(key: str, group: str | None, fraction: float) -> bool:
+    """Whether a row belongs to validation: decided by its group where it has one, else by its content, and by nothing else.
+
+    So a row keeps its side when rows are added, removed or moved, and a larger `fraction` only adds rows to validation. `key` is
+    `Example.key`; `group` is the value of `data.group_by`; `fraction` is in [0, 1).
+    """
+    digest = text_sha256(f"row {key}" if group is None else f"group {group}")
+    return int(digest[:POSITION_DIGITS], 16) / 16**POSITION_DIGITS < fraction

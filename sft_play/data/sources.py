@@ -22,12 +22,62 @@ from typing import Any
 from sft_play.config.data_rules import MISSING, Condition, look_up
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
-from sft_play.data.documents import DOCUMENTS
-from sft_play.data.example import OTHER_FILE, LeftOut
-from sft_play.data.readers import ENDINGS, TABLES, Placed, kind, read_file, without_nulls
+from sft_play.data.readers import DOCUMENTS, ENDINGS, TABLES, Placed, kind, read_file, without_nulls
 from sft_play.errors import DataError, first_line
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside, root_of
+
+OTHER_FILE = "no file of the kind that is read here"
+"""Why a file gives nothing to learn."""
+SHOWN_FAULTS = 5
+SHOWN_PLACES = 20
+"""Of what was left out for one reason."""
+
+
+class LeftOut:
+    """Counts rows and files that were read and are no part of the data, by reason, with the first places of each."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.places: dict[str, list[str]] = {}
+        self.there: int | None = None
+        """How many rows there were, where `rows` asks for more."""
+        self.commit: str | None = None
+        """Of a hub dataset, the commit that was read."""
+
+    def add(self, reason: str, place: str) -> None:
+        """Count one."""
+        self.counts[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < SHOWN_PLACES:
+            places.append(place)
+
+
+class Faults:
+    """What is wrong with rows: the first of each kind, numbers aside, with how many there are."""
+
+    def __init__(self) -> None:
+        self._alike: dict[str, tuple[DataError, int]] = {}
+        self.rows = 0
+
+    def add(self, error: DataError) -> None:
+        """Count one row; of more than `SHOWN_FAULTS` kinds the first are kept, since a file may hold a million."""
+        self.rows += 1
+        kind = re.sub(r"\d+", "0", error.message)
+        if kind in self._alike or len(self._alike) < SHOWN_FAULTS:
+            first, rows = self._alike.get(kind, (error, 0))
+            self._alike[kind] = first, rows + 1
+
+    def errors(self) -> list[DataError]:
+        """Return one error for each kind."""
+        return [
+            DataError(
+                f"{one.message} ({rows:,} such rows; the first is here)" if rows > 1 else one.message,
+                place=one.place,
+                hint=one.hint,
+            )
+            for one, rows in self._alike.values()
+        ]
 
 
 def saved_files(folder: Path, split: str | None) -> list[Path] | None:
@@ -342,7 +392,7 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
             left.add(OTHER_FILE, str(path))
     for path in files:
         count, before = 0, left.counts.total()
-        for placed in read_file(path, left):
+        for placed in read_file(path, left.add):
             count += 1
             yield placed
         if not count and left.counts.total() == before:

@@ -14,14 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from sft_play.config.schema import DataSource
-from sft_play.data.encode import Made, Outcome
-from sft_play.data.example import EMPTY, OTHER_FILE, SCANNED, SHOWN_PLACES, LeftOut
+from sft_play.data.readers import EMPTY, SCANNED
+from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
+from sft_play.data.tokens import Outcome
 from sft_play.errors import DataError
 from sft_play.files import new_folder, read_json, sync_folder, text_sha256, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage, digests_of
@@ -262,6 +264,31 @@ SCHEMA = pa.schema(
 )  # fmt: skip
 
 
+Integers = NDArray[np.int32]
+
+
+class TokenRow(NamedTuple):
+    """One prepared row."""
+
+    input_ids: Integers
+    labels: Integers
+    prompt_ids: Integers
+    reference: str
+    trained: int
+    """Tokens that a loss is computed for: the first one follows nothing, and never is."""
+
+
+class Made(NamedTuple):
+    """What became of one example: no row, one, or several."""
+
+    key: bytes
+    """`KEY_BYTES` of a hash of its content."""
+    held_out: bool
+    rows: list[TokenRow]
+    outcome: Outcome | None
+    """Of one that was skipped, cut, lost something or is wrong: what there is to say, without rows."""
+
+
 class SplitWriter:
     """Write one split into a folder aside. A context manager: what was not published is gone when it is left."""
 
@@ -277,7 +304,7 @@ class SplitWriter:
         self.lengths, self.sources, self.trained = array("i"), array("i"), array("i")
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.keys = bytearray()
-        """`encode.KEY_BYTES` for each example that gave a row."""
+        """`KEY_BYTES` for each example that gave a row."""
 
     def __enter__(self) -> SplitWriter:
         return self

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
-from sft_play.data.example import Message
-from sft_play.data.templates import check_written, has_tools
+from sft_play.data.chat import check_written, has_tools
+from sft_play.data.formats import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids, write_chat
 from sft_play.text import Show

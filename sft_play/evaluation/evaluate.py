@@ -181,8 +181,8 @@ def find_model(config: Config) -> ResolvedModel:
     """Return where a plain model is, fetched when it must be. Raise `DataError`."""
     if not Path(config.model.name).expanduser().is_dir():
         offline_unless_reachable()
-    from sft_play.data.templates import chat_format, with_chat
     from sft_play.model.scratch import resolve
+    from sft_play.model.tokenizer import chat_format, with_chat
 
     return with_chat(resolve(config), chat_format(config.data))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config, DataSource
-from sft_play.data.formats import recognise, to_example
+from sft_play.data.formats import understand
 from sft_play.data.sources import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
@@ -200,17 +200,15 @@ def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
     left = MOST_CHARACTERS
     for source in sources:
         form: str | None = None if source.format == "auto" else source.format
-        for place, row in read_source(source, seed=seed):
-            if isinstance(row, DataError):
-                continue
+        for placed in read_source(source, seed=seed):
             try:
-                form = form or recognise(row)
-                example = to_example(row, form, place=place, source=0)
+                example = understand(placed, 0, form)
             except DataError:
                 continue
+            form = example.form
             if example.input_ids is not None:
                 raise DataError(
-                    "a tokenizer cannot be trained on rows that are tokens already", place=place,
+                    "a tokenizer cannot be trained on rows that are tokens already", place=example.place,
                     hint="set `model.tokenizer` to the folder or hub id of the tokenizer that made them",
                 )  # fmt: skip
             turns = [str(message["content"]) for message in example.messages or () if message.get("content")]

@@ -1,20 +1,25 @@
-"""Loads a tokenizer with a padding token and a chat template, and limits what rendering a stranger's template may cost."""
+"""Loads a tokenizer with a padding token and the chat template that was chosen, and limits what rendering a stranger's may cost."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sft_play.data.templates import add_style, adds_bos, fit_template, jinja_literal
+from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError, first_line
+from sft_play.files import text_sha256
 from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
-from sft_play.runs.prepared import ChatFormat
+from sft_play.runs.prepared import ChatFormat, ResolvedModel
 
 MARKER = "\u2402answer\u2403"
 """Stands for an answer when a template is rendered to see where it stands and what follows it."""
@@ -99,6 +104,172 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     if not found:
         raise DataError("the tokenizer has no token that ends a turn", hint="set `eos_token` in its config")
     return found
+
+
+# Which chat template is used (`data.chat_template`), and what `data.system` and `data.style` add to it.
+
+
+FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
+EOS = "eos"
+"""In a template's first comment: the end-of-sequence token of the tokenizer."""
+SUFFIXES = (".jinja", ".jinja2", ".j2")
+
+
+def template_names() -> list[str]:
+    """Return the names that `data.chat_template` takes."""
+    return sorted(path.stem for path in FOLDER.glob("*.jinja"))
+
+
+def chat_format(data: DataConfig) -> ChatFormat | None:
+    """Return what the configuration says about writing conversations; `None` where it leaves it to the tokenizer.
+
+    Raise `DataError` for an unknown name, a file that is missing or no text, and a template with a syntax error.
+    """
+    style = {key: value for key, value in asdict(data.style).items() if value}
+    if data.chat_template is None and data.system is None and not style:
+        return None
+    if data.system is not None and not data.system.strip():
+        raise DataError("`data.system` is empty", hint="leave it out for no system turn")
+    name, text = _chosen(data.chat_template) if data.chat_template is not None else (None, None)
+    return ChatFormat(name=name, template=text, system=data.system, style=style)
+
+
+def _chosen(value: str) -> tuple[str | None, str]:
+    """Return the name (`None` for a file) and the text of `data.chat_template`."""
+    if value in template_names():
+        return value, _named_text(value)
+    path = Path(value).expanduser()
+    if not path.is_file() and not value.endswith(SUFFIXES) and "/" not in value:
+        close = get_close_matches(value.lower(), template_names(), n=1, cutoff=0.5)
+        known = f"names are {', '.join(template_names())}; anything else is the path of a Jinja file"
+        raise DataError(
+            f"`data.chat_template` is `{value}`, which is no template's name and no file",
+            hint=f"did you mean `{close[0]}`? {known}" if close else known,
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"the chat template is not UTF-8 text (byte {error.start + 1})", place=str(path)) from None
+    except OSError as error:
+        hint = f"paths count from the folder in which you typed make; names are {', '.join(template_names())}"
+        raise DataError(f"the chat template cannot be read: {error.strerror}", place=str(path), hint=hint) from None
+    if not text.strip():
+        raise DataError("the chat template is empty", place=str(path))
+    check_syntax(text, str(path))
+    return None, text
+
+
+def check_syntax(text: str, place: str) -> None:
+    """Raise `DataError` with the line of a template that is not Jinja."""
+    import jinja2
+    import jinja2.ext
+
+    # The tag that transformers adds marks what the assistant writes. Importing transformers would take seconds.
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text)
+    try:
+        jinja2.Environment(extensions=[jinja2.ext.loopcontrols]).parse(plain)
+    except RecursionError:
+        raise DataError("the chat template nests without end", place=place) from None
+    except jinja2.TemplateSyntaxError as error:
+        lines = text.splitlines()
+        line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
+        raise DataError(
+            f"the chat template has a syntax error: {error.message}: `{line}`",
+            place=f"{place}:{error.lineno}",
+            hint="`{% for %}` and `{% if %}` need their `{% endfor %}` and `{% endif %}`; `{{ }}` writes a value",
+        ) from None
+
+
+def fit_template(text: str, name: str, tokenizer: Any) -> str:
+    """Return a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before a text.
+
+    Raise `DataError` where the vocabulary lacks what the template needs.
+    """
+    if lacking := _lacking(text, tokenizer):
+        fitting = [other for other in template_names() if not _lacking(_named_text(other), tokenizer)]
+        raise DataError(
+            f"the chat template `{name}` needs tokens that the tokenizer lacks: {', '.join(f'`{token}`' for token in lacking)}",
+            hint=f"leave `data.chat_template` out for the model's own template, or take one of {', '.join(fitting) or 'none'}",
+        )
+    _, end, _ = _header(text)
+    if end not in (EOS, *tokenizer.get_vocab()):
+        text = text.replace(f"set end = '{end}'", f"set end = {jinja_literal(tokenizer.eos_token)}")
+    if "bos_token" not in text and adds_bos(tokenizer):
+        text = "{{- bos_token -}}" + text
+    return text
+
+
+def end_note(name: str, tokenizer: Any) -> str | None:
+    """Return what to tell a user whose named template ends turns with another token than usual; else `None`."""
+    _, end, _ = _header(_named_text(name))
+    if end in (EOS, *tokenizer.get_vocab()):
+        return None
+    return f"chat template `{name}`: the vocabulary has no `{end}`, so turns end with `{tokenizer.eos_token}`"
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts the beginning-of-sequence token before a text."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+
+
+def _named_text(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _lacking(text: str, tokenizer: Any) -> list[str]:
+    """Return the tokens that a named template needs and the tokenizer lacks."""
+    needs, end, or_eos = _header(text)
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in needs if token not in vocabulary]
+    if end not in vocabulary and (tokenizer.eos_token is None or not or_eos):
+        missing.append(end)
+    return missing
+
+
+def _header(text: str) -> tuple[list[str], str, bool]:
+    """Return what the first comment of a named template says: the tokens it needs, the one that ends a turn, and whether eos can."""
+    needs = re.search(r"^ *needs: (.+)$", text, re.MULTILINE)
+    end = re.search(r"^ *end: (\S+)( or eos)?$", text, re.MULTILINE)
+    token = end.group(1) if end else EOS
+    return needs.group(1).split() if needs else [], token, token == EOS or bool(end and end.group(2))
+
+
+def add_style(template: str, chat: ChatFormat) -> str:
+    """Return a template that first gives every conversation `data.system` and `data.style`."""
+    if chat.system is None and not chat.style:
+        return template
+    lines = ["{%- set styled = namespace(turns=[]) -%}"]
+    if chat.system is not None:
+        lines.append(
+            "{%- if not messages or messages[0]['role'] not in ['system', 'developer'] -%}"
+            f"{{%- set messages = [{{'role': 'system', 'content': {jinja_literal(chat.system)}}}] + messages -%}}"
+            "{%- endif -%}"
+        )
+    lines.append("{%- for message in messages -%}")
+    for role in ("system", "user"):
+        before, after = (jinja_literal(chat.style.get(f"{role}_{place}", "")) for place in ("prefix", "suffix"))
+        lines.append(
+            f"{{%- if message['role'] == '{role}' and message['content'] is string -%}}"
+            f"{{%- set message = dict(message, content={before} + message['content'] + {after}) -%}}"
+            "{%- endif -%}"
+        )
+    lines.append("{%- set styled.turns = styled.turns + [message] -%}{%- endfor -%}{%- set messages = styled.turns -%}")
+    return "".join(lines) + template
+
+
+def jinja_literal(text: str) -> str:
+    """Return `text` as a literal of Jinja, which reads Python's escapes."""
+    escaped = text.encode("unicode_escape").decode("ascii").replace("'", "\\'").replace("{", "\\x7b").replace("}", "\\x7d")
+    return f"'{escaped.replace('%', chr(92) + 'x25').replace('#', chr(92) + 'x23')}'"
+
+
+def with_chat(model: ResolvedModel, chat: ChatFormat | None) -> ResolvedModel:
+    """Return a model that writes conversations as `chat` says; its tokenizer's fingerprint tells."""
+    if chat is None:
+        return model
+    said = json.dumps(asdict(chat), sort_keys=True)
+    return replace(model, chat=chat, tokenizer_fingerprint=text_sha256(f"{model.tokenizer_fingerprint}\n{said}"))
 
 
 # What a stranger wrote and this process computes has a limit. Every rendering of a chat template, which is a program, goes through here.

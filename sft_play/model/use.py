@@ -13,14 +13,13 @@ import torch
 from safetensors import SafetensorError
 
 from sft_play.config.schema import Config
-from sft_play.data.templates import with_chat
 from sft_play.errors import CheckpointError
 from sft_play.files import read_json
 from sft_play.launch.environment import visible_cards
 from sft_play.model import quantise
 from sft_play.model.load import first_lines, read_model, tell
 from sft_play.model.resolve import check_trained, refuse_untrusted_code, resolve_model, runs_code
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model.tokenizer import load_tokenizer, with_chat
 from sft_play.plan.detect import compare_versions, detect
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.request import devices_for

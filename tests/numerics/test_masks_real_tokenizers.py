@@ -16,8 +16,8 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.data.chat import Encoded
-from sft_play.data.encode import Encoder
-from sft_play.data.example import Message
+from sft_play.data.formats import Message
+from sft_play.data.tokens import Encoder
 from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import by_hand
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.data.batches import IGNORED, Collator, GlobalBatchSampler
-from sft_play.data.encode import is_held_out
-from sft_play.data.example import Example
+from sft_play.data.formats import Example
+from sft_play.data.prepare import is_held_out
 from sft_play.plan.batch import Slots
 
 PAD = 3

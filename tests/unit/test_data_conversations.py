@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.example import Example
-from sft_play.data.formats import recognise, understand
+from sft_play.data.formats import Example, recognise, understand
 from sft_play.errors import DataError
 
 Row = dict[str, Any]

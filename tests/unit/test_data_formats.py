@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.example import Message
-from sft_play.data.formats import recognise, to_example
+from sft_play.data.formats import Message, recognise, understand
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
@@ -23,7 +22,7 @@ ROWS: dict[str, Row] = {
 
 
 def to_messages(row: Mapping[str, Any], form: str) -> list[Message]:
-    messages = to_example(row, form, place="", source=0).messages
+    messages = understand(("", row), 0, form).messages
     assert messages is not None
     return messages
 

@@ -15,11 +15,11 @@ import pytest
 from pyarrow import ipc, parquet
 
 from sft_play.config.schema import DataSource
-from sft_play.data.example import OTHER_FILE, LeftOut
-from sft_play.data.formats import read_questions, recognise, to_example
+from sft_play.data.formats import recognise, understand
 from sft_play.data.readers import read_file
-from sft_play.data.sources import files_of, read_builtin, read_source
+from sft_play.data.sources import OTHER_FILE, LeftOut, files_of, read_builtin, read_source
 from sft_play.errors import DataError
+from sft_play.infer import read_questions
 
 ROWS = [{"prompt": f"q{n}", "completion": "ä" * n} for n in range(1, 40)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -182,7 +182,7 @@ def test_a_conversation_under_other_names(tmp_path: Path) -> None:
     turns = [{"from": who, "at": 1, "body": f"by {who}"} for who in ("system", "customer", "agent", "visitor", "agent")]
     path = write(tmp_path / "a.jsonl", json.dumps({"id": 1, "from": "x", "thread": turns}).encode())
     [row] = rows_of(path, columns=THREAD)
-    example = to_example(row, "messages", place="", source=0)
+    example = understand(("", row), 0, "messages")
     assert [turn["role"] for turn in example.messages or []] == ["system", "user", "assistant", "user", "assistant"]
     assert [turn["content"] for turn in example.messages or []] == [turn["body"] for turn in turns]
     [question] = read_questions(path, [THREAD])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.formats import read_questions
 from sft_play.errors import DataError, UserError
+from sft_play.infer import read_questions
 
 
 def test_a_text_file_holds_one_prompt_a_line(tmp_path: Path) -> None:

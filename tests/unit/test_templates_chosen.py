@@ -9,12 +9,11 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, StyleConfig, TrainConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import Encoder
-from sft_play.data.example import Example, Message
-from sft_play.data.templates import chat_format
+from sft_play.data.formats import Example, Message
+from sft_play.data.tokens import Encoder
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import prompt_ids
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model.tokenizer import chat_format, load_tokenizer
 from tests.chat_tokenizers import learnt_runs, rows_of, save_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.chat import IGNORED
-from sft_play.data.example import Message
-from sft_play.data.templates import chat_format, template_names
+from sft_play.data.formats import Message
 from sft_play.errors import DataError
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model.tokenizer import chat_format, load_tokenizer, template_names
 from tests.chat_tokenizers import Kind, by_hand, learnt_runs, rows_of, save_tokenizer
 
 CHAT: list[Message] = [

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import Encoder, Outcome
-from sft_play.data.example import Example, Message
-from sft_play.data.templates import chat_format
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.data.formats import Example, Message
+from sft_play.data.tokens import Encoder, Outcome
+from sft_play.model.tokenizer import chat_format, load_tokenizer
 from tests.chat_tokenizers import save_tokenizer
 
 END = "<|im_end|>"

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data.chat import IGNORED
-from sft_play.data.encode import Encoder, Outcome
-from sft_play.data.example import Example, Message
-from sft_play.data.templates import WRITING_CALLS, chat_format, template_names
+from sft_play.data.chat import IGNORED, WRITING_CALLS
+from sft_play.data.formats import Example, Message
+from sft_play.data.tokens import Encoder, Outcome
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import prompt_ids
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model.tokenizer import chat_format, load_tokenizer, template_names
 from tests.chat_tokenizers import by_hand, rows_of, save_tokenizer
 
 SPECIAL = [

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import EMPTY, TEXT_END, TOO_LONG, Encoder, encode_texts
-from sft_play.data.example import Example
+from sft_play.data.formats import Example
+from sft_play.data.tokens import EMPTY, TEXT_END, TOO_LONG, Encoder, encode_texts
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
 from tests.tiny_models import build_tokenizer
