@@ -21,7 +21,7 @@ from benchmarks.acceptance_model import SHAPE, parameters
 from benchmarks.memory import sum_without
 from benchmarks.training import BATCH_SIZE, LEARNING_RATE, spec_of
 from sft_play.files import read_json, read_json_lines, write_json
-from sft_play.model.embedded import embedded_folder
+from sft_play.model.convert import embedded_folder
 from sft_play.plan.hardware import find_card
 from sft_play.runs.folder import RunFolder, cache_folder
 

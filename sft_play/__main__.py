@@ -74,7 +74,7 @@ COMMANDS: dict[str, Command] = {
         "chat with a RUN or any MODEL; PROMPT= for one answer, INPUT= and OUTPUT= for files",
         "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT",
     ),
-    "merge": Command("sft_play.model.merge:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"),
+    "merge": Command("sft_play.model.use:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"),
     "serve": Command(
         "sft_play.serve:main",
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",

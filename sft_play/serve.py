@@ -109,7 +109,7 @@ def whole_model(run: RunFolder, weights: Path) -> Path:
     content = "".join(file_sha256(p) for p in sorted(weights.glob("adapter_*")))
     folder = cache_folder() / "merged" / text_sha256(f"{run.path.resolve()} {content}")[:32]
     if not (folder / "stamp.json").is_file():
-        from sft_play.model.merge import merge
+        from sft_play.model.use import merge
 
         print("the server needs whole weights: merging the adapters into a copy in the cache ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):

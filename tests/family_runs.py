@@ -107,7 +107,7 @@ def preload() -> None:
     """Imports and computes what every step needs, once for all children."""
     import sft_play.data.prepare
     import sft_play.evaluation.answering
-    import sft_play.model.merge
+    import sft_play.model.use
     import sft_play.training.trainer  # noqa: F401
 
     get_checkpoint_conversion_mapping("llama")

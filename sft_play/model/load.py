@@ -8,32 +8,36 @@ import importlib.util
 import os
 import pickle
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     set_seed,
 )  # fmt: skip
 from transformers.utils import logging
 
-from sft_play.config.schema import Config, ModelConfig
+from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.model import kernels, lora, quantise
+from sft_play.model import kernels, lora
 from sft_play.model.parallel import all_layers, freeze_others, keep_outline, stage_class
-from sft_play.model.resolve import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
+from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisation_of, refuse_embedded_adapter, runs_code
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
-from sft_play.plan.strategies import NO_UNSLOTH, UNSLOTH_HINT
+from sft_play.plan.strategies import NO_UNSLOTH, UNSLOTH_HINT, conflict_for
 from sft_play.runs.prepared import Prepared
 
 
@@ -89,12 +93,12 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
 def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
     """Return the base model as training sees it: in the plan's type, or quantised."""
     folder = Path(prepared.model.path)
-    existing = quantise.quantisation_of(folder)
+    existing = quantisation_of(folder)
     settings = None
     if existing is not None:
-        tell(quantise.check_existing(existing, config.tuning, plan.strategy))
+        tell(check_quantised_base(existing, config.tuning, plan.strategy))
     elif config.tuning.mode == "qlora":
-        settings = quantise.bnb_settings(config.tuning, plan)
+        settings = bnb_settings(config.tuning, plan)
     model = read_model(
         folder,
         config.model,
@@ -115,7 +119,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
 def _held_dtype(plan: Plan) -> torch.dtype:
     """Return the type that weights are held in: DeepSpeed casts them before it makes its fp32 copy, so that nothing wider is of use."""
     narrow = plan.strategy.startswith("zero") and plan.precision != "fp32"
-    return quantise.COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
+    return COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
 
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
@@ -230,9 +234,9 @@ def read_model(
             place=str(folder),
             hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
         )
-    quantise.keep_quantised_weights(model)
+    keep_quantised_weights(model)
     if quantization_config is not None and device in (None, "cpu"):
-        quantise.let_go_of_files(model)
+        let_go_of_files(model)
     kernels.keep_rows_apart(model)
     return model
 
@@ -247,6 +251,165 @@ def tell(*notes: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(note, file=sys.stderr, flush=True)
+
+
+# Quantised bases: which settings bitsandbytes gets, and what to do with a base that comes quantised.
+
+
+COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Library that transformers needs for each way of quantising that a checkpoint may come with.
+_LIBRARIES = {
+    "bitsandbytes": "bitsandbytes", "gptq": "gptqmodel", "awq": "gptqmodel", "aqlm": "aqlm", "hqq": "hqq", "eetq": "eetq",
+    "compressed-tensors": "compressed_tensors", "quanto": "optimum.quanto", "torchao": "torchao",
+    "vptq": "vptq", "higgs": "flute",
+}  # fmt: skip
+
+
+def quantisation_method(quantisation: dict[str, Any]) -> str:
+    """Return the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
+    method = str(quantisation.get("quant_method") or "")
+    if method in ("", "bitsandbytes_4bit", "bitsandbytes_8bit"):
+        return "bitsandbytes" if method or quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit") else "unknown"
+    return method
+
+
+def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
+    """Return what to tell the user about a base that is already quantised.
+
+    Raise `UserError` for `full` tuning, which needs plain weights, and for a strategy that cannot hold quantised ones;
+    `HardwareError` when the method's library is missing.
+    """
+    method = quantisation_method(quantisation)
+    if tuning.mode == "full":
+        raise UserError(
+            f"the base model comes quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
+            hint="use `tuning.mode: qlora`, or the model's unquantised version",
+        )
+    library = _LIBRARIES.get(method)
+    if library and importlib.util.find_spec(library.split(".")[0]) is None:
+        raise HardwareError(
+            f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
+            hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",
+        )
+    as_it_is = replace(tuning, mode="qlora", quantization="int8" if quantisation.get("load_in_8bit") else "nf4")
+    conflict = conflict_for(as_it_is, strategy)
+    if not conflict and strategy == "zero3" and method != "bitsandbytes":
+        conflict = f"`{method}` under ZeRO-3 was not tried: use `ddp`, `zero2` or `fsdp2`"
+    if conflict:
+        raise UserError(f"the base model comes quantised ({quantisation_name(quantisation)}). {conflict}")
+    note = f"the base comes quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
+    if tuning.mode == "qlora":
+        note += f"; `tuning.quantization: {tuning.quantization}` has nothing to do"
+    if strategy == "fsdp2" and quantisation.get("bnb_4bit_quant_storage", "uint8") in ("uint8", "int8"):
+        note += "; its packed bytes are stored as integers, which FSDP2 does not shard: each rank holds all of them"
+    return note
+
+
+def quantisation_name(quantisation: dict[str, Any]) -> str:
+    """Return a few words on a quantisation: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
+    method = quantisation_method(quantisation)
+    if method == "bitsandbytes":
+        return f"bitsandbytes {'int8' if quantisation.get('load_in_8bit') else quantisation.get('bnb_4bit_quant_type', 'fp4')}"
+    bits = quantisation.get("bits") or quantisation.get("w_bit")
+    return f"{method} {bits} bits" if bits else method
+
+
+def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
+    """Return transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
+
+    nf4 is quantised doubly (the blocks' scales are quantised too), and fused experts with the linear layers where the plan says so.
+    FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2 all of a module's in one: the packed bytes are then stored as
+    the adapters' type, else as plain bytes. Raise `UserError` for a strategy that cannot hold quantised weights.
+    """
+    conflict = conflict_for(tuning, plan.strategy)
+    if conflict:
+        raise UserError(conflict)
+    if tuning.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    storage = getattr(torch, plan.weights_dtype) if plan.strategy in ("fsdp2", "zero3") else torch.uint8
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=COMPUTE_TYPES[plan.precision],
+        bnb_4bit_quant_storage=storage,
+    )
+    if not plan.nf4_experts:
+        return settings
+    return with_experts(settings)
+
+
+WITH_EXPERTS = "bitsandbytes_with_experts"
+"""Our method among those of transformers."""
+
+
+def with_experts(settings: Any) -> Any:
+    """Make transformers quantise fused experts too, while they are loaded; nf4 in blocks of 64 with quantised scales, as for linear layers.
+
+    Each layer's are expanded when they compute (bitsandbytes' parametrisation).
+    """
+    _register_quantizer()
+    settings.quant_method = WITH_EXPERTS
+    return settings
+
+
+@cache
+def _register_quantizer() -> None:
+    """Tell transformers how; here, since it imports bitsandbytes."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.quantizers.auto import register_quantizer
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    class Quantise(Bnb4bitQuantize):
+        def convert(
+            self, input_dict: dict[str, Any], model: Any = None, missing_keys: Any = None, **others: Any
+        ) -> dict[str, Any]:
+            layers = {}
+            for name, value in input_dict.items():
+                module, leaf = get_module_from_name(model, name)
+                if not lora.is_expert(name, module._parameters[leaf]):
+                    layers[name] = value
+                    continue
+                weight, dtype = value[0] if isinstance(value, list) else value, module._parameters[leaf].dtype
+                setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+                replace_parameter_4bit(module, leaf, compress_statistics=True, quant_type="nf4")
+                module.parametrizations[leaf][0].quant_state.dtype = dtype  # else that of the file
+                module._is_hf_initialized = True
+                missing_keys.discard(name)
+            return dict(super().convert(layers, model=model, missing_keys=missing_keys, **others))
+
+    @register_quantizer(WITH_EXPERTS)
+    class Quantizer(Bnb4BitHfQuantizer):
+        def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
+            module, leaf = get_module_from_name(model, param_name)
+            own = module._parameters.get(leaf)
+            return super().param_needs_quantization(model, param_name, **others) or (
+                own is not None and lora.is_expert(param_name, own)
+            )
+
+        def get_quantize_ops(self) -> Quantise:
+            return Quantise(self)
+
+
+def let_go_of_files(model: Any) -> None:
+    """Copy what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+
+
+def keep_quantised_weights(model: Any) -> None:
+    """Make bitsandbytes 0.50 leave nf4 weights as they are.
+
+    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for good to
+    bf16: training would go on over another base, and scores would depend on the machine.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 # What Unsloth has fused kernels for; other names work too, through plain PEFT layers.
@@ -265,12 +428,12 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
     if lacking:
         raise HardwareError(f"`tuning.backend: unsloth` needs {' and '.join(lacking)}", hint=UNSLOTH_HINT)
     folder, tuning = Path(prepared.model.path), config.tuning
-    if existing := quantise.quantisation_of(folder):
-        quantise.check_existing(existing, tuning, plan.strategy)
+    if existing := quantisation_of(folder):
+        check_quantised_base(existing, tuning, plan.strategy)
     if tuning.mode == "qlora" and tuning.quantization == "int8":
         hint = "use `tuning.quantization: nf4`, or `tuning.backend: bnb`"
         raise UserError("`tuning.backend: unsloth` quantises to nf4, not int8", hint=hint)
-    four_bit = quantise.describe(existing).startswith("bitsandbytes nf4") if existing else tuning.mode == "qlora"
+    four_bit = quantisation_name(existing).startswith("bitsandbytes nf4") if existing else tuning.mode == "qlora"
     # Unsloth patches transformers while it is imported, so this import is the switch, and it must not happen elsewhere.
     from unsloth import FastLanguageModel
 

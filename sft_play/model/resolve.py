@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, made_once, read_json, read_object, text_sha256
-from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
+from sft_play.model.convert import LABEL, embedded_folder, expand_mxfp4, is_embedded
 from sft_play.plan.architecture import hub_reachable, in_mxfp4
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
@@ -59,8 +59,6 @@ def _trainable(folder: Path) -> Path:
     """Return the folder, or for weights in MXFP4 (gpt-oss) one in the cache with the same numbers in bfloat16, made on first use."""
     if not in_mxfp4(read_json(folder / "config.json")):
         return folder
-    from sft_play.model.quantise import expand_mxfp4
-
     files = weight_files(folder)
     made_from = text_sha256("\n".join(weights_sha256(files) + tokenizer_sha256(folder)))
     return made_once(
@@ -193,6 +191,13 @@ def check_folder(folder: Path, place: str) -> None:
     _check_weights(folder, place)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise DataError("the model has no tokenizer", place=place, hint="it needs `tokenizer.json`")
+
+
+def quantisation_of(folder: Path) -> dict[str, Any] | None:
+    """Return the `quantization_config` that a model folder comes with, or `None` for plain weights."""
+    value = read_json(folder / "config.json")
+    found = value.get("quantization_config") or (value.get("text_config") or {}).get("quantization_config")
+    return dict(found) if found else None
 
 
 def check_trained(folder: Path) -> None:

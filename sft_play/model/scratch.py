@@ -17,7 +17,7 @@ from sft_play.data.formats import understand
 from sft_play.data.sources import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
-from sft_play.model.embedded import byte_level
+from sft_play.model.convert import byte_level
 from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
 from sft_play.model.resolve import describe_source as describe_pretrained
 from sft_play.model.tokenizer import load_tokenizer

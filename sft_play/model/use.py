@@ -1,31 +1,50 @@
-"""A run's model, read to answer: adapters over the base that they were trained over, or all weights."""
+"""A run's model, read to answer: adapters over the base that they were trained over, or all weights; and merged (`make merge RUN=`)."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+import json
 import os
+import shutil
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
+from sft_play.config.load import load_config, read_config
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError
-from sft_play.files import read_json
+from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_folder, write_json
 from sft_play.launch.environment import visible_cards
-from sft_play.model import quantise
-from sft_play.model.load import first_lines, read_model, tell
-from sft_play.model.resolve import check_trained, refuse_untrusted_code, resolve_model, runs_code
-from sft_play.model.tokenizer import load_tokenizer, with_chat
+from sft_play.launch.run_folder import find_run
+from sft_play.model import lora
+from sft_play.model.convert import embedded_folder
+from sft_play.model.load import (
+    COMPUTE_TYPES,
+    bnb_settings,
+    first_lines,
+    quantisation_method,
+    quantisation_name,
+    read_model,
+    tell,
+)  # fmt: skip
+from sft_play.model.resolve import check_trained, count_numbers, quantisation_of, refuse_untrusted_code, resolve_model, runs_code
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer, with_chat, write_chat
 from sft_play.plan.detect import compare_versions, detect
+from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.request import devices_for
 from sft_play.plan.shape import VARLEN
-from sft_play.runs.checkpoints import kind_of
+from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 
@@ -57,8 +76,6 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     training, also for a run of Unsloth, whose nf4 is the same. Raise `CheckpointError` when stamps, base and weights do not
     belong together.
     """
-    from sft_play.config.load import read_config
-
     device = str(device or best_device())
     folder = checkpoint or run.model
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
@@ -75,7 +92,6 @@ def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
     """Return the configuration and the place of a model that no run made, downloaded when it must. Raise `UserError`, `DataError`."""
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override
-    from sft_play.config.load import load_config
     from sft_play.plan.architecture import offline_unless_reachable
 
     loaded = load_config(None, [Override(key="model.name", text=name, origin=f"MODEL={name}"), *call.overrides])
@@ -130,8 +146,6 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     if source != "folder" and (kept / "config.json").is_file():  # in a cache, under its content's name
         return prepared.model
     if source == "embedded":  # also when the hub can be reached by now: its files are not rounded to 4 bits
-        from sft_play.model.embedded import embedded_folder
-
         return dataclasses.replace(prepared.model, path=str(embedded_folder()))
     name = prepared.model.path if source == "folder" else prepared.model.name
     revision = prepared.model.revision or config.model.revision
@@ -158,8 +172,8 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
     """Return the base as training saw it, on `device`: quantised in the same way, or plain."""
     folder = Path(base.path)
     settings = None
-    if config.tuning.mode == "qlora" and quantise.quantisation_of(folder) is None:
-        settings = quantise.bnb_settings(config.tuning, dataclasses.replace(plan, strategy="single"))
+    if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
+        settings = bnb_settings(config.tuning, dataclasses.replace(plan, strategy="single"))
     return read_model(
         folder,
         config.model,
@@ -173,8 +187,6 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
 def add_trained_adapter(base: Any, folder: Path) -> Any:
     """Return `base` with the adapter of `folder`. Raise `CheckpointError` for weights that are missing or do not fit."""
     from peft import PeftModel
-
-    from sft_play.model import lora
 
     try:
         with warnings.catch_warnings(), lora.as_named():
@@ -211,7 +223,7 @@ def to_answer(model: Any, device: str) -> Any:
 def use_dtype(plan: Plan, device: str) -> torch.dtype:
     """Return the type to answer in: the training's computation type on a GPU, its weights' type on a CPU (never fp16 there)."""
     if device.startswith("cuda") and plan.precision != "fp32":
-        return quantise.COMPUTE_TYPES[plan.precision]
+        return COMPUTE_TYPES[plan.precision]
     return torch.float32 if plan.weights_dtype == "float16" else getattr(torch, plan.weights_dtype)
 
 
@@ -219,3 +231,231 @@ def use_attention(plan: Plan, device: str) -> str | None:
     """Return the attention kernel: the training's, or `None` for the family's usual one where that one is for GPUs or training only."""
     trained = plan.attn_implementation
     return trained if trained == "eager" or (device.startswith("cuda") and trained != VARLEN) else None
+
+
+# Adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter model.
+
+
+Say = Callable[[str], None]
+
+EXACT = 1e-4
+"""Largest difference of logits, as a share of the largest logit, that float32 sums in another order may make."""
+ROUNDED = 0.05
+"""The same for weights that are rounded to 16 bits when they are saved."""
+PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.", "Name three colours, and say which you like.")
+"""What both models are asked for their comparison."""
+
+
+def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> dict[str, Any]:
+    """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
+
+    Return what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference` between the merged and the
+    adapter model's logits in float32, the same of the model read again (`saved_difference`), and the `largest_logit`; else `None` for these.
+    Written aside, read again, compared and renamed. `out` must not exist. Raise `HardwareError` for too little disk
+    or memory, `CheckpointError` when the merged model answers otherwise than the adapter model.
+    """
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place") from error
+    try:
+        merged = _copy_full(run, weights, partial) if kind_of(weights) == "full" else _merge_adapter(run, weights, partial, say)
+        _stamp(run, weights, partial)
+        for path in partial.iterdir():
+            if path.is_file():
+                path.chmod(0o666 & ~current_umask())  # safetensors writes files that only their owner can read
+                with path.open("rb") as stream:
+                    os.fsync(stream.fileno())
+        sync_folder(partial)
+        partial.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise HardwareError(f"the merged model cannot be written: {error.strerror or error}", place=str(out)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {"folder": str(out), **merged}
+
+
+def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
+    prepared = Prepared.load(run.prepared)
+    settled = read_config(run.config).config
+    check_base(weights, settled, Plan.load(run.plan), prepared, "merge")
+    _require_disk(partial, _size(weights))
+    for path in model_files(weights):
+        shutil.copy2(path, partial / path.name)
+    tokenizer = tokenizer_of(partial, prepared.model, settled)
+    if not has_tokenizer(partial):
+        tokenizer.save_pretrained(partial)
+    config = read_json(partial / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        part.update({"use_cache": True} if "use_cache" in part else {})  # training turned it off
+    write_json(partial / "config.json", config)
+    settings = partial / "generation_config.json"
+    write_json(settings, read_object(settings) | _ends(tokenizer))
+    compared = dict.fromkeys(("difference", "saved_difference", "largest_logit"))
+    return {"dtype": stored_dtype(weights), "parameters": count_numbers(weights), "size_bytes": _size(partial), **compared}
+
+
+def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> dict[str, Any]:
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    base = check_base(weights, config, plan, prepared, "merge")
+    assert base is not None
+    folder = Path(base.path)
+    tokenizer = tokenizer_of(weights, base, config)
+    prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
+    model = add_trained_adapter(_full_precision_base(config, folder, partial, say), weights).eval()
+    wanted = _logits(model, prompts)
+    model = model.merge_and_unload()
+    found = _logits(model, prompts)
+    scale, difference = _compare(found, wanted, EXACT, "the merged model")
+    say(f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed {EXACT * scale:.2e})")
+    dtype = "float32" if quantisation_of(folder) else stored_dtype(folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    _save(model, tokenizer, folder, partial, dtype)
+    del model
+    gc.collect()
+    allowed = EXACT if dtype == "float32" else ROUNDED
+    saved = read_model(partial, config.model, dtype=getattr(torch, dtype)).eval()
+    _, saved_difference = _compare(_logits(saved, prompts), wanted, allowed, "the saved model")
+    say(f"saved as {dtype} and read again: at most {saved_difference:.2e} (allowed {allowed * scale:.2e})")
+    if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
+        del saved
+        gc.collect()
+        quantised = add_trained_adapter(read_base(config, plan, base, "cpu"), weights).eval()
+        apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), wanted, strict=True))
+        say(
+            f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ by {apart:.2e} "
+            "on average: the error of quantisation, which merging takes out of the base"
+        )
+    return {
+        "dtype": dtype,
+        "parameters": parameters,
+        "size_bytes": _size(partial),
+        "difference": difference,
+        "saved_difference": saved_difference,
+        "largest_logit": scale,
+    }
+
+
+def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) -> Any:
+    """Return the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
+    existing = quantisation_of(folder)
+    parameters = count_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
+    if (needed := 4 * parameters) > (free := ram_bytes()[1]):
+        raise HardwareError(
+            f"merging in float32 needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free",
+            hint="merge on a machine with more memory; `infer` and `eval` work without merging",
+        )
+    _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
+    if existing is None:
+        if config.tuning.mode == "qlora":
+            say("QLoRA: the base is read again unquantised; the adapters, trained over its quantised form, are merged into that")
+        return read_model(folder, config.model, dtype=torch.float32)
+    if quantisation_method(existing) != "bitsandbytes":
+        raise UserError(
+            f"the base exists only quantised ({quantisation_name(existing)}), and adapters cannot be merged into that",
+            hint="serve and infer work with the adapter as it is",
+        )
+    say(f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and merged")
+    return read_model(folder, config.model, dtype=torch.float32).dequantize()
+
+
+def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> None:
+    """Write weights, configuration, tokenizer with template, generation settings, and the base's processor files."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    model.config.get_text_config().use_cache = True
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    model.generation_config.update(**_ends(tokenizer))
+    hides = sys.modules.setdefault("deepspeed", None) is None  # type: ignore[arg-type]  # else it is imported, for seconds
+    model.save_pretrained(partial)
+    if hides:
+        del sys.modules["deepspeed"]
+    tokenizer.save_pretrained(partial)
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        if (base / name).is_file() and not (partial / name).exists():
+            shutil.copy2(base / name, partial / name)
+
+
+def _ends(tokenizer: Any) -> dict[str, Any]:
+    """Return generation settings that end an answer where the template ends a turn."""
+    stops = end_of_turn_ids(tokenizer)
+    return {"eos_token_id": list(stops), "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
+
+
+def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
+    files = sorted(p for p in weights.iterdir() if p.suffix == ".safetensors" and not is_state_file(p.name))
+    made_from = {"run": run.name, "weights": label_of(run, weights), "sha256": {p.name: file_sha256(p) for p in files}}
+    write_json(partial / "stamp.json", {**read_object(weights / "stamp.json"), "merged_from": made_from})
+
+
+def _ids(tokenizer: Any, prompt: str) -> torch.Tensor:
+    text = write_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+
+def _logits(model: Any, prompts: list[Any]) -> list[Any]:
+    with torch.no_grad():
+        return [model(input_ids=ids, use_cache=False).logits.float() for ids in prompts]
+
+
+def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> tuple[float, float]:
+    """Return the largest logit and the largest difference. Raise `CheckpointError` above `allowed` of the largest logit."""
+    scale = max(float(logits.abs().max()) for logits in wanted)
+    difference = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    if not difference <= allowed * scale:
+        raise CheckpointError(
+            f"{what} does not answer like the adapter model: logits differ by {difference:.3g}, and at most "
+            f"{allowed * scale:.3g} ({allowed:g} of the largest, {scale:.3g}) is allowed; nothing was published"
+        )
+    return scale, difference
+
+
+def _require_disk(place: Path, needed: int) -> None:
+    free = shutil.disk_usage(place).free
+    if free < needed * 1.05:
+        message = f"the merged model needs {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free"
+        raise HardwareError(message, place=str(place.parent), hint="make room, or name a place on another disk with OUT=")
+
+
+def _size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+
+
+def main(call: Call) -> int:
+    """Merge, shows the proof and where the model is."""
+    if "RUN" not in call.options:
+        raise UserError("`RUN` is missing", hint="make merge RUN=name-of-a-run")
+    if call.overrides:
+        raise UserError(
+            f"`make merge` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
+            hint="it takes RUN, CHECKPOINT and OUT",
+        )
+    run = find_run(call.options["RUN"])
+    weights = weights_folder(run, call.options.get("CHECKPOINT"))
+    out = Path(call.options.get("OUT") or run.path / "merged")
+    if out.exists():  # before torch is imported, which takes seconds
+        raise UserError(
+            f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"
+        )
+
+    started = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for the result
+        merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))
+    if call.json:
+        print(json.dumps(merged))
+    else:
+        seconds = time.perf_counter() - started
+        size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
+        print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
+        print(
+            f"next: make infer MODEL={out} PROMPT=..., make serve MODEL={out}, `vllm serve {out}`, or in Python "
+            f'`AutoModelForCausalLM.from_pretrained("{out}")` of transformers',
+            file=sys.stderr,
+        )
+    return 0

@@ -25,7 +25,7 @@ HUB = "hub:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """How conversations are written, where it is not the tokenizer's own way (`data.templates.chat_format`)."""
+    """How conversations are written, where it is not the tokenizer's own way (`model.tokenizer.chat_format`)."""
 
     name: str | None = None
     """Of a template of this package; `None` where the template is a file's or the tokenizer's own."""

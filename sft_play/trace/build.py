@@ -288,7 +288,7 @@ def _rescale(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise_experts(model: nn.Module) -> None:
-    """Pack every fused expert weight, as `model.quantise` does; in place, on the meta device."""
+    """Pack every fused expert weight, as `model.load` does; in place, on the meta device."""
     for module in {model.get_submodule(name.rpartition(".")[0]): None for name in lora.expert_names(model)}:
         module.register_forward_pre_hook(_expands_once)
         module.register_forward_hook(_has_expanded, always_call=True)

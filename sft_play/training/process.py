@@ -234,7 +234,7 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
 
 def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
     """Whether weights are quantised, or may be (by Unsloth, or in the base as it comes), or an optimizer's states are."""
-    from sft_play.model.quantise import quantisation_of
+    from sft_play.model.resolve import quantisation_of
 
     return (
         config.tuning.mode == "qlora"

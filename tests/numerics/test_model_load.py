@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.model.load import load_for_training
-from sft_play.model.quantise import check_existing, quantisation_of
+from sft_play.model.load import check_quantised_base, load_for_training
+from sft_play.model.resolve import quantisation_of
 from tests.families import build_family
 from tests.plans import prepared_model, simple_plan
 from tests.tiny_models import build_tiny_llama, build_tokenizer
@@ -124,7 +124,7 @@ def test_full_tuning_of_a_quantised_base_is_refused(quantised_base: Path) -> Non
 @pytest.mark.parametrize(("base", "words"), [({"load_in_8bit": True}, "`CB`"), ({"quant_method": "fp8"}, "was not tried")])
 def test_a_quantised_base_is_refused_where_its_strategy_cannot_hold_it(base: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=f"comes quantised.*{words}"):
-        check_existing(base, TuningConfig(mode="lora"), "zero3")
+        check_quantised_base(base, TuningConfig(mode="lora"), "zero3")
 
 
 def test_a_base_whose_quantiser_is_not_installed_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.errors import CheckpointError
-from sft_play.model import merge as merging
-from sft_play.model.merge import merge
-from sft_play.model.use import load_for_use
+from sft_play.model import use as using
+from sft_play.model.use import load_for_use, merge
 from sft_play.runs.folder import RunFolder
 from tests.families import build_family
 from tests.tiny_models import build_tokenizer
@@ -127,7 +126,7 @@ def test_an_adapter_whose_weights_are_missing_is_refused(lora: RunFolder) -> Non
 def test_a_merge_that_would_change_the_answers_is_not_published(
     runs: dict[str, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "EXACT", -1.0)  # no difference is small enough
+    monkeypatch.setattr(using, "EXACT", -1.0)  # no difference is small enough
     with pytest.raises(CheckpointError, match="nothing was published"):
         merge(runs["lora"], runs["lora"].model, tmp_path / "out", print)
     assert not list(tmp_path.iterdir())

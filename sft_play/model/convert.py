@@ -1,15 +1,16 @@
-"""The small model that needs no hub: SmolLM2-135M-Instruct from a Python package (a GGUF file), as an ordinary Hugging Face folder."""
+"""Models in other forms, written once as ordinary Hugging Face folders: the small one that needs no hub (a GGUF file), and weights in MXFP4."""
 
 from __future__ import annotations
 
 import json
 import mmap
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sft_play.errors import DataError
-from sft_play.files import file_sha256, made_once, write_json
+from sft_play.files import file_sha256, made_once, read_json, write_json
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.manifest import sync
+
+# SmolLM2-135M-Instruct from a Python package.
+
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LABEL = "SmolLM2-135M-Instruct (dequantised Q4_1)"
@@ -261,3 +265,44 @@ def _q8_0(blocks: NDArray[np.uint8]) -> Array:
     """Scale as float16, then 32 signed bytes."""
     scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     return np.asarray(blocks[:, 2:].view(np.int8).astype(np.float32) * scale, dtype=np.float32).reshape(-1)
+
+
+# Weights in MXFP4, as OpenAI's gpt-oss come.
+
+
+def expand_mxfp4(source: Path, weights: Sequence[Path], target: Path) -> None:
+    """Write the model in `source` with its experts in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
+
+    One file per layer or so, so that memory holds one at a time; `config.json` comes last.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    print(f"expanding the MXFP4 weights in {source} to bfloat16, this once", file=sys.stderr, flush=True)
+    target.mkdir()
+    places: dict[str, Any] = {}
+    for path in weights:
+        file: Any = safe_open(path, framework="pt")
+        places |= dict.fromkeys(file.keys(), file)
+    shards: dict[str, list[str]] = {}
+    for name in places:
+        if not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in places):
+            layer = re.search(r"layers\.(\d+)\.", name)
+            shards.setdefault(f"model-{int(layer[1]):05}.safetensors" if layer else "model-rest.safetensors", []).append(name)
+    index = {}
+    for file, names in shards.items():
+        tensors = {}
+        for name in names:
+            tensor, plain = places[name].get_tensor(name), name.removesuffix("_blocks")
+            if plain != name:
+                tensor = convert_moe_packed_tensors(tensor, places[f"{plain}_scales"].get_tensor(f"{plain}_scales"))
+            tensors[plain], index[plain] = tensor, file
+        save_file(tensors, target / file, metadata={"format": "pt"})
+    write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    for path in source.iterdir():
+        if path.is_file() and path not in weights and path.name != "config.json" and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+    config = read_json(source / "config.json")
+    del config["quantization_config"]
+    write_json(target / "config.json", config)
