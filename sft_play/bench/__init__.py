@@ -373,7 +373,7 @@ def fit_steps(steps: Steps, hardware: Hardware, calibration: Calibration) -> Ste
     link = link_of(hardware, devices, 1, calibration)
     accumulation = plan.ranks[0].accumulation
     beside = optimizer_seconds(config, shape, setup, hardware, devices, calibration)
-    beside += exchange_seconds(config, shape, setup, plan.world_size, accumulation, link.bytes_per_second) if link else 0.0
+    beside += exchange_seconds(config, shape, setup, accumulation, link) if link else 0.0
     points = [(step.flops / accumulation, max(step.seconds - beside, 0.1 * step.seconds) / accumulation) for step in steps.steps]
     line = fit_line(points)
     per_token = flops_per_token(

@@ -10,9 +10,9 @@ from typing import Literal, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.groups import attention_for_slices
 from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
+from sft_play.plan.network import attention_for_slices
 from sft_play.plan.plan import Layout, Precision, Setup, Strategy
 from sft_play.plan.request import DEFAULT_GLOBAL_BATCH, Request
 from sft_play.plan.shape import (

@@ -7,14 +7,12 @@ from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
-from sft_play.plan import choices, groups, remedies, strategies
+from sft_play.plan import choices, network, remedies, strategies
 from sft_play.plan.architecture import check_length, label
 from sft_play.plan.batch import Cost, explain_global_batch, halve
 from sft_play.plan.epoch import Division, label_share, pack_if_typed, row_tokens, rows_data, step_count
-from sft_play.plan.groups import check_slices, describe_traffic
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
 from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
-from sft_play.plan.network import check_slow_network_keys, describe_waiting, exchanges
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
 from sft_play.plan.request import (
     MOST_ROWS,
@@ -81,7 +79,7 @@ def _decide(request: Request) -> Plan:
     train, kind, reasons = config.train, hardware.kind, list[str]()
     check_length(config.model, shape.max_positions)
     check_targets(config, shape)
-    reasons += check_slices(request)
+    reasons += network.check_slices(request)
     ranks = request.ranks
     devices, world = ranks.devices, len(ranks.devices)
     reasons += ["for hardware as described, not for this machine"] if hardware.described else []
@@ -98,7 +96,7 @@ def _decide(request: Request) -> Plan:
     settled = strategies.settle(request, setup, rows_that_fit, _decide, reasons)
     if isinstance(settled, Plan):
         return settled
-    setup, rows_that_fit = settled[0], groups.fill_stages(request, *settled)
+    setup, rows_that_fit = settled[0], network.fill_stages(request, *settled)
     _check_loading(request, setup)
 
     # How much at a time: micro-batches, micro-steps, packs.
@@ -112,7 +110,7 @@ def _decide(request: Request) -> Plan:
         reasons.append(
             f"gradients reduced in each of {batch.accumulation} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
         )
-    reasons += describe_waiting(request, setup, batch.accumulation)
+    reasons += network.describe_waiting(request, setup, batch.accumulation)
     tightest = least_room(rank_plans)
     if tightest.peak_bytes > tightest.capacity_bytes:
         reasons.append(
@@ -132,7 +130,7 @@ def _decide(request: Request) -> Plan:
     speed = forecast(request, division)
     tell_unequal(request, division, rank_plans, costs, speed, reasons)
     data = division.data(rows_data(config, request.prepared, setup))
-    reasons += describe_traffic(request, setup, max(division.shares) * data.row_tokens, division.micro_steps)
+    reasons += network.describe_traffic(request, setup, max(division.shares) * data.row_tokens, division.micro_steps)
     seconds = speed.seconds_per_step
     total = seconds * steps if seconds and steps else None
     eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(rows_that_fit)))
@@ -146,7 +144,7 @@ def _decide(request: Request) -> Plan:
         tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, speed_basis=speed.basis, seconds_per_step=seconds, total_seconds=total,
         epoch_seconds=seconds * per_epoch if seconds and per_epoch else None, energy_kwh=energy_kwh(devices, total),
         communication_share=speed.communication_share, communication_seconds=speed.communication_seconds,
-        exchanges=exchanges(request, setup, speed.computing_seconds), reasons=tuple(reasons), remedies=tuple(host_remedies),
+        exchanges=network.exchanges(request, setup, speed.computing_seconds), reasons=tuple(reasons), remedies=tuple(host_remedies),
         notices=(notice,) if notice else (),
     )  # fmt: skip
 
@@ -166,8 +164,8 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
         tensor_parallel=config.launch.tensor_parallel,
     )  # fmt: skip
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
-    reasons += check_slow_network_keys(config, setup)
-    return replace(setup, stages=groups.stages_of(request, setup, reasons))
+    reasons += network.check_slow_network_keys(config, setup)
+    return replace(setup, stages=network.stages_of(request, setup, reasons))
 
 
 def _choose_recomputation(request: Request, setup: Setup, reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:

@@ -1,7 +1,10 @@
-"""What ranks send each other in a step, over which links and for how long; which ways to share a step a network does not carry. Pure.
+"""What ranks send each other in a step, over which links and for how long; which ways to share a step a network does not carry; and what
+ranks that train the same rows together (slices of lines or layers, stages of the model) can cut, and where. Pure.
 
 An all-reduce around a ring takes 2(N-1)/N x bytes / bandwidth: of 33.6 MB (8.4 million fp32 adapter weights) on 3 ranks at 1 Gbit/s
 0.38 s, of 1.6 GB 18 s. Gathering weights takes (N-1)/N x bytes / bandwidth in each pass: of a frozen bf16 7B model 153 s a micro-step.
+Around each layer's attention two all-to-alls change slices with all heads into whole lines with a share of the heads, and back
+(Ulysses, arXiv 2309.14509); the backward pass sends as much again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config
-from sft_play.errors import UserError
+from sft_play.errors import HardwareError, UserError
 from sft_play.plan.calibration import Calibration, Link
 from sft_play.plan.hardware import Device, Hardware, rate_in_words
 from sft_play.plan.memory import (
@@ -25,9 +28,9 @@ from sft_play.plan.memory import (
     trained_bytes,
 )
 from sft_play.plan.plan import Setup
-from sft_play.plan.request import Request
-from sft_play.plan.shape import ModelShape
-from sft_play.text import figure
+from sft_play.plan.request import Request, global_rows
+from sft_play.plan.shape import NOT_STAGED_MODEL_TYPES, SLICED_MODEL_TYPES, TENSOR_PARALLEL_MODEL_TYPES, VARLEN, ModelShape
+from sft_play.text import figure, plural
 
 SLOW_NETWORK = 10e9
 """Bytes per second below which weights are not shared out unasked: PCIe carries more, Ethernet mostly less."""
@@ -49,6 +52,10 @@ REDUCING = ("zero2", *GATHERING)
 """Strategies that reduce gradients in every micro-step, since no rank holds all of them until the next one."""
 BUCKET_MIB = 25
 """Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is an all-reduce of its own, with its own latency."""
+KEY = "launch.sequence_parallel"
+TENSOR_KEY = "launch.tensor_parallel"
+FILLS = 4
+"""Micro-batches for each stage where the data allow it: then at most a fifth of a step is spent on filling and emptying the pipeline."""
 
 
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
@@ -64,10 +71,14 @@ def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) ->
 def link_of(hardware: Hardware, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None) -> Link | None:
     """Return the slowest link between ranks, as measured where it was; `None` for a network of unknown speed."""
     speed = link_bytes_per_second(hardware, devices, nodes)
-    measured = calibration.links.get("gloo" if hardware.kind == "cpu" else "nccl") if calibration else None
-    if speed is None or (measured and nodes == 1 and not hardware.network_bytes_per_second):
-        return measured if speed is not None else None
-    return Link(ranks=2, latency_seconds=0.0, bytes_per_second=speed)
+    if speed is None:
+        return None
+    known = calibration.links if calibration and nodes == 1 and not hardware.network_bytes_per_second else {}
+    return known.get("gloo" if hardware.kind == "cpu" else "nccl") or _link(speed)
+
+
+def _link(bytes_per_second: float) -> Link:
+    return Link(ranks=2, latency_seconds=0.0, bytes_per_second=bytes_per_second)
 
 
 def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
@@ -132,21 +143,25 @@ def trained_matrices(config: Config, shape: ModelShape) -> list[tuple[int, int, 
     return [(one.count, *size) for one in adapted for size in ((r, one.inputs), (one.outputs, r))]
 
 
-def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
-    """Return the time of an optimizer step's communication over links of `link` bytes per second.
+def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, accumulation: int, link: Link) -> float:
+    """Return the time of an optimizer step's communication, with the latencies of its messages.
 
     Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce and scatter them in
     every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather what the update made of them.
     """
-    ranks //= setup.copies
+    ranks, speed = setup.world_size // setup.copies, link.bytes_per_second
     gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / max(1, len(setup.stages))
     if setup.strategy not in REDUCING:
-        seconds = communication_seconds(gradients, ranks, link)
+        seconds = communication_seconds(gradients, ranks, speed)
     else:
-        seconds = accumulation * gather_seconds(gradients, ranks, link)
+        seconds = accumulation * gather_seconds(gradients, ranks, speed)
     if setup.strategy in ("zero1", "zero2"):
-        seconds += gather_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, link)
-    return seconds + accumulation * gathering_seconds(config, shape, setup, ranks, link)
+        seconds += gather_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, speed)
+    seconds += accumulation * gathering_seconds(config, shape, setup, ranks, speed)
+    messages = _messages(config, shape, setup) * (accumulation if setup.strategy in REDUCING else 1)
+    if setup.strategy in GATHERING:
+        messages += 2 * shape.layers * accumulation
+    return seconds + messages * link.latency_seconds * (setup.world_size - 1) / max(1, link.ranks - 1)
 
 
 def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, link: float) -> float:
@@ -166,16 +181,6 @@ def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
 def gathering_passes(setup: Setup) -> int:
     """Return how often a micro-step needs the shared-out weights: forward, backward, and forward again where that is recomputed."""
     return 3 if setup.gradient_checkpointing else 2
-
-
-def latency_seconds(config: Config, shape: ModelShape, setup: Setup, link: Link, ranks: int, accumulation: int) -> float:
-    """Return what the latencies of a step's messages add up to: one for each bucket of gradients and each gathered layer."""
-    if ranks < 2 or not link.latency_seconds:
-        return 0.0
-    messages = _messages(config, shape, setup) * (accumulation if setup.strategy in REDUCING else 1)
-    if setup.strategy in GATHERING:
-        messages += 2 * shape.layers * accumulation
-    return messages * link.latency_seconds * (ranks - 1) / max(1, link.ranks - 1)
 
 
 def _messages(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -236,7 +241,7 @@ def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> list[s
     config, speed = request.config, request.hardware.network_bytes_per_second
     if speed is None or setup.world_size == 1:
         return []
-    seconds = exchange_seconds(config, request.shape, setup, setup.world_size, micro_steps, speed)
+    seconds = exchange_seconds(config, request.shape, setup, micro_steps, _link(speed))
     what = "weights and gradients" if setup.strategy in GATHERING else "gradients"
     if config.launch.local_steps > 1:
         what = f"trained weights, once in {config.launch.local_steps} steps,"
@@ -315,3 +320,192 @@ def check_gathering(request: Request, setup: Setup, micro_steps: int, computing_
         hint=f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or a smaller model make "
         "them fit; LAUNCH_SLOW_NETWORK=allow runs it all the same",
     )
+
+
+# Ranks that train the same rows together, each with slices of their lines or layers, or a stage of the model.
+
+
+def check_slices(request: Request) -> list[str]:
+    """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError` for unlike devices."""
+    shape, size, world, launch = request.shape, request.group_size, len(request.ranks.devices), request.config.launch
+    if size == 1 or request.stages > 1:
+        return []
+    key = KEY if launch.sequence_parallel > 1 else TENSOR_KEY
+    variable = key.upper().replace(".", "_")
+    given = f"`{key}` is {size}"
+    # Queries are repeated over keys and values, of which a slice of the layers needs its own; a slice of a line sends copies.
+    heads = shape.heads if key == KEY else math.gcd(shape.heads, shape.kv_heads)
+    what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
+    fitting = max(number for number in range(1, world + 1) if world % number == 0 and heads % number == 0)
+    other = f" NUM_GPUS={size}, or a number that divides {world}" if world > 1 else ""
+    refusals = (
+        (world % size > 0, f", which does not divide {plural(world, 'process')}", f"make train-distributed{other}; {variable}=1 cuts nothing"),
+        (
+            heads % size > 0, f", but {shape.heads} {what} cannot be shared out evenly among so many ranks", f"{variable}={fitting}",
+        ),
+        (
+            key == KEY and shape.moving_rope,
+            ", but this model's rotary angles depend on the longest position of a line, and each rank sees only its slice's",
+            f"{variable}=1, or another model",
+        ),
+        (
+            key == TENSOR_KEY and shape.model_type not in TENSOR_PARALLEL_MODEL_TYPES,
+            f", but the layers of `{shape.model_type}` are not among those that can be shared out; see docs/parallelism.md",
+            f"{variable}=1; `make train-fsdp` shares out the weights of any model",
+        ),
+        (
+            key == TENSOR_KEY and shape.ffn_size % size > 0,
+            f", which does not divide the feed-forward size, {shape.ffn_size}", f"{variable}=1",
+        ),
+    )  # fmt: skip
+    for refused, why, hint in refusals:
+        if refused:
+            raise UserError(given + why, hint=hint)
+    if len(names := dict.fromkeys(device.name for device in request.ranks.devices)) > 1:
+        raise HardwareError(
+            f"{given}, but equal slices would wait for the slowest of {', '.join(names)}", hint="use cards of one kind"
+        )
+    network = slow_network(request)
+    if _apart(request) and network and launch.slow_network != "allow":
+        raise UserError(
+            f"{given}, but that joins ranks of several machines over {network}, which send each other every layer's states",
+            hint=f"a number that divides the ranks of each machine ({', '.join(map(str, request.ranks.nodes))})",
+        )
+    if key == TENSOR_KEY:
+        return [f"each layer in {size} slices: a rank computes {shape.heads // size} of {shape.heads} heads, for all tokens"]
+    return [
+        f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {shape.heads // size} of {shape.heads} heads"
+    ]
+
+
+def attention_for_slices(request: Request, why: str | None) -> str:
+    """Return the attention that computes slices. Raise `UserError` where the family has others, or `why` says that it cannot run."""
+    family = request.shape.model_type
+    if family not in SLICED_MODEL_TYPES:
+        why = f"`{family}` is not among the families whose tokens meet in attention alone, computed by lengths"
+    if why:
+        raise UserError(f"`{KEY}` is {request.group_size}, but {why}", hint="LAUNCH_SEQUENCE_PARALLEL=1")
+    return VARLEN
+
+
+def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
+    """Return what a rank sends in a step of `tokens` of its group.
+
+    Of lines: queries, keys, values and attention's output, keys repeated for each. Of layers: two all-reduces of the hidden states in each
+    pass, which send 2 (N - 1) / N times their size.
+    """
+    shape, size = request.shape, request.group_size
+    if setup.stages:
+        both = shape.tied and request.config.tuning.mode == "full"  # of what first and last stage hold, the gradient is summed
+        table = shape.vocab_size * shape.hidden_size * trained_bytes(request.config, setup) if both else 0
+        return 2 * tokens * shape.hidden_size * setup.width + table
+    if setup.tensor_parallel > 1:
+        return _passes(request, setup) * 2 * tokens * shape.hidden_size * setup.width * 2 * (size - 1) / size
+    token = 2 * (shape.heads + math.lcm(shape.kv_heads, size)) * shape.head_dim * setup.width
+    return _passes(request, setup) * token * tokens / size * (size - 1) / size
+
+
+def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: int) -> float:
+    """Return the seconds of what slices send in a step of so many micro-steps; 0 without them, or over a network of unknown speed."""
+    hardware, apart = request.hardware, _apart(request)
+    near = hardware if apart else replace(hardware, network_bytes_per_second=None)
+    link = link_of(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1, request.calibration)
+    if request.group_size == 1 or link is None:
+        return 0.0
+    messages = 2 * micro_steps * (1 if setup.stages else _passes(request, setup))
+    return slices_bytes(request, setup, tokens) / link.bytes_per_second + messages * link.latency_seconds
+
+
+def describe_traffic(request: Request, setup: Setup, tokens: float, micro_steps: int) -> list[str]:
+    """Return in words what slices send in a step."""
+    if request.group_size == 1:
+        return []
+    sent, seconds = slices_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens, micro_steps)
+    what = "hidden states" if setup.copies > 1 else "queries, keys, values and outputs"
+    return [
+        f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step, {figure(seconds, 2)} s by forecast"
+    ]
+
+
+def _passes(request: Request, setup: Setup) -> int:
+    return (3 if setup.gradient_checkpointing else 2) * request.shape.layers
+
+
+def _apart(request: Request) -> bool:
+    """Whether a network lies between the ranks of a group: of several machines, or of one that is described so (`8GB+8GB@1Gbit`)."""
+    nodes = request.ranks.nodes
+    joined = len(nodes) == 1 and request.hardware.network_bytes_per_second is not None
+    return joined or any(ranks % request.group_size for ranks in nodes)
+
+
+def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, ...]:
+    """Return the layers of each stage; empty without a pipeline. Raise `UserError` for what cannot be staged.
+
+    A stage takes layers by its device's speed, as far as its memory holds them with one row; the head counts as layers of as many weights.
+    """
+    if request.config.launch.strategy != "pipeline":
+        return ()
+    stages, shape, world = request.stages, request.shape, len(request.ranks.devices)
+    if stages < 2 or world % stages:
+        hint = (
+            "make train-distributed with NUM_GPUS=2 or more"
+            if world < 2
+            else "LAUNCH_STAGES=auto puts all of them into one pipeline"
+        )
+        raise UserError(f"`launch.strategy: pipeline` with {plural(stages, 'stage')} on {plural(world, 'process')}", hint=hint)
+    if stages > shape.layers:
+        raise UserError(f"{stages} stages, but the model has {shape.layers} layers", hint=f"LAUNCH_STAGES={shape.layers}")
+    if shape.model_type in NOT_STAGED_MODEL_TYPES:
+        raise UserError(
+            f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be stages, since they read more than the layer before",
+            hint="`make train-fsdp` shares out the weights of any model",
+        )
+    devices = request.ranks.devices[:stages]
+    if any(request.ranks.devices[first : first + stages] != devices for first in range(0, world, stages)):
+        raise HardwareError(
+            "pipelines whose machines differ cannot be trained side by side", hint="LAUNCH_STAGES=auto makes one of all"
+        )
+    most = [_most_layers(request, setup, stage, stages) for stage in range(stages)]
+    head = _head(shape)
+    speeds = [device.peak_flops or 1.0 for device in devices] if all(device.peak_flops for device in devices) else [1.0] * stages
+    layers = [1] * stages
+    while sum(layers) < shape.layers:
+        # Where memory holds no more they are dealt out all the same: the plan then says what is lacking.
+        open_to = [stage for stage in range(stages) if layers[stage] < most[stage]] or list(range(stages))
+        loads = {stage: (layers[stage] + 1 + (head if stage == stages - 1 else 0)) / speeds[stage] for stage in open_to}
+        layers[min(loads, key=lambda stage: loads[stage])] += 1
+    reasons.append(f"stages: {', '.join(map(str, layers))} layers on ranks 0 to {stages - 1}, by speed and memory")
+    return tuple(layers)
+
+
+def _head(shape: ModelShape) -> float:
+    """Return the layers that compute as much as the head."""
+    return shape.vocab_size * shape.hidden_size / max(1, shape.layer_linear_parameters)
+
+
+def stage_shares(shape: ModelShape, stages: Sequence[int]) -> list[float]:
+    """Return each stage's share of a pass."""
+    whole = shape.layers + _head(shape)
+    return [(layers + (_head(shape) if stage == len(stages) - 1 else 0)) / whole for stage, layers in enumerate(stages)]
+
+
+def _most_layers(request: Request, setup: Setup, stage: int, stages: int) -> int:
+    """Return how many layers a stage holds with one row, recomputed if need be."""
+    config, room = request.config, request.rank_room[stage]
+    least = replace(setup, gradient_checkpointing=config.train.gradient_checkpointing is not False, stage=stage)
+    low, high = 1, request.shape.layers
+    while low < high:
+        middle = (low + high + 1) // 2
+        tried = replace(least, stages=tuple(middle if one == stage else 1 for one in range(stages)))
+        low, high = (middle, high) if request.need(tried, 1) <= room else (low, middle - 1)
+    return low
+
+
+def fill_stages(request: Request, setup: Setup, fitting: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the rows of a micro-batch at most, one at least: of a pipeline so few that a step has micro-batches to keep all stages busy."""
+    fitting = tuple(max(1, rows) for rows in fitting)
+    if not setup.stages or not request.divides:
+        return fitting
+    rows = global_rows(request.config.train, setup.data_world) / setup.data_world
+    wanted = max(1, math.floor(rows / (FILLS * len(setup.stages))))
+    return tuple(min(most, wanted) for most in fitting)

@@ -192,7 +192,7 @@ class Plan(Setup):
     peak_at: str | None = None
     """Where in a step the peak stands, in words."""
     peak_remedy: str | None = None
-    """What the peak is mostly made of, what would make that smaller, and by how much; `None` where nothing would."""
+    """Its largest part that can shrink, what would do that, and by how much the whole peak falls; `None` where nothing would."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """What was changed because memory ran out, oldest first (`launch.recovery.Recovery`)."""
     reasons: tuple[str, ...]

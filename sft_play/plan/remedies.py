@@ -183,7 +183,8 @@ def _remedy(config: Config, shape: ModelShape, setup: Setup, rank: RankPlan, mom
     for words, other, rows in _changes(config, shape, setup, rank.worst_rows, part):
         saving = before - sum(rank_memory(config, shape, other, rows).values())
         if saving >= WORTH_SAYING:
-            return f"{NAMES.get(part, f'the {part}')}: {words}, minus {saving / GIB:.1f} GiB"
+            shrinks = f"largest part that can shrink: {NAMES.get(part, f'the {part}')}"
+            return f"{shrinks}; with {words} the whole peak is {saving / GIB:.1f} GiB lower, by formula"
     return None
 
 
@@ -196,7 +197,7 @@ def _changes(config: Config, shape: ModelShape, setup: Setup, rows: int, part: s
             found.append(("TRAIN_OPTIM=adamw_bnb_8bit", replace(setup, optim="adamw_bnb_8bit"), rows))
         return found
     if part == "logits" and not setup.loss_chunk:
-        found.append(("chunk the loss", with_chunks(config, shape, setup), rows))
+        found.append(("chunks of the loss", with_chunks(config, shape, setup), rows))
     if part == "casts" and bf16_on_gpu:
         found.append(("MODEL_DTYPE=bfloat16", replace(setup, weights_dtype="bfloat16"), rows))
     if part in ("activations", "casts") and not setup.gradient_checkpointing:

@@ -14,7 +14,7 @@ from sft_play.plan import choices
 from sft_play.plan.batch import Batch, Cost, Slots, choose_batch, equal_shares, halve_batch, share_out, spans, step_seconds
 from sft_play.plan.epoch import Division, choose_packing, gaining_packs, rows_data
 from sft_play.plan.hardware import Device
-from sft_play.plan.network import check_gathering, exchange_seconds, latency_seconds, link_of
+from sft_play.plan.network import check_gathering, exchange_seconds, link_of
 from sft_play.plan.plan import RankPlan, Setup
 from sft_play.plan.request import MOST_ROWS, Request
 from sft_play.plan.shape import BY_LENGTHS
@@ -299,13 +299,11 @@ def _machines(request: Request) -> Mapping[str, tuple[int, ...]]:
 
 def _beside_computing(request: Request, setup: Setup, staying: tuple[int, ...], micro_steps: int) -> float:
     """Return the seconds of a step's exchange and update where these ranks take part."""
-    config, shape, ranks, world = request.config, request.shape, request.ranks, len(staying)
+    config, shape, ranks = request.config, request.shape, request.ranks
     nodes = len({node for node in range(len(ranks.nodes)) if set(ranks.ranks_of(node)) & set(staying)})
-    devices, hardware, setup = tuple(ranks.devices[rank] for rank in staying), request.hardware, replace(setup, world_size=world)
+    devices, hardware, setup = tuple(ranks.devices[rank] for rank in staying), request.hardware, replace(setup, world_size=len(staying))
     if nodes == 1 and len(ranks.nodes) > 1:
         hardware = replace(hardware, network_bytes_per_second=None)
     link = link_of(hardware, devices, nodes, request.calibration)
     assert link is not None, "a link that several machines have"
-    seconds = exchange_seconds(config, shape, setup, world, micro_steps, link.bytes_per_second)
-    seconds += latency_seconds(config, shape, setup, link, world, micro_steps)
-    return seconds + optimizer_seconds(config, shape, setup, hardware, devices, request.calibration)
+    return exchange_seconds(config, shape, setup, micro_steps, link) + optimizer_seconds(config, shape, setup, hardware, devices, request.calibration)

@@ -19,10 +19,9 @@ from sft_play.config.schema import Config
 from sft_play.plan.batch import rank_rows, spans
 from sft_play.plan.calibration import Calibration, StepFit
 from sft_play.plan.epoch import Data, Division, rows_data
-from sft_play.plan.groups import shares, slices_seconds
 from sft_play.plan.hardware import Device, Hardware, fp32_share
 from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
-from sft_play.plan.network import exchange_seconds, latency_seconds, link_of
+from sft_play.plan.network import exchange_seconds, link_of, slices_seconds, stage_shares
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
@@ -200,29 +199,25 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
         request.hardware,
         request.calibration,
     )
-    devices, ranks, micro_steps = request.ranks.devices, len(request.ranks.devices), division.micro_steps
+    devices, micro_steps = request.ranks.devices, division.micro_steps
     data = data or division.data(rows_data(config, request.prepared, setup))
     link = link_of(hardware, devices, request.launch.num_nodes, calibration)
-    paces = paces_of(request, setup, data)
-    if paces is None or link is None:
-        stated = hardware.network_bytes_per_second
-        waits = None
-        if stated and ranks > 1:
-            waits = exchange_seconds(config, shape, setup, ranks, micro_steps, stated)
-            waits += slices_seconds(request, setup, max(division.shares) * data.row_tokens, micro_steps)
-        return Forecast(communication_seconds=waits)
-    spent: dict[tuple[Device, int, int], float] = {}
+    if link is None:
+        return Forecast()
     micros, own_steps = division.batch.micro_batches, division.own_steps
     counts = spans(division.rows, tuple(zip(micros, own_steps, strict=True))) if own_steps else rank_rows(division.rows, micros)
+    exchange = exchange_seconds(config, shape, setup, micro_steps, link)
+    exchange += slices_seconds(request, setup, max(counts) * data.row_tokens, micro_steps)
+    paces = paces_of(request, setup, data)
+    if paces is None:
+        return Forecast(communication_seconds=exchange if hardware.network_bytes_per_second and len(devices) > 1 else None)
+    spent: dict[tuple[Device, int, int], float] = {}
     each = tuple(zip(request.data_devices, counts, own_steps or (micro_steps,) * len(counts), strict=True))
     for device, rows, steps in set(each):
         flops = step_flops(config, shape, setup, rows, steps, data)
-        stages = list(zip(devices, shares(shape, setup.stages), strict=False)) or [(device, 1.0)]
+        stages = list(zip(devices, stage_shares(shape, setup.stages), strict=False)) or [(device, 1.0)]
         each_computes = (paces[one].seconds(share * len(stages) * flops, share * steps) for one, share in stages)
         spent[device, rows, steps] = max(each_computes) if rows else 0.0
-    exchange = exchange_seconds(config, shape, setup, ranks, micro_steps, link.bytes_per_second)
-    exchange += latency_seconds(config, shape, setup, link, ranks, micro_steps)
-    exchange += slices_seconds(request, setup, max(counts) * data.row_tokens, micro_steps)
     seconds = max(spent.values()) + optimizer_seconds(config, shape, setup, hardware, devices, calibration) + exchange
     speed = division.rows * data.row_tokens / seconds
     return Forecast(

@@ -1,50 +1,37 @@
-"""The forecast: operations, paces, what a network costs, money, and the table of `SCALE`."""
+"""The forecast: operations, what was measured, money, and the table of `SCALE`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.files import write_json
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import Calibration, load_calibration
-from sft_play.plan.hardware import Hardware, parse_hardware
-from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.hardware import parse_hardware
+from sft_play.plan.plan import LaunchRequest
 from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_table, show_scale, show_speed, with_cost
 from sft_play.plan.throughput import flops_per_token
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.progress import energy_kwh as measured_energy
-from tests.plans import CPU, planned
+from tests import plans
+from tests.plans import LLAMA, planned
 
-SMALL, LLAMA2, LLAMA3 = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
-
-
-def config_of(name: str = SMALL, mode: Any = "lora", seq: int = 256, **train: Any) -> Config:
-    return Config(
-        model=ModelConfig(name=name, max_seq_len=seq), tuning=TuningConfig(mode=mode), data=DataConfig(), train=TrainConfig(**train),
-        launch=LaunchConfig(),
-    )  # fmt: skip
-
-
-def plan_of(hardware: Hardware | str, config: Config, **launch: Any) -> Plan:
-    return planned(config, hardware, LaunchRequest(**({"command_strategy": "auto"} | launch)))
-
-
-# Operations.
+plan_of = partial(plans.plan_of, name=LLAMA, max_seq_len=512, max_steps=100, command_strategy="auto")
 
 
 @pytest.mark.parametrize(
     ("mode", "recompute", "tokens", "gflops"),
     [("full", False, 2048, 46.9), ("full", True, 2048, 62.5), ("lora", False, 8192, 37.5)],
 )  # fmt: skip
-def test_operations_of_a_token_of_llama_3(mode: str, recompute: bool, tokens: int, gflops: float) -> None:
+def test_operations_of_a_token_of_llama_3(mode: Any, recompute: bool, tokens: int, gflops: float) -> None:
     """Figures of shared facts, by counting: 2 N forward, attention 2 S h a layer."""
-    config = config_of(LLAMA3, mode)
+    config = Config(model=ModelConfig(name=LLAMA), tuning=TuningConfig(mode=mode))
     assert flops_per_token(config, shape_of(config.model), tokens, recompute=recompute) / 1e9 == pytest.approx(gflops, rel=0.01)
 
 
@@ -52,10 +39,9 @@ def test_operations_of_a_token_of_llama_3(mode: str, recompute: bool, tokens: in
 
 
 def test_energy_is_the_cards_limits() -> None:
-    plan = plan_of("2xH200", config_of(LLAMA3, seq=1024, max_steps=100))
+    plan = plan_of("2xH200")
     assert plan.total_seconds and plan.energy_kwh == pytest.approx(2 * 700 * plan.total_seconds / 3.6e6)
-    assert plan_of("2x80GB", config_of(LLAMA3, seq=1024, max_steps=100)).energy_kwh is None
-    assert plan_of(CPU, config_of(max_steps=10)).energy_kwh is None
+    assert plan_of("2x80GB").energy_kwh is None
     assert f"at most {plan.energy_kwh:.3g} kWh" in "\n".join(show_speed(plan))
 
 
@@ -63,8 +49,7 @@ def test_energy_is_the_cards_limits() -> None:
     ("hardware", "nodes", "machines"), [("4xH200", 1, 1), ("8xH100@100Gbit", 2, 2), ("3xRTX4090@1Gbit", 1, 3)]
 )
 def test_money_is_by_machine_and_hour(hardware: str, nodes: int, machines: int) -> None:
-    described = parse_hardware(hardware)
-    plan = plan_of(described, config_of(LLAMA3, "qlora", seq=512, max_steps=100), num_nodes=nodes)
+    plan, described = plan_of(hardware, mode="qlora", num_nodes=nodes), parse_hardware(hardware)
     priced = with_cost(plan, described, 2.5)
     assert plan.total_seconds and priced.cost == pytest.approx(2.5 * machines * plan.total_seconds / 3600)
     assert "at PRICE_PER_HOUR" in "\n".join(show_speed(priced)) and with_cost(plan, described, None) is plan
@@ -85,28 +70,28 @@ def test_nonsense_is_one_clear_error(text: str) -> None:
         parse_scale(text)
 
 
-def table(hardware: str, counts: tuple[int, ...], config: Config, **launch: Any) -> Any:
-    described, request = parse_hardware(hardware), LaunchRequest(**({"command_strategy": "single"} | launch))
-
+def table(hardware: str, counts: tuple[int, ...], mode: Any) -> Any:
+    described, request = parse_hardware(hardware), LaunchRequest()
+    config = Config(model=ModelConfig(name=LLAMA, max_seq_len=512), tuning=TuningConfig(mode=mode))
     rows = scale_table(lambda case, asked: planned(config, case, asked), described, request, counts, 2.0)
     return rows, show_scale(rows, described, request, "a prior")
 
 
 def test_each_row_is_a_plan_of_its_own() -> None:
-    config = config_of(LLAMA3, seq=512, global_batch_size=64, max_steps=100)
-    rows, text = table("RTX4090@1Gbit", (1, 2, 4, 8), replace(config, tuning=TuningConfig(mode="qlora")))
+    rows, text = table("RTX4090@1Gbit", (1, 2, 4, 8), "qlora")
     assert [row["count"] for row in rows] == [1, 2, 4, 8] and rows[0]["efficiency"] == 1.0 and rows[0]["communication_share"] == 0
     shares, efficiencies = [row["communication_share"] for row in rows], [row["efficiency"] for row in rows]
     assert shares == sorted(shares) and efficiencies == sorted(efficiencies, reverse=True)
-    assert rows[3]["cost"] == pytest.approx(2.0 * 8 * rows[3]["total_seconds"] / 3600)
-    own = plan_of("4xRTX4090@1Gbit", replace(config, tuning=TuningConfig(mode="qlora")))
-    assert rows[2]["tokens_per_second"] == pytest.approx(own.tokens_per_second)
+    assert rows[2]["tokens_per_second"] == pytest.approx(plan_of("4xRTX4090@1Gbit", mode="qlora").tokens_per_second)
     assert text.count("\n") == 5
 
 
 def test_a_number_that_does_not_work_says_why() -> None:
-    rows, text = table("24GB", (1, 2), config_of(LLAMA3, "full", seq=2048))
+    rows, text = table("24GB", (1, 2), "full")
     assert all(row["problem"] for row in rows) and "does not work: not even one row" in text
+
+
+# What was measured.
 
 
 def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
@@ -125,9 +110,20 @@ def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
         ("NVIDIA H200", "H200+H100", False),
     ],
 )
-def test_described_hardware_gets_a_calibration_only_by_the_same_name(
+def test_a_calibration_counts_for_the_same_name_and_a_damaged_one_not(
     measured: str, described: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    Calibration(device=measured, kind="cuda", threads=2, measured="2026-11-21").save()
+    path = Calibration(device=measured, kind="cuda", threads=2, measured="2026-11-21").save()
     assert (load_calibration(parse_hardware(described)) is not None) == same
+    kept = path.read_text(encoding="utf-8")
+    for damaged in (
+        "",
+        kept[:-9],
+        "[]",
+        kept.replace('"threads": 2', '"threads": "two"'),
+        kept.replace('"format": 1', '"format": 0'),
+    ):
+        assert damaged != kept
+        path.write_text(damaged, encoding="utf-8")
+        assert load_calibration(parse_hardware(described)) is None  # speeds are then priors, as the plan says
