@@ -389,8 +389,8 @@ def fit_steps(steps: Steps, hardware: Hardware, calibration: Calibration) -> Ste
 def forecast_steps(steps: Steps, hardware: Hardware, calibration: Calibration | None) -> float | None:
     """Return the tokens per second that the plan expects of these steps."""
     plan, rows = steps.plan, steps.plan.global_batch_size
-    micro_batches = tuple(rank.micro_batch for rank in plan.ranks)
-    batch = Batch(micro_batches=micro_batches, accumulation=plan.ranks[0].accumulation, global_batch=rows, reasons=())
+    slots = tuple((rank.micro_batch, plan.ranks[0].accumulation) for rank in plan.ranks)
+    batch = Batch(slots=slots, global_batch=rows, reasons=())
     launch = LaunchRequest(command_strategy="single" if plan.world_size == 1 else "auto", num_gpus=plan.world_size)
     request = Request(config=steps.config, hardware=hardware, shape=steps.shape, launch=launch, calibration=calibration)
     return forecast(request, Division(setup=steps.setup, batch=batch), steps.data).tokens_per_second

@@ -19,6 +19,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import UserError
@@ -70,7 +71,7 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps:
         found = _settle(rows, costs, found, same_steps)
     if all(cost.most_rows for cost in costs):
         equal = equal_shares(rows, costs, same_steps=same_steps)
-        if step_seconds(equal, costs, rows=rows) <= step_seconds(found, costs, rows=rows):
+        if step_seconds(rows, equal, costs) <= step_seconds(rows, found, costs):
             return equal
     return found
 
@@ -88,30 +89,24 @@ def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple
     return tuple(_slots(cost, each + (index < rest)) for index, cost in enumerate(costs))
 
 
-def step_seconds(shares: Sequence[Slots], costs: Sequence[Cost], *, rows: int | None = None) -> float:
-    """Return the seconds of computing until the slowest rank is done with a step of `rows` (default: of full slots)."""
-    return max(rank_seconds(shares, costs, rows=rows), default=0.0)
+def step_seconds(rows: int, shares: Sequence[Slots], costs: Sequence[Cost]) -> float:
+    """Return the seconds of computing until the slowest rank is done with a step of `rows`."""
+    return max(rank_seconds(rows, shares, costs))
 
 
-def rank_seconds(shares: Sequence[Slots], costs: Sequence[Cost], *, rows: int | None = None) -> tuple[float, ...]:
-    """Return the seconds that each rank computes in a step of `rows` (default: of full slots); empty micro-steps cost nothing."""
-    counts = [micro * steps for micro, steps in shares] if rows is None else spans(rows, shares)
+def rank_seconds(rows: int, shares: Sequence[Slots], costs: Sequence[Cost]) -> tuple[float, ...]:
+    """Return the seconds that each rank computes in a step of `rows`; empty micro-steps cost nothing."""
     return tuple(
         min(steps, count) * cost.fixed_seconds + count * cost.row_seconds
-        for (_, steps), count, cost in zip(shares, counts, costs, strict=True)
+        for (_, steps), count, cost in zip(shares, spans(rows, shares), costs, strict=True)
     )
 
 
 def spans(rows: int, shares: Sequence[Slots]) -> tuple[int, ...]:
     """Return the rows that each rank gets of a step: the cuts are at floor(rows x slots so far / all slots)."""
-    total = sum(micro * steps for micro, steps in shares)
-    reached, start, found = 0, 0, []
-    for micro, steps in shares:
-        reached += micro * steps
-        end = rows * reached // total
-        found.append(end - start)
-        start = end
-    return tuple(found)
+    reached = list(accumulate((micro * steps for micro, steps in shares), initial=0))
+    cuts = [rows * slots // reached[-1] for slots in reached]
+    return tuple(end - start for start, end in pairwise(cuts))
 
 
 def rank_rows(rows: int, micro_batches: Sequence[int]) -> list[int]:
@@ -177,14 +172,14 @@ def _pour(rows: int, costs: Sequence[Cost]) -> list[int]:
 
 def _settle(rows: int, costs: Sequence[Cost], shares: tuple[Slots, ...], same_steps: bool) -> tuple[Slots, ...]:
     """Return shares of which no single rank's small change makes a step shorter: cutting in proportion moves a row here or there."""
-    best = step_seconds(shares, costs, rows=rows), shares
+    best = step_seconds(rows, shares, costs), shares
     for _ in range(ROUNDS):
         before = best
         for rank, cost in enumerate(costs):
             for changed in _near(best[1][rank], cost, same_steps):
                 tried = (*best[1][:rank], changed, *best[1][rank + 1 :])
                 if sum(micro * steps for micro, steps in tried) >= rows:
-                    best = min(best, (step_seconds(tried, costs, rows=rows), tried), key=lambda found: found[0])
+                    best = min(best, (step_seconds(rows, tried, costs), tried), key=lambda found: found[0])
         if best is before:
             break
     return best[1]
@@ -208,20 +203,26 @@ def _near(slots: Slots, cost: Cost, same_steps: bool) -> list[Slots]:
 class Batch:
     """The batch of a run."""
 
-    micro_batches: tuple[int, ...]
-    """Rows per micro-step of each rank."""
-    accumulation: int
-    """Micro-steps per optimizer step: of every rank, or the most of any where `own_steps` differ."""
+    slots: tuple[Slots, ...]
+    """Micro-batch and micro-steps of each rank."""
     global_batch: int
     reasons: tuple[str, ...]
-    own_steps: tuple[int, ...] = ()
-    """Micro-steps of each rank where they are not the same: under DDP, whose ranks meet once a step."""
 
     @property
-    def slots(self) -> tuple[Slots, ...]:
-        """Micro-batch and micro-steps of each rank."""
-        steps = self.own_steps or (self.accumulation,) * len(self.micro_batches)
-        return tuple(zip(self.micro_batches, steps, strict=True))
+    def micro_batches(self) -> tuple[int, ...]:
+        """Rows per micro-step of each rank."""
+        return tuple(micro for micro, _ in self.slots)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps per optimizer step, the most of any rank."""
+        return max(steps for _, steps in self.slots)
+
+    @property
+    def own_steps(self) -> tuple[int, ...]:
+        """Micro-steps of each rank where they are not the same: under DDP, whose ranks meet once a step."""
+        steps = tuple(steps for _, steps in self.slots)
+        return steps if len(set(steps)) > 1 else ()
 
 
 def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
@@ -256,7 +257,7 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
         reasons.append(
             f"{len(fitting) - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
         )
-    return Batch(micro_batches=micros, accumulation=steps, global_batch=wanted, reasons=tuple(reasons))
+    return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=wanted, reasons=tuple(reasons))
 
 
 def rows_each(wanted: int, world: int) -> int:
@@ -301,19 +302,19 @@ def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
     The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes below one
     row, and where all have one already nothing changes.
     """
-    micros, accumulation, own = batch.micro_batches, batch.accumulation, batch.own_steps
+    slots, together = batch.slots, not batch.own_steps
     for _ in range(halvings):
-        if max(micros) == 1:
-            break
-        own = tuple(steps * (2 if micro > 1 else 1) for micro, steps in zip(micros, own, strict=False))
-        micros, accumulation = tuple(min(micro, halve(micro, 1)) for micro in micros), max(own, default=2 * accumulation)
-    if micros == batch.micro_batches:
+        if max(micro for micro, _ in slots) > 1:
+            slots = tuple((min(micro, halve(micro, 1)), steps * (2 if together or micro > 1 else 1)) for micro, steps in slots)
+    if slots == batch.slots:
         return batch
+    halved = replace(batch, slots=slots)
+    before, after = ((_words(one.micro_batches), _words(one.own_steps or (one.accumulation,))) for one in (batch, halved))
     reason = (
-        f"memory ran out: micro-batch {_words(batch.micro_batches)} x accumulation {_words(batch.own_steps or (batch.accumulation,))} became "
-        f"{_words(micros)} x {_words(own or (accumulation,))} on every {unit}, the global batch {batch.global_batch} as before"
+        f"memory ran out: micro-batch {before[0]} x accumulation {before[1]} became {after[0]} x {after[1]} on every {unit}, "
+        f"the global batch {batch.global_batch} as before"
     )
-    return replace(batch, micro_batches=micros, accumulation=accumulation, own_steps=own, reasons=(*batch.reasons, reason))
+    return replace(halved, reasons=(*batch.reasons, reason))
 
 
 def halve(rows: int, times: int) -> int:
@@ -343,7 +344,7 @@ def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: s
             hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
         )
     reason = explain_global_batch(train, world, unit) or f"global batch {arithmetic}, as configured"
-    return Batch(micro_batches=(micro,) * world, accumulation=accumulation, global_batch=product, reasons=(reason,))
+    return Batch(slots=((micro, accumulation),) * world, global_batch=product, reasons=(reason,))
 
 
 def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, ...], str]:
@@ -352,13 +353,16 @@ def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, 
     held = f"up to {plural(least, 'row')}" if least == max(fitting) else f"{least} to {max(fitting)} rows"
     why = f": {held} {'fits' if held == 'up to 1 row' else 'fit'}"
     why += f", but more than {most} gain nothing" if least > most else ""
-    steps = math.ceil(wanted / sum(room))
-    share = wanted / (steps * sum(room))
-    micros = tuple(max(1, min(rows, math.ceil(rows * share))) for rows in room)
-    if len(set(room)) == 1:
-        # The smallest micro-batch that needs no more steps: 32 over room for 12 gives 3 steps of 11, not 12, 12 and 8.
-        micros = (max(1, math.ceil(wanted / (steps * len(room)))),) * len(room)
-    return micros, f"{why}; the work is divided evenly"
+    return even_micro_batches(wanted, room), f"{why}; the work is divided evenly"
+
+
+def even_micro_batches(wanted: int, room: Sequence[int]) -> tuple[int, ...]:
+    """Return the smallest micro-batches, in proportion to what there is `room` for, of which no larger ones need fewer micro-steps.
+
+    32 over room for 12 gives 3 steps of 11, not 12, 12 and 8.
+    """
+    slots = -(-wanted // sum(room)) * sum(room)
+    return tuple(max(1, -(-rows * wanted // slots)) for rows in room)
 
 
 def _words(micros: tuple[int, ...]) -> str:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from sft_play.config.schema import Config, DataConfig
 from sft_play.errors import DataError, UserError
 from sft_play.plan import choices
-from sft_play.plan.batch import Batch, rank_rows, spans
+from sft_play.plan.batch import Batch, even_micro_batches, rank_rows, spans
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request, global_rows
 from sft_play.plan.shape import FLATTENED_TOKENS
@@ -454,7 +454,7 @@ def choose_packing(
         )
     bound, slots = packs.bound if packs else plain.global_batch, sum(micros)
     accumulation = math.ceil(bound / slots)
-    chosen = replace(chosen, batch=replace(plain, micro_batches=micros, accumulation=accumulation))
+    chosen = replace(chosen, batch=replace(plain, slots=tuple((micro, accumulation) for micro in micros)))
     arithmetic = f"how much it saves is known when the data are prepared; packs of up to {setup.pack_tokens} tokens"
     if packs:
         before, after = plain.accumulation, packs.micro_steps(slots)
@@ -493,11 +493,7 @@ def _micro_batches(request: Request, chosen: Division, fitting: tuple[int, ...],
     if train.batch_size != "auto":
         return (min(train.batch_size, math.ceil(per_step / world)),) * world
     gains = gaining_packs(chosen, most)
-    room = [min(gains, rows) for rows in fitting]
-    if min(room) < 1:
-        return (1,) * world
-    steps = math.ceil(per_step / sum(room))
-    return tuple(max(1, min(rows, math.ceil(per_step * rows / (steps * sum(room))))) for rows in room)
+    return even_micro_batches(per_step, [min(gains, rows) for rows in fitting]) if min(fitting) else (1,) * world
 
 
 def gaining_packs(chosen: Division, most: int) -> int:

@@ -218,13 +218,11 @@ def _replace_reasons(reasons: list[str], reason: str) -> None:
 
 def _with_slots(division: Division, shares: tuple[Slots, ...]) -> Division:
     """Return the division with these slots; with packing, so many micro-steps that the fullest step fits."""
-    micros, steps = tuple(micro for micro, _ in shares), tuple(steps for _, steps in shares)
-    if division.packs is not None or division.setup.pack_tokens:
+    if division.setup.pack_tokens:
         bound = division.packs.bound if division.packs else division.batch.global_batch
-        held = sum(micro * each for micro, each in shares)
-        steps = tuple(math.ceil(each * max(1.0, bound / held)) for each in steps)
-    own = steps if len(set(steps)) > 1 else ()
-    return replace(division, batch=replace(division.batch, micro_batches=micros, accumulation=max(steps), own_steps=own))
+        more = max(1.0, bound / sum(micro * steps for micro, steps in shares))
+        shares = tuple((micro, math.ceil(steps * more)) for micro, steps in shares)
+    return replace(division, batch=replace(division.batch, slots=shares))
 
 
 def _rows_of_ranks(division: Division) -> str:
@@ -261,7 +259,7 @@ def tell_unequal(
     if not machines or request.group_size > 1 or not request.divides or not costs or link is None:
         return
     same = division.setup.strategy != "ddp"
-    now = step_seconds(division.batch.slots, costs, rows=division.rows)
+    now = step_seconds(division.rows, division.batch.slots, costs)
     now += _beside_computing(request, division.setup, everyone, division.batch.accumulation)
     options: list[tuple[float, str]] = []
     tried: set[tuple[Cost, ...]] = set()
@@ -281,7 +279,7 @@ def tell_unequal(
             if all(cost.most_rows for cost in rest):
                 shares = share_out(division.rows, rest, same_steps=same)
                 beside = _beside_computing(request, division.setup, staying, max(steps for _, steps in shares))
-                options.append((step_seconds(shares, rest, rows=division.rows) + beside, words))
+                options.append((step_seconds(division.rows, shares, rest) + beside, words))
     best, words = min(options, default=(math.inf, ""))
     if now > GAIN * best:
         reasons.append(f"FASTER {words}: {figure(best)} s a step instead of {figure(now)} s, the network included")
@@ -301,9 +299,15 @@ def _beside_computing(request: Request, setup: Setup, staying: tuple[int, ...], 
     """Return the seconds of a step's exchange and update where these ranks take part."""
     config, shape, ranks = request.config, request.shape, request.ranks
     nodes = len({node for node in range(len(ranks.nodes)) if set(ranks.ranks_of(node)) & set(staying)})
-    devices, hardware, setup = tuple(ranks.devices[rank] for rank in staying), request.hardware, replace(setup, world_size=len(staying))
+    devices, hardware, setup = (
+        tuple(ranks.devices[rank] for rank in staying),
+        request.hardware,
+        replace(setup, world_size=len(staying)),
+    )
     if nodes == 1 and len(ranks.nodes) > 1:
         hardware = replace(hardware, network_bytes_per_second=None)
     link = link_of(hardware, devices, nodes, request.calibration)
     assert link is not None, "a link that several machines have"
-    return exchange_seconds(config, shape, setup, micro_steps, link) + optimizer_seconds(config, shape, setup, hardware, devices, request.calibration)
+    return exchange_seconds(config, shape, setup, micro_steps, link) + optimizer_seconds(
+        config, shape, setup, hardware, devices, request.calibration
+    )

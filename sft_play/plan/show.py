@@ -113,7 +113,7 @@ def _rank_seconds(plan: Plan) -> tuple[float, ...]:
     ]
     if len(costs) < len(plan.ranks) or plan.pack_tokens:
         return ()
-    return rank_seconds([(rank.micro_batch, rank.accumulation) for rank in plan.ranks], costs, rows=plan.global_batch_size)
+    return rank_seconds(plan.global_batch_size, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks], costs)
 
 
 def _steps(plan: Plan) -> str:

@@ -104,7 +104,7 @@ class Judge:
         found = found and at_work(self.rows, found, costs, self.turns, self.working, same_steps=same)
         if found is None or found == shares:
             return None
-        before, after = (step_seconds(one, costs, rows=self.rows) for one in (shares, found))
+        before, after = (step_seconds(self.rows, one, costs) for one in (shares, found))
         return found if before > GAIN * after else None
 
     def costs(self, sums: Sequence[Sequence[float]]) -> list[Cost]:
@@ -155,7 +155,7 @@ def within(rows: int, costs: Sequence[Cost], turns: int, *, same_steps: bool) ->
     """
     if not any(cost.most_rows for cost in costs):
         return None
-    found: Shares = share_out(rows, costs, same_steps=same_steps, most_steps=turns if same_steps else 0)
+    found: Shares = share_out(rows, costs, same_steps=same_steps, most_steps=turns)
     over = [rank for rank, (_, steps) in enumerate(found) if steps > turns]
     if not over:
         return found

@@ -87,6 +87,6 @@ def test_all_rows_within_memory_and_never_slower_than_equal(rows: int, ranks: li
     assert shares == share_out(rows, ranks, same_steps=same)  # whoever asks
     equal = equal_shares(rows, ranks, same_steps=same)
     within(equal, ranks, rows)
-    assert step_seconds(shares, ranks, rows=rows) <= step_seconds(equal, ranks, rows=rows)
+    assert step_seconds(rows, shares, ranks) <= step_seconds(rows, equal, ranks)
     if same:
         assert len({steps for (micro, steps) in shares}) == 1
