@@ -1,4 +1,4 @@
-"""The shipped presets are those of contract section 8, and what their comments say of quoted batches is what the plan finds."""
+"""The shipped presets are those of contract section 8, and what comments and pages say of batches and speeds is what the plan finds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from scripts.render_presets import LAN, MADE_FOR, PAGES, QUOTED, plan_of, render
 from sft_play.config.load import load_config
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.request import DoesNotFitError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Program
+from tests.documents import documented_commands
 
 DOES_NOT_FIT = "h200_quad"
 
@@ -55,10 +56,30 @@ def test_presets_are_planned_on_all_hardware_that_they_claim(name: str, hardware
     assert plan.optim == "adamw_torch_fused" or config.tuning.mode == "full"
 
 
-# docs/presets.md.
+# Pages.
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page_shows_what_the_plan_says(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert rendered(page) == text, f"{page} is stale: run `python scripts/render_presets.py`"
+
+
+FORECAST = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
+HEADING = FORECAST.index("## Speeds that people quote")
+COMMANDS = [
+    command.words[2:]
+    for command in documented_commands()
+    if command.document == "docs/forecast.md" and command.line > FORECAST.count("\n", 0, HEADING)
+]
+
+
+def test_the_page_of_speeds_has_commands() -> None:
+    assert len(COMMANDS) >= 5 and all(any(word.startswith("HARDWARE=") for word in words) for words in COMMANDS)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:60])
+def test_speeds_are_the_plans(in_process: Program, words: list[str]) -> None:
+    found = in_process("plan", *words, "JSON=1").json
+    for speed in [row["tokens_per_second"] for row in found.get("scale", [])] or [found["tokens_per_second"]]:
+        assert f"{speed:,.0f}" in FORECAST[HEADING:], words

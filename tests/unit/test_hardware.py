@@ -15,9 +15,8 @@ from tests.nvml_double import RTX3090, Machine, move_to
 
 
 def test_names_from_the_catalogue() -> None:
-    four = parse_hardware("4xH200")
-    assert [d.name for d in four.devices] == ["H200"] * 4
-    assert four.devices[0].peak_flops == 989e12 and four.devices[0].bf16 and four.devices[0].fp8
+    card = parse_hardware("H200").devices[0]
+    assert card.peak_flops == 989e12 and card.bf16 and card.fp8
     for text, names in {
         "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2,
         "2 RTX 3090": ["RTX3090"] * 2, "24 GB": ["24 GB GPU"], "A6000": ["RTXA6000"], "3080 12GB": ["RTX3080 12GB"],

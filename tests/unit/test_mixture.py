@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,12 @@ from sft_play.plan.epoch import Mixture, mixture_of
 from sft_play.runs.prepared import SourceFacts
 
 
-def facts(name: str, rows: int, tokens: int, weight: float | None) -> SourceFacts:
-    return SourceFacts(name=name, rows=rows, tokens=tokens, label_tokens=tokens // 2, weight=weight)
-
-
-def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: str) -> Mixture:
-    parts = [facts(f"s{i}", *part) for i, part in enumerate(zip(rows, tokens, weights, strict=True))]
-    found = mixture_of(DataConfig(**data), parts)  # type: ignore[arg-type]
+def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: Any) -> Mixture:
+    parts = [
+        SourceFacts(name=f"s{i}", rows=rows[i], tokens=tokens[i], label_tokens=tokens[i] // 2, weight=weight)
+        for i, weight in enumerate(weights)
+    ]
+    found = mixture_of(DataConfig(**data), parts)
     assert found is not None
     return found
 
@@ -41,10 +41,10 @@ def test_a_source_that_is_repeated_many_times_is_warned_of() -> None:
 
 
 def test_a_weighted_source_without_rows_is_an_error() -> None:
-    with pytest.raises(DataError, match="source `b` has the weight 2, but gave no rows"):
-        mixture_of(DataConfig(), [facts("a", 3, 30, 1), facts("b", 0, 0, 2)])
+    with pytest.raises(DataError, match="source `s1` has the weight 2, but gave no rows"):
+        mixture([3, 0], [30, 0], [1, 2])
     with pytest.raises(DataError, match="all weights"):
-        mixture_of(DataConfig(), [facts("a", 3, 30, 0)])
+        mixture([3], [30], [0])
 
 
 def test_each_source_gives_all_its_rows_before_any_again() -> None:

