@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.schema import Config, ModelConfig, TrainConfig
+from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.formats import Message
-from sft_play.data.tokens import Encoder
+from sft_play.data.formats import Example, Message
+from sft_play.data.tokens import Encoder, Outcome
+from sft_play.model.tokenizer import chat_format, load_tokenizer
 
 Kind = Literal["gpt2", "llama3", "gemma", "llama2"]
 
@@ -97,9 +98,30 @@ def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
     return ids, labels
 
 
-def rows_of(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, **train: Any) -> list[Encoded]:
-    """Returns the rows that training makes of a conversation; `train` are keys of `train`."""
-    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
+def load_with(folder: Path, template: str | None = None, **data: Any) -> Any:
+    """Returns the tokenizer of a folder that writes conversations by `template`, and by other keys of `data`."""
+    return load_tokenizer(folder, chat_format(DataConfig(chat_template=template, **data)))
+
+
+def outcome_of(
+    tokenizer: Any, *, limit: int = 4096, overlong: Any = "error", loss_on: Any = "assistant", **example: Any
+) -> Outcome:
+    """Returns what training makes of an example, which is given by its `messages` or `input_ids`."""
+    config = Config(
+        model=ModelConfig(name="tiny", max_seq_len=limit), data=DataConfig(overlong=overlong), train=TrainConfig(loss_on=loss_on)
+    )
+    (found,) = Encoder(config, tokenizer).encode([Example(place="rows.jsonl:3", form="messages", source=0, **example)])
+    return found
+
+
+def rows_of(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: Any = "assistant"
+) -> Sequence[Encoded]:
+    """Returns the rows that training makes of a conversation. Raises `DataError`."""
+    found = outcome_of(tokenizer, messages=messages, tools=tools, loss_on=loss_on)
+    if found.error:
+        raise found.error
+    return found.rows
 
 
 def learnt_runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:

@@ -1,23 +1,28 @@
-"""`make data`: prepares and caches, nothing else; the same rows for any number of processes; nothing half-made when it is stopped."""
+"""`make data`: what it prints, keeps in the cache and refuses; the same rows for any number of processes; nothing half-made when stopped."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from sft_play.__main__ import main
-from sft_play.config.load import load_config
-from sft_play.runs.prepared import lookup
+from sft_play.config.load import load_config, save_config
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared, lookup
 from tests.conftest import ROOT, Done, environment
-from tests.contract.test_prepare import pairs, write_rows
 from tests.training_runs import nested_yaml
 
 pytestmark = pytest.mark.slow
@@ -26,18 +31,12 @@ Data = Callable[..., Done]
 
 
 @pytest.fixture
-def variables(tmp_path: Path) -> Mapping[str, str]:
-    return environment(tmp_path / "cache", tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""})
-
-
-@pytest.fixture
 def data(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Data]:
     """Runs `make data JSON=1` on `key: value` lines, in this process."""
     for name, value in (("RUNS_DIR", tmp_path / "runs"), ("SFT_PLAY_CACHE", tmp_path / "cache"), ("HF_HUB_OFFLINE", 1)):
         monkeypatch.setenv(name, str(value))
 
-    def run(*lines: str, words: tuple[str, ...] = ("JSON=1",), cache: str = "cache") -> Done:
-        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / cache))
+    def run(*lines: str, words: tuple[str, ...] = ("JSON=1",)) -> Done:
         document = configured(tmp_path, tiny, lines)
         capfd.readouterr()
         code = main(["data", f"CONFIG={document}", *words])
@@ -52,6 +51,28 @@ def configured(folder: Path, model: Path, lines: Sequence[str]) -> Path:
     document = folder / "x.yaml"
     document.write_text(nested_yaml([f"model.name: {model}", "model.max_seq_len: 64", *lines]), encoding="utf-8")
     return document
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Question {i}?", "completion": f"Answer {i}.", "author": f"a{i % 7}"} for i in range(start, start + count)
+    ]
+
+
+def answers(found: Done, split: str = "train") -> list[str]:
+    """Returns the answers of a prepared split, read by `datasets`."""
+    import datasets
+
+    assert found.code == 0, found.err
+    rows = datasets.load_from_disk(found.json[split]["split"]["path"])
+    assert len(rows) == found.json[split]["split"]["rows"]
+    return list(rows["reference"])
 
 
 def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> None:
@@ -77,21 +98,50 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
     assert found["validation"]["sources"][0]["dropped"] == {"longer than model.max_seq_len": 1}
     assert f"  {train}: 34 read as prompt_completion, 30 kept, 4 left out (duplicate); " in done.err
     assert "rows that are in the training data too: 2" in done.err
-    folder = Path(found["train"]["split"]["path"])
+    told = done.err.partition("validation data: ")
+    assert "% of them trained, median" in told[0] and "% of them scored, median" in told[2]
     prepared = lookup(load_config(tmp_path / "x.yaml", environ={}).config)
     assert prepared and prepared.train and [fact.weight for fact in prepared.train.sources] == [3, 2]
     words = data(*lines, words=())
-    assert words.out.splitlines() == [f"train: {folder}", f"validation: {found['validation']['split']['path']}"]
-    kept = data(*lines, "data.duplicates: keep").json
-    assert kept["train"]["sources"][0]["kept"] == 34
+    assert words.out.splitlines() == [f"{name}: {found[name]['split']['path']}" for name in ("train", "validation")]
+    assert data(*lines, "data.duplicates: keep").json["train"]["sources"][0]["kept"] == 34
+    refused = data(*lines, words=("MODEL_MAX_SEQ_LEN=1024",))
+    assert refused.code == 2 and "knows 512 positions" in refused.err and "MODEL_MAX_SEQ_LEN=512 at most" in refused.err
+    none = data(f"data.train_path: {train}", "data.validation: []")
+    assert none.code == 0 and none.json["validation"] is None
 
 
-def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path) -> None:
+def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(tmp_path: Path, tiny: Path) -> None:
+    """In a process of its own, as the launcher starts it."""
+    file = write_rows(tmp_path / "rows.jsonl", pairs(40))
+    document = configured(tmp_path, tiny, [f"data.train_path: {file}", "data.validation: 0.2"])
+    env = environment(tmp_path / "cache", tmp_path / "runs") | {"PYTHONPROFILEIMPORTTIME": "1"}
+    found = []
+    for name in ("first", "second"):
+        run = RunFolder(tmp_path / "runs" / name)
+        run.path.mkdir(parents=True)
+        save_config(load_config(document, environ={}), run.config)
+        done = subprocess.run(
+            [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)],
+            capture_output=True, text=True, timeout=200, env=env, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(Prepared.load(run.prepared))
+        imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+        assert ("transformers" in imported) == (name == "first")
+    prepared = found[0]
+    assert prepared == found[1] and prepared.train and prepared.validation
+    assert prepared.train.rows + prepared.validation.rows == 40 and prepared.validation.rows > 0
+    assert (prepared.model.source, prepared.model.path) == ("folder", str(tiny.resolve()))
+
+
+def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [*pairs(1500), *pairs(20)])
-    one, two = (
-        data(f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}", cache=f"cache-{number}").json
-        for number in (1, 2)
-    )
+    found = []
+    for number in (1, 2):
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache-{number}"))
+        found.append(data(f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}").json)
+    one, two = found
     for split in ("train", "validation"):
         assert one[split]["split"].pop("path") != two[split]["split"].pop("path")
     assert one == two
@@ -100,14 +150,9 @@ def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path)
 
 
 def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
-    import datasets
-
     file = write_rows(tmp_path / "rows.jsonl", pairs(200))
     done = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: author")
-    sides = [set(), set()]  # type: list[set[int]]
-    for side, split in zip(sides, ("train", "validation"), strict=True):
-        for answer in datasets.load_from_disk(done.json[split]["split"]["path"])["reference"]:
-            side.add(int(answer.removeprefix("Answer ").rstrip(".")) % 7)
+    sides = [{int(re.sub(r"\D", "", answer)) % 7 for answer in answers(done, split)} for split in ("train", "validation")]
     assert sides[0] | sides[1] == set(range(7))
     assert not sides[0] & sides[1]
     missing = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: writer")
@@ -116,23 +161,168 @@ def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
     assert "(200 such rows; the first is here)" in missing.err
 
 
-def test_rows_longer_than_the_model_knows_are_refused_and_validation_is_scored(data: Data, tmp_path: Path) -> None:
-    train, held_out = (write_rows(tmp_path / f"{name}.jsonl", pairs(4, start)) for name, start in (("a", 0), ("b", 9)))
-    lines = (f"data.train_path: {train}", f"data.val_path: {held_out}")
-    done = data(*lines, words=("MODEL_MAX_SEQ_LEN=1024",))
-    assert done.code == 2 and "knows 512 positions" in done.err and "MODEL_MAX_SEQ_LEN=512 at most" in done.err, done.err
-    told = data(*lines).err
-    assert "% of them trained, median" in told.partition("validation data: ")[0], told
-    assert "% of them scored, median" in told.partition("validation data: ")[2], told
+def test_held_out_rows_stay_held_out_when_rows_are_added(data: Data, tmp_path: Path) -> None:
+    sides = []
+    for rows in (pairs(60), pairs(30, start=60) + pairs(60)):
+        file = write_rows(tmp_path / "rows.jsonl", rows)
+        found = data(f"data.train_path: {file}", "data.validation: 0.3")
+        sides.append([set(answers(found, split)) for split in ("train", "validation")])
+    before, after = sides
+    assert before[0] <= after[0] and before[1] <= after[1]
+    assert not after[0] & after[1] and len(after[0] | after[1]) == 90
+
+
+@pytest.mark.parametrize(
+    "change", ["content", "length", "data.overlong: drop", "train.loss_on: all", "data.system: Be brief.", "template"]
+)
+def test_what_matters_is_part_of_the_cache_key(change: str, data: Data, tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    file = write_rows(tmp_path / "rows.jsonl", pairs(5))
+    lines = [f"model.name: {model}", f"data.train_path: {file}"]
+    before = data(*lines).json
+    if change == "content":
+        write_rows(file, pairs(5, start=1))
+    elif change == "length":
+        lines.append("model.max_seq_len: 63")
+    elif ":" in change:
+        lines.append(change)
+    else:
+        template = model / "chat_template.jinja"
+        template.write_text("{# another #}" + template.read_text())
+    after = data(*lines).json
+    assert before["train"]["split"]["path"] != after["train"]["split"]["path"]
+    fingerprints = [found["model"]["tokenizer_fingerprint"] for found in (before, after)]
+    assert (fingerprints[0] != fingerprints[1]) == (change in ("template", "data.system: Be brief."))
+
+
+@pytest.mark.parametrize("damage", ["cut", "one bit, size and times kept"])
+def test_a_damaged_cache_is_made_again(damage: str, data: Data, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", pairs(5))
+    first = data(f"data.train_path: {file}")
+    arrow = next(Path(first.json["train"]["split"]["path"]).glob("*.arrow"))
+    written, times = arrow.read_bytes(), arrow.stat()
+    middle = len(written) // 2
+    changed = written[:middle] + bytes([written[middle] ^ 1]) + written[middle + 1 :]
+    arrow.write_bytes(written[:-8] if damage == "cut" else changed)
+    os.utime(arrow, ns=(times.st_atime_ns, times.st_mtime_ns))
+    again = data(f"data.train_path: {file}")
+    assert again.json == first.json
+    assert arrow.read_bytes() == written and len(answers(again)) == 5
+
+
+def test_two_processes_prepare_the_same_rows_at_once(data: Data, tiny: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", pairs(300))
+    lines = [f"data.train_path: {file}", "data.validation: 0.1"]
+    document = configured(tmp_path, tiny, lines)
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=lambda: sys.exit(main(["data", f"CONFIG={document}"]))) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(timeout=120)
+    assert [child.exitcode for child in children] == [0, 0]
+    assert len(list((tmp_path / "cache" / "data").iterdir())) == 2, "nothing is left aside"
+    found = data(*lines)
+    assert len(answers(found)) + len(answers(found, "validation")) == 300
+
+
+def test_lookup_knows_what_was_prepared_until_a_file_changes(data: Data, tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    write_rows(tmp_path / "data" / "deep" / "a.jsonl", pairs(5))
+    found = data(f"model.name: {model}", f"data.train_path: {tmp_path}/data/*/*.jsonl").json
+
+    def known() -> str | None:
+        prepared = lookup(load_config(tmp_path / "x.yaml", environ={}).config)
+        return prepared.train.path if prepared and prepared.train else None
+
+    assert known() == found["train"]["split"]["path"]
+    more = write_rows(tmp_path / "data" / "deep" / "b.jsonl", pairs(1))
+    assert known() is None
+    more.unlink()
+    assert known() == found["train"]["split"]["path"]
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert known() is None
+
+
+LONG = {"prompt": "Question?", "completion": "a long answer that goes on and on, " * 30}
+LONG_PROMPT = {"prompt": "a long question that goes on and on, " * 30, "completion": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "code", "said"),
+    [
+        (
+            [*pairs(3), LONG], "data.overlong: error", 4,
+            ("error: {file}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has ", "DATA_OVERLONG=drop"),
+        ),
+        (
+            [*pairs(3), LONG], "data.overlong: drop", 0,
+            ("4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); ", "; 1 were too long ("),
+        ),
+        (
+            [*pairs(1), LONG, LONG_PROMPT], "data.overlong: drop", 0,
+            ("warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them",),
+        ),
+        (
+            [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT], "data.overlong: drop", 4,
+            ("no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)", "raise MODEL_MAX_SEQ_LEN"),
+        ),
+        (
+            pairs(2), "data.validation: 0.0001", 4,
+            ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of each",),
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_are_too_long_or_too_few_are_counted_or_refused(
+    rows: list[dict[str, Any]], line: str, code: int, said: tuple[str, ...], data: Data, tmp_path: Path
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    done = data(f"data.train_path: {file}", line)
+    assert done.code == code
+    assert all(text.format(file=file) in done.err for text in said), done.err
+    assert ("warning" in done.err) == said[0].startswith("warning")
+
+
+def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    good = [json.dumps(row) for row in pairs(4)]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    unwritten = json.dumps({"prompt": [{"role": "user", "content": "2+2?"}], "completion": [call]})  # ChatML writes no calls
+    file.write_text("\n".join([good[0], "not json", good[1], '{"prompt": "q"}', "not json", good[2], unwritten, good[3]]) + "\n")
+    stopped = data(f"data.train_path: {file}")
+    assert stopped.code == 4
+    assert f"{file}:2:1: is not JSON" in stopped.err and "(2 such rows; the first is here)" in stopped.err
+    assert "bad rows: 4, each with its reason in " in stopped.err and "; DATA_BAD_ROWS=drop leaves them out" in stopped.err
+    dropped = data(f"data.train_path: {file}", "data.bad_rows: drop")
+    assert len(answers(dropped)) == 4
+    assert "8 read as prompt_completion, 4 kept, 4 left out (bad row); " in dropped.err
+    assert f"left out: {file}:2:1: is not JSON: Expecting value (2 such rows; the first is here)" in dropped.err
+    for told in (stopped.err, dropped.err):
+        (named,) = re.findall(r"each with its reason in (\S+);", told)
+        places = re.findall(r"^.*jsonl:(\d+).*: .*$", Path(named).read_text(encoding="utf-8"), re.MULTILINE)
+        assert sorted(map(int, places)) == [2, 4, 5, 7]
+    file.write_text("not json\n")
+    assert "the sources hold no row: 1 left out (bad row)" in data(f"data.train_path: {file}", "data.bad_rows: drop").err
+
+
+def test_rows_of_preferences_are_told_how_to_train_on_the_chosen(data: Data, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
+    refused = data(f"data.train_path: {file}")
+    assert refused.code == 4 and "preferences are not trained here" in refused.err
+    assert "`columns: {completion: chosen}`" in refused.err
+    source = f'data.sources: [{{"path": "{file}", "columns": {{"%s": "%s"}}}}]'
+    assert answers(data(source % ("completion", "chosen"))) == ["4"]
+    assert "the other way round: `columns: {completion: chosen}`" in data(source % ("chosen", "completion")).err
 
 
 class Running:
     """`make data` on many rows, once its processes are at work."""
 
-    def __init__(self, document: Path, cache: Path, env: Mapping[str, str]) -> None:
-        self.cache = cache
+    def __init__(self, document: Path, cache: Path) -> None:
+        self.cache = cache / "data"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sft_play", "data", f"CONFIG={document}"], env=dict(env), cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "sft_play", "data", f"CONFIG={document}"], env=environment(cache, cache), cwd=ROOT,
+            stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         deadline = time.monotonic() + 300
         self.workers: list[psutil.Process] = []
@@ -149,22 +339,21 @@ class Running:
         return self.process.returncode, err
 
     def left(self) -> int:
-        return sum(path.name.startswith(".") for path in (self.cache / "data").iterdir())
+        return len(list(self.cache.iterdir()))
 
 
 @pytest.fixture
-def running(tmp_path: Path, tiny: Path, variables: Mapping[str, str]) -> Callable[[], Running]:
+def running(tmp_path: Path, tiny: Path) -> Callable[[], Running]:
     file = write_rows(tmp_path / "many.jsonl", pairs(60_000))
     document = configured(tmp_path, tiny, [f"data.train_path: {file}", "data.num_proc: 2"])
-    return lambda: Running(document, tmp_path / "cache", variables)
+    return lambda: Running(document, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)])
 def test_a_signal_leaves_nothing(number: int, code: int, running: Callable[[], Running]) -> None:
     started = running()
     os.kill(started.process.pid, number)
-    assert started.end()[0] == code
-    assert not list((started.cache / "data").iterdir())
+    assert started.end()[0] == code and not started.left()
 
 
 @pytest.mark.long
@@ -172,10 +361,8 @@ def test_a_killed_process_is_told_and_a_killed_preparation_is_cleared(running: C
     started = running()
     started.workers[1].kill()
     code, err = started.end()
-    assert code == 3
-    assert "error: a process that prepares the data was killed" in err
-    assert "DATA_NUM_PROC=1" in err
-    assert started.left() == 0
+    assert code == 3 and "error: a process that prepares the data was killed" in err and "DATA_NUM_PROC=1" in err
+    assert not started.left()
     again = running()
     again.process.kill()
     again.end()

@@ -14,12 +14,9 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, ModelConfig, TrainConfig
-from sft_play.data.chat import Encoded
 from sft_play.data.formats import Message
-from sft_play.data.tokens import Encoder
 from sft_play.model.tokenizer import load_tokenizer
-from tests.chat_tokenizers import by_hand
+from tests.chat_tokenizers import by_hand, rows_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 VERSION = "3.7.2"
@@ -60,14 +57,9 @@ def tokenizer(name: str, place: Path) -> Any:
     return load_tokenizer(folder)
 
 
-def rows_of(tokenizer: Any, messages: list[Message], **train: Any) -> list[Encoded]:
-    rows = Encoder(Config(model=ModelConfig(name="real"), train=TrainConfig(**train)), tokenizer).conversation(messages)
-    for row in rows:
-        assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
-    return rows
-
-
-def check(tokenizer: Any, rows: list[Encoded], expected: list[str]) -> None:
+def check(tokenizer: Any, expected: list[str], messages: list[Message] = CHAT, **train: Any) -> None:
+    rows = rows_of(tokenizer, messages, **train)
+    assert all(row.input_ids[: len(row.prompt_ids)] == row.prompt_ids for row in rows)
     assert [tokenizer.decode(row.input_ids) for row in rows] == [e.replace("\u2039", "").replace("\u203a", "") for e in expected]
     assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in expected]
 
@@ -81,12 +73,12 @@ def test_llama3(place: Path) -> None:
         "<|start_header_id|>user<|end_header_id|>\n\nAnd\n\nthen?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
         "\u2039Five,\n\n  of course. \u4e16\U0001f600<|eot_id|>\u203a"
     )
-    check(llama, rows_of(llama, CHAT), [start + first + second])
+    check(llama, [start + first + second])
 
 
 def test_gemma3(place: Path) -> None:
     gemma = tokenizer("gemma3", place)
-    check(gemma, rows_of(gemma, CHAT), [
+    check(gemma, [
         "<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
         "<start_of_turn>user\nAnd\n\nthen?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course. \u4e16\U0001f600<end_of_turn>\u203a"
     ])  # fmt: skip
@@ -102,11 +94,11 @@ def test_qwen3_learns_every_answer_as_inference_writes_it(place: Path) -> None:
     chat[2]["content"] = "<think>\nTwo and two.\n</think>\n\nFour."
     last = "<|im_start|>user\nAnd\n\nthen?<|im_end|>\n<|im_start|>assistant\n"
     five = "Five,\n\n  of course. \u4e16\U0001f600<|im_end|>"
-    check(qwen, rows_of(qwen, chat), [
+    check(qwen, messages=chat, expected=[
         f"{QWEN_START}\u2039<think>\nTwo and two.\n</think>\n\nFour.<|im_end|>\u203a",
         f"{QWEN_START}Four.<|im_end|>\n{last}\u2039<think>\n\n</think>\n\n{five}\u203a",
     ])  # fmt: skip
     chat[4]["reasoning_content"] = "One more."
-    check(qwen, rows_of(qwen, chat, loss_on="last"), [
+    check(qwen, messages=chat, loss_on="last", expected=[
         f"{QWEN_START}Four.<|im_end|>\n{last}\u2039<think>\nOne more.\n</think>\n\n{five}\u203a"
     ])  # fmt: skip

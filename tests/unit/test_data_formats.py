@@ -1,89 +1,141 @@
-"""Rows of every format, and what is said of those that cannot be understood."""
+"""Rows of every format as data sets write them, and what is said of those that cannot be learnt from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from typing import Any
 
 import pytest
 
-from sft_play.data.formats import Message, recognise, understand
+from sft_play.data.formats import Example, recognise, understand
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
 
-MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 ROWS: dict[str, Row] = {
-    "messages": {"messages": MESSAGES},
+    "messages": {"messages": [USER, ANSWER]},
     "prompt_completion": {"prompt": "q", "completion": "a"},
     "instruction": {"instruction": "q", "output": "a"},
     "question_answer": {"question": "q", "answer": "a"},
 }
 
 
-def to_messages(row: Mapping[str, Any], form: str) -> list[Message]:
-    messages = understand(("", row), 0, form).messages
-    assert messages is not None
-    return messages
+def read(row: Row, **options: Any) -> Example:
+    return understand(("f.jsonl:3", row), 0, None, **options)
 
 
-def refused(row: Mapping[str, Any], form: str | None = None) -> DataError:
+def refused(row: Row, **options: Any) -> DataError:
     with pytest.raises(DataError) as caught:
-        to_messages(row, form or recognise(row))
+        read(row, **options)
+    assert caught.value.place == "f.jsonl:3"
     return caught.value
 
 
 @pytest.mark.parametrize("form", ROWS)
 def test_each_format_is_recognised_and_a_system_column_becomes_the_first_message(form: str) -> None:
     assert recognise(ROWS[form]) == form
-    assert to_messages({**ROWS[form], "system": "s"}, form) == [{"role": "system", "content": "s"}, *MESSAGES]
-    assert to_messages({**ROWS[form], "system": None}, form) == MESSAGES
+    assert read({**ROWS[form], "system": "s"}).messages == [{"role": "system", "content": "s"}, USER, ANSWER]
+    assert read({**ROWS[form], "system": None}).messages == [USER, ANSWER]
 
 
 @pytest.mark.parametrize(("given", "wanted"), [("text", "q\n\ntext"), ("", "q"), ("  ", "q"), (None, "q")])
 def test_alpaca_input_is_added_to_the_instruction_and_never_replaces_it(given: str | None, wanted: str) -> None:
-    assert to_messages({**ROWS["instruction"], "input": given}, "instruction")[0]["content"] == wanted
+    assert read({**ROWS["instruction"], "input": given}).messages == [{**USER, "content": wanted}, ANSWER]
 
 
-def test_columns_that_fit_two_formats_are_refused_with_both_names() -> None:
-    error = refused({**ROWS["prompt_completion"], **ROWS["question_answer"]})
-    assert "prompt_completion, question_answer" in error.message
-    assert (error.hint or "").startswith("set `format` of the source; the row is {")
-    assert '"completion": "a"' in (error.hint or "")
+def test_alpaca_history_comes_before_the_question() -> None:
+    example = read({"instruction": "q2", "output": "a2", "history": [["q", "a"]], "system": "s"})
+    assert [turn["content"] for turn in example.messages or ()] == ["s", "q", "a", "q2", "a2"]
+
+
+def test_tool_calls_tools_and_results_are_kept_in_one_shape() -> None:
+    asks = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    }
+    gives = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "add"}
+    example = read({"messages": [USER, asks, gives, ANSWER], "tools": json.dumps([{"name": "add"}])})
+    assert example.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "1"}]}, gives, ANSWER]
+    assert example.tools == [{"name": "add"}]
 
 
 @pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"instruction": "i", "context": "c", "response": "r"}, "columns: {output: response, input: context}"),
-        ({"question": "p", "answers": ["s"]}, "columns: {answer: NAME}"),
-        ({"Question": "p", "Answer": "s", "Notes": ""}, "columns: {answer: Answer, question: Question}"),
-    ],
+    ("given", "train"), [({"train": False}, False), ({"weight": 0}, False), ({"weight": 1}, True), ({}, None)]
 )
-def test_a_missing_column_is_answered_with_the_one_that_may_be_meant(row: dict[str, Any], columns: str) -> None:
-    with pytest.raises(DataError) as caught:
-        recognise(row)
-    assert columns in (caught.value.hint or "")
+def test_a_turn_says_whether_it_is_learnt(given: Row, train: bool | None) -> None:
+    messages = read({"messages": [USER, {**ANSWER, **given}, USER, ANSWER]}).messages or []
+    assert messages[1].get("train") is train
+
+
+def test_text_parts_names_and_thoughts_are_read() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    rows = {"messages": [{"role": "developer", "content": parts}, USER, {**ANSWER, "reasoning": "hm", "name": None}]}
+    assert read(rows).messages == [{"role": "system", "content": "ab"}, USER, {**ANSWER, "reasoning_content": "hm"}]
+
+
+def test_sharegpt_turns_are_read_with_their_calls() -> None:
+    said = [
+        {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "let me see"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}, {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "a"},
+    ]  # fmt: skip
+    assert read({"conversations": said}).messages == [
+        {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"}, ANSWER,
+    ]  # fmt: skip
+
+
+def test_message_lists_in_prompt_and_completion_train_the_completion_alone() -> None:
+    example = read({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
+    assert example.messages == [USER, {**ANSWER, "train": False}, USER, ANSWER]
+
+
+def test_tokens_are_taken_without_their_padding() -> None:
+    row = {"input_ids": [0, 1, 2, 3, 0], "labels": [-100, -100, 2, 3, -100]}
+    whole, cut = read(row), read(row | {"attention_mask": [0, 1, 1, 1, 0]})
+    assert (whole.input_ids, whole.labels) == (row["input_ids"], row["labels"])
+    assert (cut.input_ids, cut.labels) == ([1, 2, 3], [-100, 2, 3])
 
 
 @pytest.mark.parametrize(
-    ("row", "named"),
+    ("row", "said"),
     [
         ({"prompt": 3, "completion": "a"}, "`prompt` is a number"),
+        ({"prompt": "q", "completion": "  \n"}, "nothing to learn"),
+        ({"prompt": [USER], "completion": "a"}, "`prompt` is a list and `completion` is text"),
+        ({"messages": [USER, {**ANSWER, "content": " "}]}, "nothing to learn"),
         ({"messages": [{"role": "human", "content": "q"}]}, "`messages[0].role` is `human`"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "`messages[0].content[0]` is a part of type `image`"),
+        ({"messages": [USER, ANSWER, {"role": "tool", "content": "2"}, USER, ANSWER]}, "user after tool (turn 4)"),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "`messages[1].train` is text; expected true or false"),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add()"}]}, "is text that is not JSON"),
+        ({"instruction": "q", "output": "a", "history": [["q"]]}, "`history[0]` is not a pair"),
+        ({"input_ids": [1, -5]}, "`input_ids` holds -5"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "`labels` is -100 everywhere"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),
     ],
-)
-def test_a_value_of_the_wrong_type_is_named_with_what_it_is(row: Row, named: str) -> None:
-    assert named in refused(row).message
+)  # fmt: skip
+def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
+    assert said in refused(row).message
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "message", "hint"),
     [
-        {"prompt": "q", "completion": "  \n"},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}]},
+        ({**ROWS["prompt_completion"], **ROWS["question_answer"]}, "prompt_completion, question_answer", '{"prompt": "q", "completion": "a"'),
+        ({"instruction": "i", "context": "c", "response": "r"}, "", "columns: {output: response, input: context}"),
+        ({"question": "p", "answers": ["s"]}, "", "columns: {answer: NAME}"),
+        ({"Question": "p", "Answer": "s", "Notes": ""}, "", "columns: {answer: Answer, question: Question}"),
     ],
-)
-def test_a_row_without_an_answer_is_refused(row: Row) -> None:
-    assert "nothing to learn" in refused(row).message
+)  # fmt: skip
+def test_columns_that_fit_two_formats_or_none_are_answered_with_what_may_be_meant(row: Row, message: str, hint: str) -> None:
+    error = refused(row)
+    assert message in error.message and hint in (error.hint or "")
+
+
+@pytest.mark.parametrize(("row", "said"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")])
+def test_a_row_without_a_group_is_refused(row: Row, said: str) -> None:
+    assert said in refused({"text": "t", **row}, group_by="author").message

@@ -6,7 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,13 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def table() -> Any:
-    return pyarrow.Table.from_pylist(ROWS)
-
-
 def arrow_bytes(kind: str) -> bytes:
-    sink = pyarrow.BufferOutputStream()
+    sink, table = pyarrow.BufferOutputStream(), pyarrow.Table.from_pylist(ROWS)
     if kind == "parquet":
-        parquet.write_table(table(), sink)
+        parquet.write_table(table, sink)
     else:
-        opener = ipc.new_file if kind == "file" else ipc.new_stream
-        with opener(sink, table().schema) as writer:
-            writer.write_table(table(), max_chunksize=10)
+        with ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
     return bytes(sink.getvalue().to_pybytes())
 
 
@@ -84,36 +79,18 @@ def test_each_kind_of_file_gives_the_same_rows(name: str, mark: str, tmp_path: P
     assert [row for _, row in read_file(path)] == TWO
 
 
-def test_globs_and_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for name in ("b", "a", "deep/c"):
-        write(tmp_path / f"{name}.jsonl", json.dumps({"prompt": name}).encode())
-    write(tmp_path / "notes.txt", b"not data")
-    (tmp_path / "empty.json").mkdir()
-
-    def prompts(pattern: Path) -> list[str]:
-        return [row["prompt"] for row in rows_of(pattern)]
-
-    assert prompts(tmp_path / "**" / "*.jsonl") == ["a", "b", "deep/c"]
-    assert prompts(tmp_path) == ["a", "b", "deep/c"]
-
-
-@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "deep/folder/missing"])
-def test_a_missing_file_is_named(name: str) -> None:
-    error = refused(name)
-    assert (error.place, error.message) == (name, "there is no such file")
-
-
-def test_a_glob_without_a_match_and_a_folder_without_data_are_named(tmp_path: Path) -> None:
-    assert f"no file matches `{tmp_path}/*.csv`" in refused(tmp_path / "*.csv").message
-    assert refused(tmp_path).place == str(tmp_path)
-
-
-@pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ("3", "a number"), ('"text"', "text"), ("null", "empty")])
-def test_a_line_that_is_no_object_is_named(content: str, kind: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", content.encode())
-    error = refused(path)
-    assert error.place == f"{path}:1"
-    assert kind in error.message
+@pytest.mark.parametrize(
+    ("pattern", "place", "message"),
+    [
+        ("missing.jsonl", "missing.jsonl", "there is no such file"),
+        ("deep/folder/missing", "deep/folder/missing", "there is no such file"),
+        ("{folder}/*.csv", "{folder}/*.csv", "no file matches `{folder}/*.csv`"),
+        ("{folder}", "{folder}", "the folder holds no json"),
+    ],
+)
+def test_what_is_not_there_is_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
+    error = refused(pattern.format(folder=tmp_path))
+    assert error.place == place.format(folder=tmp_path) and error.message.startswith(message.format(folder=tmp_path))
 
 
 # ---- The built-in set
@@ -210,13 +187,15 @@ def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
     assert "has no splits" in refused(tmp_path / "one", split="train").message
 
 
-def test_a_folder_gives_its_tables_else_its_documents(tmp_path: Path) -> None:
+def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_names(tmp_path: Path) -> None:
     write(tmp_path / "README.md", b"# about")
     write(tmp_path / ".cache" / "a.jsonl", LINES)
     write(tmp_path / "deep" / "b.txt", b"two")
     assert files_of(DataSource(path=str(tmp_path))) == [tmp_path / "README.md", tmp_path / "deep" / "b.txt"]
-    write(tmp_path / "deep" / "c.jsonl.gz", gzip.compress(LINES))
-    assert rows_of(tmp_path) == ROWS
+    write(tmp_path / "d.jsonl", b'{"prompt": "last"}\n')
+    write(tmp_path / "a.jsonl.gz", gzip.compress(LINES))
+    (tmp_path / "empty.json").mkdir()
+    assert rows_of(tmp_path) == rows_of(tmp_path / "**" / "*.jsonl*") == [*ROWS, {"prompt": "last"}]
     left = LeftOut()
     list(read_source(DataSource(path=str(tmp_path)), left=left))
     assert left.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
@@ -228,13 +207,10 @@ def test_a_folder_gives_its_tables_else_its_documents(tmp_path: Path) -> None:
 
 
 def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"meta": {"prompt": {"text": "q"}, "stars": 3}, "reply": {"best": "a"}}\n')
-    source = DataSource(
-        path=str(path), columns={"prompt": "meta.prompt.text", "completion": "reply.best"}, filter="meta.stars > 2"
-    )
-    ((_, row),) = read_source(source)
-    assert isinstance(row, Mapping) and (row["prompt"], row["completion"]) == ("q", "a")
+    path = write(tmp_path / "a.jsonl", b'{"meta": {"prompt": {"text": "q"}, "stars": 3}, "reply": {"best": "a"}}\n')
+    columns = {"prompt": "meta.prompt.text", "completion": "reply.best"}
+    (row,) = rows_of(path, columns=columns, filter="meta.stars > 2")
+    assert (row["prompt"], row["completion"]) == ("q", "a")
 
 
 def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
@@ -267,64 +243,48 @@ def test_what_only_a_hub_dataset_has_is_refused_for_a_file(option: dict[str, Any
     assert "but only a hub dataset" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
 
 
-# Text files that are not what they should be.
+# ---- Files that are not what they should be
+
+WIDE = '{"question": "a", "answer": "b"}\n' * 3
+OPEN_QUOTE = 'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'
+TWICE = "the key `question` is there more than once"
 
 
-def refusals(path: Path, content: bytes) -> list[DataError]:
-    """Returns all errors of a file: those of its rows, and what ends its reading."""
-    path.write_bytes(content)
-    found: list[DataError] = []
+@pytest.mark.parametrize(
+    ("name", "content", "place", "message", "hint"),
+    [
+        ("a.jsonl", b"[1]", ":1", "the row is a list", None),
+        ("a.jsonl", b"null", ":1", "the row is empty", None),
+        *[(f"a.{kind}", WIDE.encode(encoding), "", f"is {encoding}, and not UTF-8 text", f"convert it: `iconv -f {encoding} -t UTF-8 ")
+          for kind in ("jsonl", "json", "csv", "txt") for encoding in ("UTF-16", "UTF-32")],
+        ("README", b"text", "", "a file whose name has no ending", "plain text is `.txt`"),
+        ("ls.1.gz", b"text", "", "files ending in `.1`", "plain text is `.txt`"),
+        ("a.csv", OPEN_QUOTE.format(row='"a,b').encode(), ":4", "a quote is opened in the row that begins here, and never closed", None),
+        ("a.csv", OPEN_QUOTE.format(row='a,"b').encode(), ":4", "a quote is opened in the row that begins here, and never closed", None),
+        ("a.json", b'{"a": 1}\n{"question": "a", "question": "c"}\n', ":2", TWICE, '"question": "c"'),
+        ("a.json", b'{"a": 1}\n{"m": [{"question": "a", "question": "c"}]}\n', ":2", TWICE, '"question": "c"'),
+        ("a.json", b'[{"a": 1},\n{"question": "a", "question": "c"}]', "", TWICE, '"question": "c"'),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_what_it_should_be_is_one_error(
+    name: str, content: bytes, place: str, message: str, hint: str | None, tmp_path: Path
+) -> None:
+    path, errors = write(tmp_path / name, content), list[DataError]()
     try:
-        found += [row for _, row in read_file(path) if isinstance(row, DataError)]
+        errors += [row for _, row in read_file(path) if isinstance(row, DataError)]
     except DataError as error:
-        found.append(error)
-    return found
+        errors.append(error)
+    (error,) = errors
+    assert error.place == f"{path}{place}" and error.message.startswith(message) and (hint or "") in (error.hint or "")
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
-def test_a_file_of_wide_characters_is_one_error_with_its_encoding(name: str, encoding: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    (error,) = refusals(path, ('{"question": "a", "answer": "b"}\n' * 3).encode(encoding))
-    name = encoding.upper()
-    assert (error.place, error.message) == (str(path), f"is {name}, and not UTF-8 text")
-    assert error.hint == f"convert it: `iconv -f {name} -t UTF-8 {path} > NEW`"
+def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "README", b"text")
+    assert "it holds `README`; plain text is read from files" in (refused(tmp_path).hint or "")
 
 
 @pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")])
 def test_the_header_tells_what_separates_columns(name: str, mark: str, tmp_path: Path) -> None:
     content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert [row for _, row in read_file(tmp_path / name)] == [{"question": "1,5", "answer": f"b{mark}c"}]
-
-
-@pytest.mark.parametrize(("name", "told"), [("README", "a file whose name has no ending"), ("ls.1.gz", "files ending in `.1`")])
-def test_a_file_that_is_no_kind_of_data_is_told_how_plain_text_is_named(name: str, told: str, tmp_path: Path) -> None:
-    (error,) = refusals(tmp_path / name, b"text")
-    assert told in error.message and "plain text is `.txt`" in (error.hint or "")
-    with pytest.raises(DataError) as folder:
-        files_of(DataSource(path=str(tmp_path)))
-    assert f"it holds `{name}`" in (folder.value.hint or "")
-
-
-@pytest.mark.parametrize("row", ['"a,b', 'a,"b'])
-def test_a_quote_that_is_never_closed_is_told_where_it_opens(row: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    (error,) = refusals(path, f'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'.encode())
-    assert error.place == f"{path}:4"
-    assert "never closed" in error.message
-
-
-@pytest.mark.parametrize(
-    ("content", "place"),
-    [
-        (b'{"a": 1}\n{"question": "a", "question": "c"}\n', ":2"),
-        (b'{"a": 1}\n{"m": [{"question": "a", "question": "c"}]}\n', ":2"),
-        (b'[{"a": 1},\n{"question": "a", "question": "c"}]', ""),
-    ],
-)
-def test_a_key_that_is_there_twice_is_an_error(content: bytes, place: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    (error,) = refusals(path, content)
-    assert (error.place, error.message) == (f"{path}{place}", "the key `question` is there more than once")
-    assert '"question": "c"' in (error.hint or "")
+    path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    assert rows_of(path) == [{"question": "1,5", "answer": f"b{mark}c"}]

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig, StyleConfig, TrainConfig
-from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.formats import Example, Message
-from sft_play.data.tokens import Encoder
+from sft_play.config.schema import DataConfig, StyleConfig
+from sft_play.data.chat import Encoded
+from sft_play.data.formats import Message
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import prompt_ids
 from sft_play.model.tokenizer import chat_format, load_tokenizer
-from tests.chat_tokenizers import learnt_runs, rows_of, save_tokenizer
+from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
 
-GEMMA = (
-    "{{ bos_token }}{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{% if message['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 END = "<|im_end|>"
 CHAT: list[Message] = [
     {"role": "user", "content": "2+2?"},
@@ -42,27 +37,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("tokenizer"), CHAT_TEMPLATE)
 
 
-def learnt(tokenizer: Any, found: list[Encoded]) -> list[str]:
+def learnt(tokenizer: Any, found: Sequence[Encoded]) -> list[str]:
     return [run.removesuffix(END) for run in learnt_runs(tokenizer, found)]
 
 
 @pytest.mark.parametrize(
-    ("value", "message", "hint"),
+    ("data", "message", "hint"),
     [
-        ("chatlm", "is no template's name and no file", "did you mean `chatml`?"),
-        ("nothing-like-it", "is no template's name and no file", "names are alpaca, chatml, gemma"),
-        ("templates/absent.jinja", "cannot be read: No such file", "paths count from the folder"),
+        ({"chat_template": "chatlm"}, "is no template's name and no file", "did you mean `chatml`?"),
+        ({"chat_template": "nothing-like-it"}, "is no template's name and no file", "names are alpaca, chatml, gemma"),
+        ({"chat_template": "templates/absent.jinja"}, "cannot be read: No such file", "paths count from the folder"),
+        ({"system": " "}, r"`data\.system` is empty", "leave it out"),
     ],
 )
-def test_an_unknown_template_is_refused(value: str, message: str, hint: str) -> None:
+def test_an_unknown_template_and_an_empty_system_turn_are_refused(data: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        chat_format(DataConfig(chat_template=value))
-    assert caught.value.hint is not None and hint in caught.value.hint
-
-
-def test_an_empty_system_turn_is_refused() -> None:
-    with pytest.raises(DataError, match=r"`data\.system` is empty"):
-        chat_format(DataConfig(system=" "))
+        chat_format(DataConfig(**data))
+    assert hint in (caught.value.hint or "")
 
 
 def test_an_end_that_the_folder_does_not_call_special_ends_turns(folder: Path, tmp_path: Path) -> None:
@@ -73,8 +64,7 @@ def test_an_end_that_the_folder_does_not_call_special_ends_turns(folder: Path, t
     made.chat_template = CHAT_TEMPLATE.replace(END, "<turn_end>")
     made.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    (row,) = rows_of(tokenizer, CHAT[:2])
-    assert tokenizer.decode([label for label in row.labels if label != IGNORED]) == "Four.<turn_end>"
+    assert learnt_runs(tokenizer, rows_of(tokenizer, CHAT[:2])) == ["Four.<turn_end>"]
 
 
 def test_a_syntax_error_names_the_line_and_shows_it(tmp_path: Path) -> None:
@@ -100,7 +90,7 @@ def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
 
 def test_system_and_style_are_the_same_in_training_and_inference(folder: Path, tmp_path: Path) -> None:
     """Also from the folder that a run publishes, which needs no configuration."""
-    tokenizer = load_tokenizer(folder, chat_format(DataConfig(system="Be brief.", style=STYLE)))
+    tokenizer = load_with(folder, system="Be brief.", style=STYLE)
     (row,) = rows_of(tokenizer, CHAT)
     expected = f"<|im_start|>system\n<<Be brief.>>{END}\n<|im_start|>user\nQ: '{{{{ \u00e9 }}}}'\n2+2? \\ #\U0001f600{END}\n"
     assert tokenizer.decode(row.input_ids).startswith(expected)
@@ -120,11 +110,9 @@ def test_turns_that_are_not_learnt(folder: Path) -> None:
     assert learnt(tokenizer, rows_of(tokenizer, flagged(None, False, None, None))) == ["Five."]
     (row,) = rows_of(tokenizer, flagged(None, None, None, False))
     assert learnt(tokenizer, [row]) == ["Four."] and row.reference == "Four."  # nothing depends on what follows
-    everything = rows_of(tokenizer, flagged(False, None, None, None), loss_on="all")
-    text = tokenizer.decode([label for row in everything for label in row.labels if label != IGNORED])
-    assert text.startswith(f"<|im_start|>user\n{END}\n<|im_start|>assistant\nFour.{END}")
-    everything = rows_of(tokenizer, flagged(None, False, None, None), loss_on="all")
-    assert "Four." not in tokenizer.decode([label for row in everything for label in row.labels if label != IGNORED])
+    everything = "".join(learnt_runs(tokenizer, rows_of(tokenizer, flagged(False, None, None, None), loss_on="all")))
+    assert everything.startswith(f"<|im_start|>user\n{END}\n<|im_start|>assistant\nFour.{END}")
+    assert "Four." not in "".join(learnt_runs(tokenizer, rows_of(tokenizer, flagged(None, False, None, None), loss_on="all")))
 
 
 @pytest.mark.parametrize(
@@ -137,9 +125,7 @@ def test_turns_that_are_not_learnt(folder: Path) -> None:
     ],
 )
 def test_flags_that_leave_nothing_are_refused(flags: Any, loss_on: str, message: str, folder: Path) -> None:
-    config = Config(model=ModelConfig(name="tiny"), train=TrainConfig(loss_on=loss_on))  # type: ignore[arg-type]
-    example = Example(place="rows.jsonl:3", form="messages", source=0, messages=flagged(*flags))
-    (found,) = Encoder(config, load_tokenizer(folder)).encode([example])
+    found = outcome_of(load_tokenizer(folder), messages=flagged(*flags), loss_on=loss_on)
     assert found.error is not None and message in found.error.message and found.error.place == "rows.jsonl:3"
 
 
@@ -153,7 +139,7 @@ def test_a_conversation_that_begins_with_an_answer(folder: Path, tmp_path: Path)
     greeting: Message = {"role": "assistant", "content": "Hello!"}
     path = tmp_path / "first.jinja"
     path.write_text("{% if messages[0]['role'] == 'tool' %}{% endif %}" + CHAT_TEMPLATE)
-    tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path))))
+    tokenizer = load_with(folder, str(path))
     with pytest.raises(DataError, match="begins with an answer"):
         rows_of(tokenizer, [greeting, *CHAT])
     assert learnt(tokenizer, rows_of(tokenizer, [{**greeting, "train": False}, *CHAT])) == ["Four.", "Five."]
@@ -163,14 +149,14 @@ def test_a_generation_prompt_that_opens_a_thought_which_answers_lack_is_refused(
     path = tmp_path / "thinks.jinja"
     path.write_text(CHAT_TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'"))
     with pytest.raises(DataError, match="does not begin turn 4 with its own generation prompt"):
-        rows_of(load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path)))), CHAT)
+        rows_of(load_with(folder, str(path)), CHAT)
 
 
 # Templates that a mask cannot be exact for.
 
 
 def test_a_conversation_that_the_template_refuses_names_its_roles(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(saved(tmp_path, GEMMA))
+    tokenizer = load_tokenizer(saved(tmp_path, NO_SYSTEM + CHAT_TEMPLATE))
     with pytest.raises(DataError, match=r"system, user.*System role not supported"):
         rows_of(tokenizer, [{"role": "system", "content": "Be brief."}, *CHAT[:2]])
 

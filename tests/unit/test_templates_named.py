@@ -11,12 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.schema import DataConfig
 from sft_play.data.chat import IGNORED
 from sft_play.data.formats import Message
 from sft_play.errors import DataError
-from sft_play.model.tokenizer import chat_format, load_tokenizer, template_names
-from tests.chat_tokenizers import Kind, by_hand, learnt_runs, rows_of, save_tokenizer
+from sft_play.model.tokenizer import template_names
+from tests.chat_tokenizers import Kind, by_hand, learnt_runs, load_with, rows_of, save_tokenizer
 
 CHAT: list[Message] = [
     {"role": "system", "content": "Be brief."},
@@ -112,7 +111,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         place = save_tokenizer(
             folder / family.name, family.kind, special=family.special, bos=family.bos, eos=family.eos, **family.more
         )
-        made[family.name] = load_tokenizer(place, chat_format(DataConfig(chat_template=family.name)))
+        made[family.name] = load_with(place, family.name)
     return made
 
 
@@ -166,21 +165,21 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
 
 def test_a_vocabulary_without_the_end_mark_takes_eos(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, "gpt2", eos="</s>")
-    tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template="chatml")))
+    tokenizer = load_with(folder, "chatml")
     assert learnt_runs(tokenizer, rows_of(tokenizer, CHAT)) == ["Four.</s>", "Five,\n\n  of course.</s>"]
 
 
 def test_a_vocabulary_without_the_marks_is_refused_with_what_fits(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, "gpt2", eos="</s>")
     with pytest.raises(DataError, match=r"needs tokens.*start_header_id") as caught:
-        load_tokenizer(folder, chat_format(DataConfig(chat_template="llama3")))
+        load_with(folder, "llama3")
     assert caught.value.hint is not None and "chatml" in caught.value.hint and "gemma" not in caught.value.hint
 
 
 def test_a_tokenizer_that_puts_bos_before_a_text_gets_one_in_any_template(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, "gpt2", bos="<s>", eos="</s>", adds_bos=True)
     for name in ("chatml", "zephyr", "alpaca"):
-        tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template=name)))
+        tokenizer = load_with(folder, name)
         row = rows_of(tokenizer, CHAT)[-1]
         assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.input_ids[0] == tokenizer.bos_token_id
 

@@ -10,12 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.formats import Example, Message
-from sft_play.data.tokens import Encoder, Outcome
-from sft_play.model.tokenizer import chat_format, load_tokenizer
-from tests.chat_tokenizers import save_tokenizer
+from sft_play.data.formats import Message
+from tests.chat_tokenizers import load_with, outcome_of, save_tokenizer
 
 END = "<|im_end|>"
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -32,19 +29,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def tokenizer_of(folder: Path, name: str) -> Any:
-    saved = save_tokenizer(folder, "llama3", special=["<|im_start|>", END], eos=END)
-    return load_tokenizer(saved, chat_format(DataConfig(chat_template=name)))
+    return load_with(save_tokenizer(folder, "llama3", special=["<|im_start|>", END], eos=END), name)
 
 
 def exchange(number: int, words: int = 3) -> list[Message]:
     question = " ".join(["why"] * words) + f" {number}?"
     return [{"role": "user", "content": question}, {"role": "assistant", "content": f"answer {number}"}]
-
-
-def outcome_of(tokenizer: Any, policy: Any, limit: int, **example: Any) -> Outcome:
-    config = Config(model=ModelConfig(name="tiny", max_seq_len=limit), data=DataConfig(overlong=policy))
-    (found,) = Encoder(config, tokenizer).encode([Example(place="rows.jsonl:1", form="messages", source=0, **example)])
-    return found
 
 
 def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
@@ -58,14 +48,14 @@ def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
 
 def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: Any) -> None:
     messages = [SYSTEM, *exchange(1, words=30), *exchange(2), *exchange(3)]
-    found = outcome_of(chatml, "truncate", 80, messages=messages)
+    found = outcome_of(chatml, overlong="truncate", limit=80, messages=messages)
     assert found.lost == {"user turns", "assistant turns"} and learnt(chatml, found.rows) == ["answer 2", "answer 3"]
     text = chatml.decode(found.rows[0].input_ids)
     assert text.startswith(f"<|im_start|>system\nBe brief.{END}\n<|im_start|>user\nwhy why why 2?")
 
 
 def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
-    found = outcome_of(chatml, "truncate", 64, messages=[SYSTEM, *exchange(1, words=300)])
+    found = outcome_of(chatml, overlong="truncate", limit=64, messages=[SYSTEM, *exchange(1, words=300)])
     (row,) = found.rows
     assert found.lost == {"the beginning of a user turn"} and found.answers_cut == 0, (
         "a shorter prompt is no answer without its end"
@@ -80,12 +70,12 @@ def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
 def test_an_answer_that_never_fits_is_cut_only_where_that_is_asked_and_teaches_no_stop(chatml: Any) -> None:
     messages: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
     for policy in ("truncate", "split"):
-        left = outcome_of(chatml, policy, 64, messages=messages)
+        left = outcome_of(chatml, overlong=policy, limit=64, messages=messages)
         assert (left.rows, left.dropped) == (
             (),
             "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len",
         )
-    found = outcome_of(chatml, "truncate_answers", 64, messages=messages)
+    found = outcome_of(chatml, overlong="truncate_answers", limit=64, messages=messages)
     (row,) = found.rows
     assert found.answers_cut == 1 and found.lost == {"the end of an answer"}
     stop = chatml.convert_tokens_to_ids(END)
@@ -101,7 +91,7 @@ def test_split_learns_each_answer_exactly_once(name: str, data: st.DataObject, c
     sizes = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
     turns = [turn for number, words in enumerate(sizes) for turn in exchange(number, words)]
     start = [SYSTEM] if data.draw(st.booleans()) else []
-    found = outcome_of(tokenizer, "split", 64, messages=[*start, *turns])
+    found = outcome_of(tokenizer, overlong="split", limit=64, messages=[*start, *turns])
     assert found.error is None
     assert learnt(tokenizer, found.rows) == [f"answer {number}" for number in range(len(sizes))]
     for row in found.rows:
@@ -125,31 +115,31 @@ def with_call(words: int, answer: int) -> list[Message]:
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
 def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str) -> None:
-    limit = len(outcome_of(qwen3, "error", 4096, messages=with_call(1, 1), tools=[TOOL]).rows[-1].input_ids) + 20
+    limit = len(outcome_of(qwen3, overlong="error", limit=4096, messages=with_call(1, 1), tools=[TOOL]).rows[-1].input_ids) + 20
     too_long = with_call(1, 300)
-    assert not outcome_of(qwen3, policy, limit, messages=too_long, tools=[TOOL]).rows, "the call alone would fit"
-    found = outcome_of(qwen3, policy, limit, messages=with_call(300, 1), tools=[TOOL])
+    assert not outcome_of(qwen3, overlong=policy, limit=limit, messages=too_long, tools=[TOOL]).rows, "the call alone would fit"
+    found = outcome_of(qwen3, overlong=policy, limit=limit, messages=with_call(300, 1), tools=[TOOL])
     if policy == "drop":
         assert (found.rows, found.dropped, found.lost) == ((), "longer than model.max_seq_len", frozenset())
     else:
         assert found.lost == {"the beginning of a tool turn"} and len(found.rows) == 2
         assert learnt(qwen3, found.rows[1:]) == ["So four. indeed"]
-    both = outcome_of(qwen3, policy, limit, messages=[*too_long, *with_call(1, 1)], tools=[TOOL])
+    both = outcome_of(qwen3, overlong=policy, limit=limit, messages=[*too_long, *with_call(1, 1)], tools=[TOOL])
     assert len(both.rows) == (0 if policy == "drop" else 2)
 
 
 def test_tokens_keep_what_is_learnt(chatml: Any) -> None:
     ids, labels = list(range(100)), [IGNORED] * 80 + list(range(80, 100))
-    (row,) = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=labels).rows
+    (row,) = outcome_of(chatml, overlong="truncate", limit=50, input_ids=ids, labels=labels).rows
     assert (row.input_ids, row.labels[-20:]) == (ids[50:], labels[80:])
     long_answer = [IGNORED] * 30 + ids[30:]
-    assert outcome_of(chatml, "truncate", 50, input_ids=ids, labels=long_answer).rows == ()
-    found = outcome_of(chatml, "truncate_answers", 50, input_ids=ids, labels=long_answer)
+    assert outcome_of(chatml, overlong="truncate", limit=50, input_ids=ids, labels=long_answer).rows == ()
+    found = outcome_of(chatml, overlong="truncate_answers", limit=50, input_ids=ids, labels=long_answer)
     assert found.answers_cut == 1 and found.rows[0].input_ids == ids[5:55]
 
 
 def test_tokens_are_split_and_each_is_learnt_once(chatml: Any) -> None:
     ids = list(range(100))
-    found = outcome_of(chatml, "split", 40, input_ids=ids)
+    found = outcome_of(chatml, overlong="split", limit=40, input_ids=ids)
     assert [label for row in found.rows for label in row.labels[1:]] == ids[1:]
     assert all(len(row.input_ids) <= 40 for row in found.rows)

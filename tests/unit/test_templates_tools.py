@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data.chat import IGNORED, WRITING_CALLS
-from sft_play.data.formats import Example, Message
-from sft_play.data.tokens import Encoder, Outcome
+from sft_play.data.chat import WRITING_CALLS
+from sft_play.data.formats import Message
+from sft_play.data.tokens import Outcome
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import prompt_ids
-from sft_play.model.tokenizer import chat_format, load_tokenizer, template_names
-from tests.chat_tokenizers import by_hand, rows_of, save_tokenizer
+from sft_play.model.tokenizer import template_names
+from tests.chat_tokenizers import by_hand, learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
 
 SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
@@ -51,10 +50,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tools") / "t", "llama3", special=SPECIAL, bos="<s>", eos="</s>")
 
 
-def chosen(saved: Path, template: str) -> Any:
-    return load_tokenizer(saved, chat_format(DataConfig(chat_template=template)))
-
-
 def own(saved: Path, tmp_path: Path, turn: str, before: str = "{{ (tools or []) | tojson }}") -> Any:
     """Returns a tokenizer whose template writes `before`, then each message by `turn`."""
     path = tmp_path / "own.jinja"
@@ -62,11 +57,11 @@ def own(saved: Path, tmp_path: Path, turn: str, before: str = "{{ (tools or []) 
         before + "{% for m in messages %}<|im_start|>{{ m['role'] }}\n" + turn + "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    return chosen(saved, str(path))
+    return load_with(saved, str(path))
 
 
 def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(saved: Path) -> None:
-    tokenizer = chosen(saved, "qwen3")
+    tokenizer = load_with(saved, "qwen3")
     expected = [
         f"{SYSTEM}{QUESTION}\u2039<think>\n\n</think>\n\n{CALLED}\u203a",
         f"{SYSTEM}{QUESTION}{CALLED}{RESULTS}<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
@@ -78,7 +73,7 @@ def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(sav
 @pytest.mark.parametrize("name", template_names())
 @pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
 def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, saved: Path) -> None:
-    tokenizer = chosen(saved, name)
+    tokenizer = load_with(saved, name)
     if name in WRITING_CALLS:
         assert rows_of(tokenizer, CHAT, [TOOL], loss_on=loss_on)
         return
@@ -109,7 +104,7 @@ def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Pa
 
 
 def test_a_question_with_calls_is_not_asked_without_them(saved: Path, tmp_path: Path) -> None:
-    assert prompt_ids(chosen(saved, "qwen3"), CHAT[:-1], [TOOL])
+    assert prompt_ids(load_with(saved, "qwen3"), CHAT[:-1], [TOOL])
     with pytest.raises(DataError, match="does not write the calls of turn 3"):
         prompt_ids(own(saved, tmp_path, "{{ m['content'] }}"), CHAT[:-1])
 
@@ -136,9 +131,8 @@ SECOND = "<|im_start|>user\nAnd 3+3?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def outcome(saved: Path, template: str, messages: list[Message], loss_on: Any = "assistant") -> tuple[Any, Outcome]:
-    tokenizer = load_tokenizer(saved, chat_format(DataConfig(chat_template=template)))
-    encoder = Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(loss_on=loss_on)), tokenizer)
-    (found,) = encoder.encode([Example(place="a:1", form="messages", source=0, messages=messages)])
+    tokenizer = load_with(saved, template)
+    found = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
     assert found.error is None, found.error
     return tokenizer, found
 
@@ -173,8 +167,7 @@ def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_wha
     _, apart = outcome(saved, "chatml", APART)
     assert apart.thoughts == 2
     tokenizer, within = outcome(saved, "chatml", WITHIN)
-    (row,) = within.rows
-    learnt = tokenizer.decode([token for token in row.labels if token != IGNORED])
-    assert learnt == "".join(f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]) and within.thoughts == 0
+    assert learnt_runs(tokenizer, within.rows) == [f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]]
+    assert within.thoughts == 0
     unlearnt = [{**message, "train": False} if message is APART[1] else message for message in APART]
     assert outcome(saved, "chatml", unlearnt)[1].thoughts == 1
