@@ -1,4 +1,4 @@
-"""Hubs on this machine, in so much of the hub's own protocol as its libraries use: one of a dataset, and one that takes a model."""
+"""Hubs on this machine, in so much of the hub's own protocol as its libraries use: one of a dataset or model, and one that takes a model."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ def serve(handler: type[HubHandler], **facts: Any) -> Iterator[str]:
         server.server_close()
 
 
-class DatasetHandler(HubHandler):
-    """Serves `files` as the dataset `name` at the revisions `main` and `COMMIT`."""
+class FilesHandler(HubHandler):
+    """Serves `files` as the dataset or model `name` at the revisions `main` and `COMMIT`."""
 
+    kind = "datasets"
     name: str
     files: Mapping[str, bytes]
 
@@ -71,7 +72,7 @@ class DatasetHandler(HubHandler):
         path, _, query = self.path.partition("?")
         if "/resolve/" in path:
             self._file(path.split("/resolve/")[1].partition("/")[2])
-        elif not path.startswith(f"/api/datasets/{self.name}"):
+        elif not path.startswith(f"/api/{self.kind}/{self.name}"):
             self.refuse(404, "RepoNotFound")
         elif "/tree/" in path:
             folder = path.split("/tree/")[1].partition("/")[2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Done, call_program, environment, run_program
-from tests.hub import COMMIT, DatasetHandler, serve
+from tests.hub import COMMIT, FilesHandler, serve
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: P
     rows = "".join(json.dumps({"question": f"q{n}", "answer": "a", "n": n}) + "\n" for n in range(9)).encode()
     hub = {"path": "nobody/small"}
     files = {"data/train.jsonl": rows, "README.md": b"# Small\n"}
-    with serve(DatasetHandler, name="nobody/small", files=files) as address:
+    with serve(FilesHandler, name="nobody/small", files=files) as address:
         env = {
             "HF_ENDPOINT": address,
             "HF_HUB_OFFLINE": "0",

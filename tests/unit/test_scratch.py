@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sft_play.config.keys import variables as keys
 from sft_play.config.layers import Override
 from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, DataSource, ModelConfig, TrainConfig, TuningConfig
@@ -22,10 +24,13 @@ DATA = str(ROOT / "examples" / "02_your_jsonl" / "train.jsonl")
 SHAPE = {"MODEL_VOCAB_SIZE": "600", "MODEL_HIDDEN_SIZE": "64", "MODEL_ATTENTION_HEADS": "4", "MODEL_LAYERS": "2"}
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
 def refused(**variables: str) -> str:
     """Returns the message of a configuration that starts from scratch with these variables on top."""
-    from sft_play.config.keys import variables as keys
-
     given = {"MODEL_INIT": "random", "TUNING_MODE": "full", **SHAPE, **variables}
     overrides = [
         Override(key=keys()[name], text=text, origin=f"make {name}={text}") for name, text in given.items() if text != "-"
@@ -63,12 +68,9 @@ def scratch(**model: object) -> Config:
 def test_weights_are_made_once_and_by_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dataclasses import replace
-
     import torch
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "one"))
     config = scratch()
     first = resolve(config)
     assert "training a tokenizer of 600 tokens" in capsys.readouterr().err
@@ -87,8 +89,7 @@ def test_weights_are_made_once_and_by_the_seed(
     assert first.source == "scratch" and first.name == label(config.model)
 
 
-def test_a_trained_tokenizer_writes_any_text_and_chatml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+def test_a_trained_tokenizer_writes_any_text_and_chatml() -> None:
     tokenizer = load_tokenizer(resolve(scratch()).path)
     assert len(tokenizer) == 600 and (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
     text = "größer 2026 \U0001f600\n\tx"
@@ -98,8 +99,7 @@ def test_a_trained_tokenizer_writes_any_text_and_chatml(tmp_path: Path, monkeypa
     assert end_of_turn_ids(tokenizer) == [turn, tokenizer.eos_token_id]
 
 
-def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
     build_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(DataError, match=r"`model\.vocab_size` is 600, but the tokenizer has 1024 tokens") as error:
         resolve(scratch(tokenizer=str(tmp_path / "tokenizer")))
@@ -110,10 +110,9 @@ def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path, monkeypatch: 
         resolve(scratch(tokenizer="./nowhere"))
 
 
-def test_the_shape_of_another_model_with_random_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shape_of_another_model_with_random_weights(tiny: Path) -> None:
     from safetensors.torch import load_file
 
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     config = scratch(name=str(tiny), vocab_size=None, hidden_size=None, attention_heads=None, layers=None)
     found = resolve(config)
     own, made = read_json(tiny / "config.json"), read_json(Path(found.path) / "config.json")
@@ -123,22 +122,15 @@ def test_the_shape_of_another_model_with_random_weights(tiny: Path, tmp_path: Pa
     assert shape_of(config.model).layers == 2 and found.name == f"{tiny} (random weights)"
 
 
-def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_path: Path) -> None:
     model = build_tiny_llama(tmp_path / "model", vocab=1024)
     same, larger = tmp_path / "same", tmp_path / "larger"
     build_tokenizer(same)
     settings = json.loads((same / "tokenizer_config.json").read_text())
     (same / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
     build_tokenizer(larger, vocab=1500)
-    plain = Config(model=ModelConfig(name=str(model)))
-    before = resolve(plain)
-
-    def with_tokenizer(folder: Path) -> Config:
-        return Config(model=ModelConfig(name=str(model), tokenizer=str(folder)))
-
-    found = resolve(with_tokenizer(same))
+    before, found = (resolve(Config(model=ModelConfig(name=str(model), tokenizer=tokenizer))) for tokenizer in (None, str(same)))
     assert found.fingerprint == before.fingerprint and found.tokenizer_fingerprint != before.tokenizer_fingerprint
     assert load_tokenizer(found.path).model_max_length == 77 and (Path(found.path) / "model.safetensors").is_file()
     with pytest.raises(DataError, match="476 of the tokenizer's 1500 tokens have no row in the embedding"):
-        resolve(with_tokenizer(larger))
+        resolve(Config(model=ModelConfig(name=str(model), tokenizer=str(larger))))
