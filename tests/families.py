@@ -47,6 +47,7 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
 EQUAL_HEADS = {"num_key_value_heads": 4}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
 IN_SECOND_LAYER = {"use_sliding_window": True, "max_window_layers": 1}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys((
@@ -70,6 +71,8 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "smollm3": {"no_rope_layers": [1, 0]},
+    **dict.fromkeys(("glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"), MROPE),
+    "glm4v_moe_text": {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
 }  # fmt: skip
 IMAGE = {"image_token_id": 1085, "video_token_id": 1086}
 GEMMA3 = {"image_token_index": 1085, "boi_token_index": 1086, "eoi_token_index": 1087, "mm_tokens_per_image": 4}
@@ -80,6 +83,16 @@ COMPOSITE: dict[str, tuple[str, str, dict[str, int]]] = {
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision", IMAGE),
     "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision", IMAGE),
     "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision", IMAGE),
+    "aya_vision": ("cohere2", "siglip_vision_model", {"image_token_index": 1085}),
+    "cohere2_vision": ("cohere2", "siglip_vision_model", {"image_token_id": 1085}),
+    "exaone4_5": ("exaone4", "exaone4_5_vision", IMAGE),
+    "glm4v": ("glm4v_text", "glm4v_vision", IMAGE), "glm4v_moe": ("glm4v_moe_text", "glm4v_moe_vision", IMAGE),
+    "internvl": ("qwen2", "internvl_vision", {"image_token_id": 1085}), "kimi_k25": ("deepseek_v3", "kimi_k25_vision", {}),
+    "lfm2_vl": ("lfm2", "siglip2_vision_model", {"image_token_id": 1085}),
+    "llava": ("llama", "clip_vision_model", {"image_token_index": 1085}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision", IMAGE), "qwen2_vl": ("qwen2_vl_text", "qwen2_vl_vision", IMAGE),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision", IMAGE),
+    "smolvlm": ("llama", "smolvlm_vision", {"image_token_id": 1085}),
 }  # fmt: skip
 """Image-text families: a text part and a tower. transformers has a causal model of `gemma3`, `gemma4` and `qwen3_5*`."""
 DENSE = (
@@ -140,4 +153,4 @@ def tiny_model(name: str, device: str = "cpu", *, attention: str | None = None, 
 
 def build_family(folder: Path, name: str, **own: Any) -> Path:
     """Writes `tiny_model` with a tokenizer as an ordinary Hugging Face folder, and returns `folder`."""
-    return save_model(tiny_model(name, **own), folder, 1024, True, True)
+    return save_model(tiny_model(name, **own), folder)

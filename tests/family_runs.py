@@ -129,18 +129,16 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
     config.write_text(
         nested_yaml([f"model.name: {base}", f"data.train_path: {rows}", f"tuning.mode: {mode}", *SETTINGS]), encoding="utf-8"
     )
+    again, merged = RunFolder(folder / "runs" / f"{name}-{mode}-again"), folder / f"merged-{mode}"
+
+    def resume() -> Done:
+        shutil.rmtree(copy_run(run, again.path).model)
+        return worker(again, env, "--resume", str(again.checkpoint(1)))
+
     steps: Mapping[str, Callable[[], Done]] = {
         "plan": lambda: called(lambda: plan_and_prepare(run, config), env),
         "train": lambda: worker(run, env),
-    }
-    for at, step in steps.items():
-        if (done := in_child(step)).code:
-            return Road(base=base, at=at, refused=done.err)
-    again = copy_run(run, folder / "runs" / f"{name}-{mode}-again")
-    shutil.rmtree(again.model)
-    merged = folder / f"merged-{mode}"
-    steps = {
-        "resume": lambda: worker(again, env, "--resume", str(again.checkpoint(1))),
+        "resume": resume,
         "merge": lambda: call_program(["merge", f"RUN={run.path}", f"OUT={merged}"], env) if mode != "full" else Done(0, "", ""),
         "infer": lambda: call_program(
             [
@@ -155,7 +153,7 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
     }
     for at, step in steps.items():
         if (done := in_child(step)).code:
-            return Road(base=base, at=at, refused=done.err, plan=Plan.load(run.plan))
+            return Road(base=base, at=at, refused=done.err, plan=Plan.load(run.plan) if run.plan.exists() else None)
     return Road(base=base, plan=Plan.load(run.plan), trained=run.model, resumed=again.model)
 
 

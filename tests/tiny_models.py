@@ -32,8 +32,8 @@ def _bpe(vocab: int) -> str:
     return tokenizer.to_str()
 
 
-def build_tokenizer(folder: Path, *, vocab: int = 1024, pad: bool = True, template: bool = True) -> None:
-    """Writes a tokenizer of `vocab` tokens, with a ChatML template unless `template` is false."""
+def build_tokenizer(folder: Path, *, vocab: int = 1024) -> None:
+    """Writes a tokenizer of `vocab` tokens, with a ChatML template."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -41,27 +41,24 @@ def build_tokenizer(folder: Path, *, vocab: int = 1024, pad: bool = True, templa
         tokenizer_object=Tokenizer.from_str(_bpe(vocab)),
         eos_token="<|im_end|>",
         unk_token="<|endoftext|>",
-        pad_token="<|pad|>" if pad else None,
+        pad_token="<|pad|>",
         extra_special_tokens=["<|im_start|>"],
     )
-    if template:
-        tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
 
 
-def save_model(model: Any, folder: Path, vocab: int, pad: bool, template: bool) -> Path:
+def save_model(model: Any, folder: Path, vocab: int = 1024) -> Path:
     """Writes a model, with a tokenizer of `vocab` tokens, and returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 3
     model.save_pretrained(folder)
-    build_tokenizer(folder, vocab=vocab, pad=pad, template=template)
+    build_tokenizer(folder, vocab=vocab)
     return folder
 
 
-def build_tiny_llama(
-    folder: Path, seed: int = 0, vocab: int = 1024, *, pad: bool = True, template: bool = True, **config: Any
-) -> Path:
+def build_tiny_llama(folder: Path, seed: int = 0, vocab: int = 1024, **config: Any) -> Path:
     """Writes a random Llama (hidden 64, 2 layers, 152 k parameters unless told) in fp32 and returns `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,4 +69,4 @@ def build_tiny_llama(
         "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 3,
     }  # fmt: skip
     torch.manual_seed(seed)
-    return save_model(LlamaForCausalLM(LlamaConfig(**(values | config))), folder, vocab, pad, template)
+    return save_model(LlamaForCausalLM(LlamaConfig(**(values | config))), folder, vocab)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,32 +13,13 @@ from sft_play.model.load import TEXT_WITHIN, model_class, read_model
 from tests import families
 
 QUICK = {"glm4v", "lfm2_vl", "mistral3", "qwen3_vl"}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
-PARTIAL_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
-PARTS: dict[str, tuple[str, str, dict[str, int]]] = {
-    "aya_vision": ("cohere2", "siglip_vision_model", {"image_token_index": 1085}),
-    "cohere2_vision": ("cohere2", "siglip_vision_model", {"image_token_id": 1085}),
-    "exaone4_5": ("exaone4", "exaone4_5_vision", families.IMAGE),
-    "glm4v": ("glm4v_text", "glm4v_vision", families.IMAGE), "glm4v_moe": ("glm4v_moe_text", "glm4v_moe_vision", families.IMAGE),
-    "internvl": ("qwen2", "internvl_vision", {"image_token_id": 1085}), "kimi_k25": ("deepseek_v3", "kimi_k25_vision", {}),
-    "lfm2_vl": ("lfm2", "siglip2_vision_model", {"image_token_id": 1085}),
-    "llava": ("llama", "clip_vision_model", {"image_token_index": 1085}),
-    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision", families.IMAGE), "qwen2_vl": ("qwen2_vl_text", "qwen2_vl_vision", families.IMAGE),
-    "qwen3_vl_moe": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision", families.IMAGE),
-    "smolvlm": ("llama", "smolvlm_vision", {"image_token_id": 1085}),
-}  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {
-    "glm4v": MROPE, "glm4v_moe": PARTIAL_MROPE, "qwen2_5_vl": MROPE, "qwen2_vl": MROPE,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in sorted(TEXT_WITHIN)]
 )
-def test_the_text_part_trains_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in PARTS:
-        monkeypatch.setitem(families.COMPOSITE, name, PARTS[name])
-    config = families.tiny_config(name, **OWN.get(name, {}))
+def test_the_text_part_trains_alone(name: str, tmp_path: Path) -> None:
+    config = families.tiny_config(name)
     torch.manual_seed(0)
     model = model_class(config).from_config(config).eval()
     prefix = lora.free_text_part(model)

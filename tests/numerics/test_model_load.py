@@ -18,13 +18,11 @@ from tests.families import build_family
 from tests.plans import prepared_model, simple_plan
 from tests.tiny_models import build_tiny_llama, build_tokenizer
 
-KINDS = ("llama", "gpt2", "mixtral", "gemma3")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: build_family(folder / name, name) for name in KINDS}
+    return {name: build_family(folder / name, name) for name in ("llama", "mixtral", "gemma3")}
 
 
 def load(folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None, seed: int = 42, **tuning: Any) -> Any:
@@ -39,38 +37,17 @@ def load(folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None
     return model
 
 
-def trained(model: Any) -> list[str]:
-    return [name for name, p in model.named_parameters() if p.requires_grad]
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
-def test_every_architecture_trains_flattened_with_logits_at_labels_only(folders: dict[str, Path], name: str, mode: str) -> None:
-    model = load(folders[name], mode=mode, plan={"gradient_checkpointing": mode == "lora"}).train()
-    ids, positions = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    keep = torch.tensor([0, 2, 6])
-    logits = model(input_ids=ids, position_ids=positions, logits_to_keep=keep, use_cache=False).logits
-    alone = model(input_ids=ids[:, 5:], position_ids=positions[:, 5:], use_cache=False).logits
-    assert logits.shape[1] == 3
-    assert torch.allclose(logits[0, 2], alone[0, 1], atol=1e-5), "the second row must not see the first"
-    logits.float().pow(2).sum().backward()
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None and "rotary" not in n]
-    assert not missing
-
-
 def test_full_tuning_of_a_multimodal_model_freezes_tower_and_projector(folders: dict[str, Path], capsys: Any) -> None:
-    names = trained(load(folders["gemma3"], mode="full"))
-    assert names
-    assert not [n for n in names if "vision" in n or "projector" in n]
+    names = [name for name, p in load(folders["gemma3"], mode="full").named_parameters() if p.requires_grad]
+    assert names and not [n for n in names if "vision" in n or "projector" in n]
     assert "vision tower and projector are frozen" in capsys.readouterr().err
 
 
 def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(folders: dict[str, Path]) -> None:
     model = load(folders["llama"], mode="qlora", plan={"weights_dtype": "bfloat16", "precision": "bf16"})
     linear = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
-    assert linear.weight.quant_state.quant_type == "nf4"
-    assert linear.weight.quant_state.nested, "the scales are quantised too"
-    assert linear.compute_dtype == torch.bfloat16
+    state = linear.weight.quant_state
+    assert state.quant_type == "nf4" and state.nested and linear.compute_dtype == torch.bfloat16, "the scales are quantised too"
     types = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.uint8}
     assert set(types.values()) == {torch.bfloat16}, "no fp32 upcast of embeddings, head, norms or adapters"
     assert any("embed_tokens" in n for n in types)

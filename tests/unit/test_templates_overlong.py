@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +11,26 @@ from hypothesis import strategies as st
 
 from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.formats import Message
-from tests.chat_tokenizers import load_with, outcome_of, save_tokenizer
+from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, save_tokenizer
 
 END = "<|im_end|>"
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 
 
 @pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer_of(tmp_path_factory.mktemp("chatml"), "chatml")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = save_tokenizer(tmp_path_factory.mktemp("tokenizer"), "llama3", special=["<|im_start|>", END], eos=END)
+    return {name: load_with(folder, name) for name in ("chatml", "qwen3")}
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer_of(tmp_path_factory.mktemp("qwen3"), "qwen3")
+def chatml(tokenizers: dict[str, Any]) -> Any:
+    return tokenizers["chatml"]
 
 
-def tokenizer_of(folder: Path, name: str) -> Any:
-    return load_with(save_tokenizer(folder, "llama3", special=["<|im_start|>", END], eos=END), name)
+@pytest.fixture(scope="module")
+def qwen3(tokenizers: dict[str, Any]) -> Any:
+    return tokenizers["qwen3"]
 
 
 def exchange(number: int, words: int = 3) -> list[Message]:
@@ -39,11 +40,7 @@ def exchange(number: int, words: int = 3) -> list[Message]:
 
 def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
     """Returns each answer that is learnt, without its end, in order."""
-    found: list[str] = []
-    for row in rows:
-        text = tokenizer.decode([label for label in row.labels if label != IGNORED])
-        found += [part.removeprefix("<think>\n\n</think>\n\n") for part in text.split(END)[:-1]]
-    return found
+    return [text.removesuffix(END).removeprefix("<think>\n\n</think>\n\n") for text in learnt_runs(tokenizer, rows)]
 
 
 def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: Any) -> None:
@@ -86,8 +83,8 @@ def test_an_answer_that_never_fits_is_cut_only_where_that_is_asked_and_teaches_n
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_split_learns_each_answer_exactly_once(name: str, data: st.DataObject, chatml: Any, qwen3: Any) -> None:
-    tokenizer = chatml if name == "chatml" else qwen3
+def test_split_learns_each_answer_exactly_once(name: str, data: st.DataObject, tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers[name]
     sizes = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
     turns = [turn for number, words in enumerate(sizes) for turn in exchange(number, words)]
     start = [SYSTEM] if data.draw(st.booleans()) else []
