@@ -12,6 +12,7 @@ from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.formats import Example, Message
 from sft_play.data.tokens import Encoder, Outcome
 from sft_play.model.tokenizer import chat_format, load_tokenizer
+from sft_play.runs.prepared import ChatFormat
 
 Kind = Literal["gpt2", "llama3", "gemma", "llama2"]
 
@@ -98,9 +99,11 @@ def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
     return ids, labels
 
 
-def load_with(folder: Path, template: str | None = None, **data: Any) -> Any:
-    """Returns the tokenizer of a folder that writes conversations by `template`, and by other keys of `data`."""
-    return load_tokenizer(folder, chat_format(DataConfig(chat_template=template, **data)))
+def load_with(folder: Path, template: str | None = None, *, text: str | None = None, **data: Any) -> Any:
+    """Returns the tokenizer of a folder that writes conversations by `template`, and by other keys of `data`; or as `text` says."""
+    return load_tokenizer(
+        folder, chat_format(DataConfig(chat_template=template, **data)) if text is None else ChatFormat(template=text)
+    )
 
 
 def outcome_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
-from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.errors import CheckpointError, UserError
 from sft_play.model.load import check_quantised_base, load_for_training
 from sft_play.model.resolve import quantisation_of
 from tests.families import build_family
@@ -93,24 +92,18 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
         assert torch.allclose(found(input_ids=ids).logits, fresh(input_ids=ids).logits, atol=1e-3)
 
 
-def test_full_tuning_of_a_quantised_base_is_refused(quantised_base: Path) -> None:
-    with pytest.raises(UserError, match="cannot train quantised weights"):
-        load(quantised_base, mode="full")
-
-
-@pytest.mark.parametrize(("base", "words"), [({"load_in_8bit": True}, "`CB`"), ({"quant_method": "fp8"}, "was not tried")])
-def test_a_quantised_base_is_refused_where_its_strategy_cannot_hold_it(base: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=f"comes quantised.*{words}"):
-        check_quantised_base(base, TuningConfig(mode="lora"), "zero3")
-
-
-def test_a_base_whose_quantiser_is_not_installed_is_refused_by_its_name(tmp_path: Path) -> None:
-    build_tiny_llama(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(HardwareError, match="`gptqmodel`"):
-        load(tmp_path, mode="qlora")
+@pytest.mark.parametrize(
+    ("base", "mode", "strategy", "words"),
+    [
+        ({"load_in_4bit": True}, "full", "single", "cannot train quantised weights"),
+        ({"load_in_8bit": True}, "lora", "zero3", "comes quantised.*`CB`"),
+        ({"quant_method": "fp8"}, "lora", "zero3", "comes quantised.*was not tried"),
+        ({"quant_method": "gptq", "bits": 4}, "qlora", "single", "the package `gptqmodel` that reads it is not installed"),
+    ],
+)
+def test_a_quantised_base_that_cannot_be_tuned_so_is_refused(base: dict[str, Any], mode: Any, strategy: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_quantised_base(base, TuningConfig(mode=mode), strategy)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from sft_play.model.tokenizer import chat_format, load_tokenizer
 from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
 
-NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 END = "<|im_end|>"
 CHAT: list[Message] = [
     {"role": "user", "content": "2+2?"},
@@ -28,13 +27,10 @@ CHAT: list[Message] = [
 STYLE = StyleConfig(system_prefix="<<", system_suffix=">>", user_prefix="Q: '{{ \u00e9 }}'\n", user_suffix=" \\ #\U0001f600")
 
 
-def saved(folder: Path, template: str) -> Path:
-    return save_tokenizer(folder, "llama3", special=["<|im_start|>", END], eos=END, template=template)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("tokenizer"), CHAT_TEMPLATE)
+    place = tmp_path_factory.mktemp("tokenizer")
+    return save_tokenizer(place, "llama3", special=["<|im_start|>", END], eos=END, template=CHAT_TEMPLATE)
 
 
 def learnt(tokenizer: Any, found: Sequence[Encoded]) -> list[str]:
@@ -135,30 +131,12 @@ def test_an_answer_that_ends_its_turn_itself_is_refused(words: str, folder: Path
         rows_of(load_tokenizer(folder), [CHAT[0], {"role": "assistant", "content": words}])
 
 
-def test_a_conversation_that_begins_with_an_answer(folder: Path, tmp_path: Path) -> None:
+def test_a_conversation_that_begins_with_an_answer(folder: Path) -> None:
     greeting: Message = {"role": "assistant", "content": "Hello!"}
-    path = tmp_path / "first.jinja"
-    path.write_text("{% if messages[0]['role'] == 'tool' %}{% endif %}" + CHAT_TEMPLATE)
-    tokenizer = load_with(folder, str(path))
+    tokenizer = load_with(folder, text="{% if messages[0]['role'] == 'tool' %}{% endif %}" + CHAT_TEMPLATE)
     with pytest.raises(DataError, match="begins with an answer"):
         rows_of(tokenizer, [greeting, *CHAT])
     assert learnt(tokenizer, rows_of(tokenizer, [{**greeting, "train": False}, *CHAT])) == ["Four.", "Five."]
-
-
-def test_a_generation_prompt_that_opens_a_thought_which_answers_lack_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "thinks.jinja"
-    path.write_text(CHAT_TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'"))
-    with pytest.raises(DataError, match="does not begin turn 4 with its own generation prompt"):
-        rows_of(load_with(folder, str(path)), CHAT)
-
-
-# Templates that a mask cannot be exact for.
-
-
-def test_a_conversation_that_the_template_refuses_names_its_roles(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(saved(tmp_path, NO_SYSTEM + CHAT_TEMPLATE))
-    with pytest.raises(DataError, match=r"system, user.*System role not supported"):
-        rows_of(tokenizer, [{"role": "system", "content": "Be brief."}, *CHAT[:2]])
 
 
 EXACT = "mask cannot be exact"
@@ -171,12 +149,21 @@ EXACT = "mask cannot be exact"
         ("{% for m in messages[-2:] %}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
         ("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
         ("{% for m in messages %}{{ m['content'] + m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
+        (CHAT_TEMPLATE.replace("assistant\n", "assistant\n<think>\n"), "does not begin turn 4 with its own generation prompt"),
+        ("{{ raise_exception('No roles') }}" + CHAT_TEMPLATE, r"\(user, assistant, user\): No roles"),
     ],
-    ids=["has no end", "forgets earlier turns", "depends on the answer", "repeats the answer"],
+    ids=[
+        "has no end",
+        "forgets earlier turns",
+        "depends on the answer",
+        "repeats the answer",
+        "opens a thought",
+        "refuses the roles",
+    ],
 )
-def test_a_template_whose_turns_cannot_be_told_apart_is_refused(template: str, said: str, tmp_path: Path) -> None:
+def test_a_template_that_a_mask_cannot_be_exact_for_is_refused(template: str, said: str, folder: Path) -> None:
     with pytest.raises(DataError, match=said):
-        rows_of(load_tokenizer(saved(tmp_path, template)), CHAT)
+        rows_of(load_with(folder, text=template), CHAT)
 
 
 def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(folder: Path) -> None:

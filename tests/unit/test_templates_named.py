@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,101 +26,91 @@ CHAT: list[Message] = [
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 
 
-@dataclass(frozen=True)
-class Family:
-    """A template, a tokenizer that it is made for, and the rows that `CHAT` must give: `[` and `]` enclose what is learnt."""
+class Family(NamedTuple):
+    """A tokenizer that a template is made for, and the rows that `CHAT` must give: `\u2039` and `\u203a` enclose what is learnt."""
 
-    name: str
     kind: Kind
     rows: Sequence[str]
-    special: Sequence[str] = ()
-    bos: str | None = None
-    eos: str | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
 
 
-FAMILIES = [
-    Family(
-        "chatml", "gpt2",
+FAMILIES = {
+    "chatml": Family(
+        "gpt2",
         ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n\u2039Four.<|im_end|>\u203a\n"
          "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039Five,\n\n  of course.<|im_end|>\u203a"],
-        special=["<|im_start|>", "<|im_end|>"], eos="<|im_end|>",
+        {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
-    Family(
-        "llama3", "llama3",
+    "llama3": Family(
+        "llama3",
         ["<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
          "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
          "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
          "<|start_header_id|>user<|end_header_id|>\n\nAnd then?<|eot_id|>"
          "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n  of course.<|eot_id|>\u203a"],
-        special=["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], bos="<|begin_of_text|>", eos="<|end_of_text|>",
-        more={"adds_bos": True},
+        {"special": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "bos": "<|begin_of_text|>", "eos": "<|end_of_text|>",
+        "adds_bos": True},
     ),
-    Family(
-        "gemma", "gemma",
+    "gemma": Family(
+        "gemma",
         ["<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
          "<start_of_turn>user\nAnd then?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course.<end_of_turn>\u203a"],
-        special=["<start_of_turn>", "<end_of_turn>"], bos="<bos>", eos="<eos>", more={"adds_bos": True},
+        {"special": ["<start_of_turn>", "<end_of_turn>"], "bos": "<bos>", "eos": "<eos>", "adds_bos": True},
     ),
-    Family(
-        "mistral", "llama2",
+    "mistral": Family(
+        "llama2",
         ["<s>[INST] Be brief.\n\n2+2?[/INST]\u2039 Four.</s>\u203a[INST] And then?[/INST]\u2039 Five,\n\n  of course.</s>\u203a"],
-        special=["[INST]", "[/INST]"], bos="<s>", eos="</s>", more={"adds_bos": True},
+        {"special": ["[INST]", "[/INST]"], "bos": "<s>", "eos": "</s>", "adds_bos": True},
     ),
-    Family(
-        "qwen3", "llama3",
+    "qwen3": Family(
+        "llama3",
         ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
          "<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
          "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
          "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n  of course.<|im_end|>\u203a"],
-        special=["<|im_start|>", "<|im_end|>"], eos="<|im_end|>",
+        {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
-    Family(
-        "phi3", "llama2",
+    "phi3": Family(
+        "llama2",
         ["<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\n\u2039Four.<|end|>\u203a\n"
          "<|user|>\nAnd then?<|end|>\n<|assistant|>\n\u2039Five,\n\n  of course.<|end|>\u203a"],
-        special=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], bos="<s>", eos="<|endoftext|>", more={"rstrip": True},
+        {"special": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "bos": "<s>", "eos": "<|endoftext|>", "rstrip": True},
     ),
-    Family(
-        "zephyr", "llama2",
+    "zephyr": Family(
+        "llama2",
         ["<|system|>\nBe brief.</s>\n<|user|>\n2+2?</s>\n<|assistant|>\n\u2039Four.</s>\u203a\n"
          "<|user|>\nAnd then?</s>\n<|assistant|>\n\u2039Five,\n\n  of course.</s>\u203a"],
-        bos="<s>", eos="</s>",
+        {"bos": "<s>", "eos": "</s>"},
     ),
-    Family(
-        "alpaca", "gpt2",
+    "alpaca": Family(
+        "gpt2",
         ["Be brief.\n\n### Instruction:\n2+2?\n\n### Response:\n\u2039Four.</s>\u203a\n\n"
          "### Instruction:\nAnd then?\n\n### Response:\n\u2039Five,\n\n  of course.</s>\u203a"],
-        eos="</s>",
+        {"eos": "</s>"},
     ),
-    Family(
-        "vicuna", "llama2",
+    "vicuna": Family(
+        "llama2",
         ["<s>Be brief. USER: 2+2? ASSISTANT:\u2039 Four.</s>\u203aUSER: And then? ASSISTANT:\u2039 Five,\n\n  of course.</s>\u203a"],
-        bos="<s>", eos="</s>", more={"adds_bos": True},
+        {"bos": "<s>", "eos": "</s>", "adds_bos": True},
     ),
-]  # fmt: skip
-BY_NAME = {family.name: family for family in FAMILIES}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("families")
-    made = {}
-    for family in FAMILIES:
-        place = save_tokenizer(
-            folder / family.name, family.kind, special=family.special, bos=family.bos, eos=family.eos, **family.more
-        )
-        made[family.name] = load_with(place, family.name)
-    return made
+    return {
+        name: load_with(save_tokenizer(folder / name, family.kind, **family.settings), name) for name, family in FAMILIES.items()
+    }
 
 
 def test_every_name_is_tried() -> None:
-    assert sorted(BY_NAME) == template_names()
+    assert sorted(FAMILIES) == template_names()
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokenizers: dict[str, Any]) -> None:
-    tokenizer, family = tokenizers[name], BY_NAME[name]
+    tokenizer, family = tokenizers[name], FAMILIES[name]
     rows = rows_of(tokenizer, CHAT)
     assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in family.rows]
     assert [row.reference for row in rows][-1] == "Five,\n\n  of course."
@@ -129,7 +118,7 @@ def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokeniz
     assert rows[-1].prompt_ids == list(asked), "what transformers itself gives a model"
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     (last,) = rows_of(tokenizer, CHAT, loss_on="last")
@@ -145,7 +134,7 @@ TEXT = st.text(alphabet="ab \n\t.1\u00e9\u4e16\U0001f600'<>", min_size=1, max_si
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObject, tokenizers: dict[str, Any]) -> None:
-    name = data.draw(st.sampled_from(sorted(BY_NAME)))
+    name = data.draw(st.sampled_from(sorted(FAMILIES)))
     tokenizer, end = tokenizers[name], ENDS.get(name, "</s>")
     answers = data.draw(st.lists(TEXT, min_size=1, max_size=3))
     messages: list[Message] = []

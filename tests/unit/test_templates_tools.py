@@ -9,7 +9,6 @@ import pytest
 
 from sft_play.data.chat import WRITING_CALLS
 from sft_play.data.formats import Message
-from sft_play.data.tokens import Outcome
 from sft_play.errors import DataError
 from sft_play.evaluation.answering import prompt_ids
 from sft_play.model.tokenizer import template_names
@@ -50,14 +49,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tools") / "t", "llama3", special=SPECIAL, bos="<s>", eos="</s>")
 
 
-def own(saved: Path, tmp_path: Path, turn: str, before: str = "{{ (tools or []) | tojson }}") -> Any:
-    """Returns a tokenizer whose template writes `before`, then each message by `turn`."""
-    path = tmp_path / "own.jinja"
-    path.write_text(
-        before + "{% for m in messages %}<|im_start|>{{ m['role'] }}\n" + turn + "<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return load_with(saved, str(path))
+def own(saved: Path, turn: str) -> Any:
+    """Returns a tokenizer whose template writes the tools, then each message by `turn`."""
+    text = "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n" + turn + "<|im_end|>\n{% endfor %}"
+    return load_with(saved, text=text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(saved: Path) -> None:
@@ -96,17 +91,17 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
          "does not write the calls of turn 3 before the end of the turn"),
     ],
 )  # fmt: skip
-def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Path, tmp_path: Path) -> None:
+def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Path) -> None:
     with pytest.raises(DataError) as caught:
-        rows_of(own(saved, tmp_path, turn), CHAT, [TOOL])
+        rows_of(own(saved, turn), CHAT, [TOOL])
     assert said in caught.value.message
     assert caught.value.hint
 
 
-def test_a_question_with_calls_is_not_asked_without_them(saved: Path, tmp_path: Path) -> None:
+def test_a_question_with_calls_is_not_asked_without_them(saved: Path) -> None:
     assert prompt_ids(load_with(saved, "qwen3"), CHAT[:-1], [TOOL])
     with pytest.raises(DataError, match="does not write the calls of turn 3"):
-        prompt_ids(own(saved, tmp_path, "{{ m['content'] }}"), CHAT[:-1])
+        prompt_ids(own(saved, "{{ m['content'] }}"), CHAT[:-1])
 
 
 # Thoughts of reasoning models: where each template writes and learns them, and the count of those that it leaves out.
@@ -130,44 +125,29 @@ FIRST = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 SECOND = "<|im_start|>user\nAnd 3+3?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def outcome(saved: Path, template: str, messages: list[Message], loss_on: Any = "assistant") -> tuple[Any, Outcome]:
-    tokenizer = load_with(saved, template)
+TWO_ROWS = (
+    f"{FIRST}\u2039<think>\nTwo and two.\n</think>\n\nFour.<|im_end|>\u203a",
+    f"{FIRST}Four.<|im_end|>\n{SECOND}\u2039<think>\nThree and three.\n</think>\n\nSix.<|im_end|>\u203a",
+)
+ONE_ROW = (f"\u2039{FIRST}Four.<|im_end|>\n{SECOND}<think>\nThree and three.\n</think>\n\nSix.<|im_end|>\u203a",)
+
+
+@pytest.mark.parametrize(
+    ("messages", "loss_on", "rows", "lost"),
+    [(APART, "assistant", TWO_ROWS, 0), (WITHIN, "assistant", TWO_ROWS, 0), (APART, "all", ONE_ROW, 1)],
+    ids=["reasoning_content", "<think>", "one row of everything"],
+)
+def test_qwen3_learns_each_thought_in_a_row_of_its_own_and_counts_those_that_one_row_loses(
+    saved: Path, messages: list[Message], loss_on: str, rows: tuple[str, ...], lost: int
+) -> None:
+    tokenizer = load_with(saved, "qwen3")
     found = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
-    assert found.error is None, found.error
-    return tokenizer, found
-
-
-def token_rows(found: Outcome) -> list[tuple[list[int], list[int]]]:
-    return [(row.input_ids, row.labels) for row in found.rows]
-
-
-@pytest.mark.parametrize("messages", [APART, WITHIN], ids=["reasoning_content", "<think>"])
-def test_qwen3_learns_each_thought_in_a_row_of_its_own_and_loses_none(saved: Path, messages: list[Message]) -> None:
-    tokenizer, found = outcome(saved, "qwen3", messages)
-    assert token_rows(found) == [
-        by_hand(tokenizer, row)
-        for row in (
-            f"{FIRST}\u2039<think>\nTwo and two.\n</think>\n\nFour.<|im_end|>\u203a",
-            f"{FIRST}Four.<|im_end|>\n{SECOND}\u2039<think>\nThree and three.\n</think>\n\nSix.<|im_end|>\u203a",
-        )
-    ]
-    assert found.thoughts == 0
-
-
-def test_one_row_of_everything_loses_the_earlier_thought_and_it_is_counted(saved: Path) -> None:
-    tokenizer, found = outcome(saved, "qwen3", APART, loss_on="all")
-    assert token_rows(found) == [
-        by_hand(tokenizer, row)
-        for row in (f"\u2039{FIRST}Four.<|im_end|>\n{SECOND}<think>\nThree and three.\n</think>\n\nSix.<|im_end|>\u203a",)
-    ]
-    assert found.thoughts == 1
+    assert [(row.input_ids, row.labels) for row in found.rows] == [by_hand(tokenizer, row) for row in rows]
+    assert found.thoughts == lost
 
 
 def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_what_stands_in_the_answer(saved: Path) -> None:
-    _, apart = outcome(saved, "chatml", APART)
-    assert apart.thoughts == 2
-    tokenizer, within = outcome(saved, "chatml", WITHIN)
-    assert learnt_runs(tokenizer, within.rows) == [f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]]
-    assert within.thoughts == 0
+    tokenizer = load_with(saved, "chatml")
     unlearnt = [{**message, "train": False} if message is APART[1] else message for message in APART]
-    assert outcome(saved, "chatml", unlearnt)[1].thoughts == 1
+    assert [outcome_of(tokenizer, messages=messages).thoughts for messages in (APART, WITHIN, unlearnt)] == [2, 0, 1]
+    assert learnt_runs(tokenizer, rows_of(tokenizer, WITHIN)) == [f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]]
