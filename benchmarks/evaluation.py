@@ -125,8 +125,8 @@ def ours(setting: Setting) -> list[str]:
     """Answers and scores as `make eval` does."""
     import torch
 
-    from sft_play.evaluation.answering import AnswerSettings
-    from sft_play.evaluation.generate import score_by_generation
+    from sft_play.evaluation.generation import AnswerSettings
+    from sft_play.evaluation.held_out import score_by_generation
     from sft_play.training.ranks import Ranks
 
     result = score_by_generation(

@@ -25,7 +25,7 @@ from sft_play.text import bar
 if TYPE_CHECKING:
     from sft_play.config.call import Call
     from sft_play.config.schema import Config
-    from sft_play.evaluation.answering import Answer, AnswerSettings
+    from sft_play.evaluation.generation import Answer, AnswerSettings
 
 Messages = list[dict[str, str]]
 
@@ -101,7 +101,7 @@ def _check_overrides(call: Call, allowed: frozenset[str]) -> None:
 
 
 def _settings(config: Config, planned_batch: int) -> AnswerSettings:
-    from sft_play.evaluation.answering import AnswerSettings
+    from sft_play.evaluation.generation import AnswerSettings
 
     return AnswerSettings(
         max_new_tokens=config.train.generation_max_new_tokens,
@@ -129,7 +129,7 @@ def _load_plain(call: Call, name: str) -> Ready:
 
 
 def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
-    from sft_play.evaluation.answering import answer_all
+    from sft_play.evaluation.generation import answer_all
 
     prompt = call.options["PROMPT"]
     question = Question("`PROMPT`", [{"role": "user", "content": prompt}])
@@ -145,7 +145,7 @@ def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
 
 def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> int:
     """Answers all rows, then publishes `output`: on failure an older file stays as it was."""
-    from sft_play.evaluation.answering import answer_all
+    from sft_play.evaluation.generation import answer_all
 
     asked = [row for row in rows if row.messages]
     with bar("answers", "rows") as show:
@@ -187,7 +187,7 @@ def _output_row(row: Question, answer: str) -> dict[str, Any]:
 
 def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
     """Return the rows' tokens. Raise `DataError` for rows that the template refuses or that leave no room for an answer."""
-    from sft_play.evaluation.answering import context_length, prompt_ids
+    from sft_play.evaluation.generation import context_length, prompt_ids
 
     room = context_length(ready.model)
     prompts: list[list[int]] = []
@@ -234,7 +234,7 @@ class Conversation:
 
     def ask(self, question: str) -> None:
         """Answer one turn, stream it to stdout and keep it in the history."""
-        from sft_play.evaluation.answering import answer_all
+        from sft_play.evaluation.generation import answer_all
 
         self.messages.append({"role": "user", "content": question})
         try:
@@ -255,7 +255,7 @@ class Conversation:
         import torch
         from transformers import TextStreamer
 
-        from sft_play.evaluation.answering import context_length, generation_settings, use_our_settings
+        from sft_play.evaluation.generation import context_length, generation_settings, use_our_settings
 
         use_our_settings(self.model)
         ids = torch.tensor([list(prompt)], device=self.model.device)
@@ -269,7 +269,7 @@ class Conversation:
 
     def _fitting_prompt(self) -> list[int]:
         """Return the conversation's tokens, without its oldest exchanges where it would not fit with an answer."""
-        from sft_play.evaluation.answering import context_length, prompt_ids
+        from sft_play.evaluation.generation import context_length, prompt_ids
 
         room = context_length(self.model) - self.settings.max_new_tokens
         forgotten = 0

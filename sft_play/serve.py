@@ -25,7 +25,7 @@ from sft_play.access import TOKEN_VARIABLE, Guard, address_of, is_loopback, own_
 from sft_play.config.load import read_config
 from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError, UserError
-from sft_play.evaluation.subject import check_stamp
+from sft_play.evaluation.evaluate import check_stamp
 from sft_play.files import file_sha256, text_sha256
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run

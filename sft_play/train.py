@@ -116,7 +116,7 @@ def build_trainer(
 
     from sft_play.data.batches import Collator
     from sft_play.data.store import Rows
-    from sft_play.evaluation.held_out import WhileTraining
+    from sft_play.evaluation.while_training import WhileTraining
     from sft_play.model.load import load_for_training
     from sft_play.training.loss import sampler_of
     from sft_play.training.metrics import MetricsFile, Progress

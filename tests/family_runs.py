@@ -106,7 +106,7 @@ def _send(work: Callable[[], Done], sender: Connection) -> None:
 def preload() -> None:
     """Imports and computes what every step needs, once for all children."""
     import sft_play.data.prepare
-    import sft_play.evaluation.answering
+    import sft_play.evaluation.generation
     import sft_play.model.use
     import sft_play.training.trainer  # noqa: F401
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.load import read_config, saved_form
 from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
-from sft_play.evaluation.subject import Weights, find_weights
+from sft_play.evaluation.evaluate import Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan

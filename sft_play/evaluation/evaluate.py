@@ -1,45 +1,84 @@
-"""`make eval`: loss, perplexity and scored answers of a run, a checkpoint or a plain model, or standard benchmarks; kept, shown again at once."""
+"""`make eval`: which weights (of a run, or a plain model) are scored on which rows, in which way; kept, shown again at once. No torch."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import hashlib
 import json
-import os
-import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config.metrics import label_of_metric
-from sft_play.errors import DataError, HardwareError, UserError, first_line
-from sft_play.evaluation.subject import (
-    BASE,
-    Rows,
-    Weights,
-    check_options,
-    check_stamp,
-    find_rows,
-    find_weights,
-    plain_run,
-    read_settings,
-    settings_of,
+from sft_play.errors import CheckpointError, DataError, UserError
+from sft_play.files import file_sha256
+from sft_play.launch.run_folder import find_run, has_started
+from sft_play.model.resolve import check_trained, weights_sha256
+from sft_play.plan.architecture import offline_unless_reachable, shape_of
+from sft_play.plan.plan import Plan, make_stamp
+from sft_play.runs.checkpoints import label_of, weights_folder
+from sft_play.runs.folder import (
+    LEAST_ROWS,
+    RunFolder,
+    cache_folder,
+    data_name,
+    metrics_of,
+    read_benchmarks,
+    read_scores,
+    runs_folder,
 )
-from sft_play.files import file_sha256, text_sha256, write_json
-from sft_play.launch.run_folder import find_run
-from sft_play.plan.architecture import offline_unless_reachable
-from sft_play.plan.plan import Plan
-from sft_play.runs.folder import BENCHMARKS, LEAST_ROWS, RunFolder, metrics_of, read_benchmarks, read_scores
-from sft_play.runs.prepared import ResolvedModel
+from sft_play.runs.manifest import is_state_file
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
     from sft_play.config.load import LoadedConfig
-    from sft_play.config.schema import Config
+    from sft_play.config.schema import Config, DataSource
 
-INSTALL = "`.venv/bin/python -m pip install -c constraints.txt '.[benchmarks]'`"
+BASE = "base"
+"""`CHECKPOINT=base`: the model before any training."""
+SCORING = frozenset(
+    {
+        "eval.metrics",
+        "eval.max_seconds",
+        "eval.samples",
+        "eval.batch_size",
+        "train.predict_with_generate",
+        "train.generation_num_beams",
+        "train.generation_max_new_tokens",
+    }
+)
+"""What may differ from the run's configuration on its own rows."""
+OTHER_ROWS = frozenset({"data.val_path", "data.validation", "data.overlong", "data.num_proc", "model.max_seq_len"})
+"""What may differ too, since it makes other rows than the run's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Which weights of a run are scored."""
+
+    label: str
+    folder: Path | None
+    """`model/` or a checkpoint; `None` for the base."""
+    step: int
+    content: str
+    """sha256 over the files that hold the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """The rows that are scored."""
+
+    split: PreparedSplit
+    name: str | None = None
+    """Names the evaluation's folder; `None` for a run's own validation rows."""
+    path: str | None = None
+    """As the user said; `None` for a run's own."""
+    model: ResolvedModel | None = None
+    """The model whose tokenizer made them; `None` for a run's own."""
 
 
 def main(call: Call) -> int:
@@ -62,56 +101,42 @@ def main(call: Call) -> int:
         run = plain_run(loaded, rows.model)
         weights = find_weights(run, BASE)
     assert weights is not None, "a run has weights, and a plain model is its own base"
-    scores = _scores(loaded.config, run, weights, rows)
-    folder = run.evaluation(weights.step, rows.name)
-    if call.json:
-        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **scores}, indent=2))
+    folder, settings = run.evaluation(weights.step, rows.name), settings_of(loaded.config, run, weights, rows)
+    scores = read_scores(folder)
+    # Scores that a time budget cut short are never taken for all.
+    if scores and scores.get("complete") is not False and scores.get("settings", {}).get("key") == settings["key"]:
+        print("scored before: weights, data and settings are the same", file=sys.stderr)
     else:
-        print(table(run.name, weights, scores, folder))
+        from sft_play.evaluation.held_out import score_run
+
+        scores = score_run(run, weights.folder, rows.split, folder, step=weights.step, config=loaded.config, settings=settings)
+    return _show(call, run, weights, folder, scores, table(scores, folder))
+
+
+def _show(call: Call, run: RunFolder, weights: Weights, folder: Path, found: Mapping[str, Any], lines: Sequence[str]) -> int:
+    if call.json:
+        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **found}, indent=2))
+    else:
+        name = "untuned base" if weights.label == BASE else weights.label
+        print(f"run          {run.name}, {name} (step {weights.step})", *lines, f"files        {folder}", sep="\n")
     return 0
 
 
-def _scores(config: Config, run: RunFolder, weights: Weights, rows: Rows) -> dict[str, Any]:
-    settings = settings_of(config, run, weights, rows)
-    folder = run.evaluation(weights.step, rows.name)
-    scores = kept_scores(folder, settings)
-    if scores is not None:
-        print("scored before: weights, data and settings are the same", file=sys.stderr)
-        return scores
-    from sft_play.evaluation.held_out import score_run
-
-    return score_run(run, weights.folder, rows.split, folder, step=weights.step, config=config, settings=settings)
-
-
 def _benchmarks(call: Call, loaded: LoadedConfig, run: RunFolder | None, weights: Weights | None) -> int:
+    from sft_play.evaluation.benchmarks import lines, measure, parse_tasks
+
     tasks, limit = parse_tasks(call.options["BENCHMARKS"]), call.integer("BENCHMARK_LIMIT", minimum=1)
     if run is None:
         run = plain_run(loaded, find_model(loaded.config))
     weights = weights or find_weights(run, BASE)
     folder = run.evaluation(weights.step)
-    found = run_benchmarks(run, weights, folder, tasks, limit, loaded.config)
-    if call.json:
-        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **found}, indent=2))
-    else:
-        lines = [_heading(run.name, weights, weights.step), *benchmark_lines(found), f"files        {folder / BENCHMARKS}"]
-        print("\n".join(lines))
-    return 0
+    found = measure(run, weights.folder, weights.content, folder, tasks, limit, loaded.config)
+    return _show(call, run, weights, folder, found, lines(found))
 
 
-def kept_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return earlier scores that were made of the same weights and rows in the same way, and of all rows that were asked for.
-
-    Scores that a time budget cut short (`complete: false`) are never taken for whole.
-    """
-    scores = read_scores(folder)
-    if scores is None or scores.get("complete") is False:
-        return None
-    return scores if scores.get("settings", {}).get("key") == settings["key"] else None
-
-
-def table(name: str, weights: Weights, scores: Mapping[str, Any], folder: Path) -> str:
+def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
     """Return what the user reads."""
-    lines = [_heading(name, weights, scores["step"])]
+    lines = []
     if data := scores["settings"].get("data"):
         lines.append(f"data         {data}")
     lines.append(f"loss         {scores['loss']:.4f}   over {scores['label_tokens']} label tokens")
@@ -127,54 +152,15 @@ def table(name: str, weights: Weights, scores: Mapping[str, Any], folder: Path) 
     if scores.get("complete") is False:
         lines.append(f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)")
     if speed := scores.get("speed"):
-        lines.append(f"speed        {_speed(speed)}")
-    lines += benchmark_lines(read_benchmarks(folder) or {})
-    lines.append(f"files        {folder}")
-    return "\n".join(lines)
+        text = f"speed        loss {speed['loss_rows_per_second']:.1f} rows/s"
+        if speed.get("answers_per_second"):
+            text += f", answers {speed['answers_per_second']:.2f}/s ({speed['answer_tokens_per_second']:.0f} tokens/s)"
+        lines.append(text)
+    if measured := read_benchmarks(folder):
+        from sft_play.evaluation import benchmarks
 
-
-def benchmark_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return one line for each task and metric of standard benchmarks."""
-    return [
-        f"{task:<12} {name} {value['value']:.4f}"
-        + (f" +- {value['stderr']:.4f}" if value.get("stderr") is not None else "")
-        + f"   n = {part['n']}"
-        for task, part in found.get("tasks", {}).items()
-        for name, value in part["metrics"].items()
-    ]
-
-
-def _heading(name: str, weights: Weights, step: int) -> str:
-    return f"run          {name}, {'untuned base' if weights.label == BASE else weights.label} (step {step})"
-
-
-def _speed(speed: Mapping[str, Any]) -> str:
-    text = f"loss {speed['loss_rows_per_second']:.1f} rows/s"
-    if speed.get("answers_per_second"):
-        text += f", answers {speed['answers_per_second']:.2f}/s ({speed['answer_tokens_per_second']:.0f} tokens/s)"
-    return text
-
-
-# Standard benchmarks: tasks of lm-evaluation-harness, an optional package that is imported only when one is really run; torch too.
-
-
-def parse_tasks(text: str) -> list[str]:
-    """Return the tasks. Raise `UserError` for files that are missing, `HardwareError` where lm-evaluation-harness is not installed."""
-    tasks = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not tasks:
-        raise UserError("`BENCHMARKS` names no task", hint="BENCHMARKS=arc_easy,hellaswag, or the YAML file of a task")
-    for task in tasks:
-        if (task.endswith((".yaml", ".yml")) or "/" in task) and not Path(task).is_file():
-            raise UserError("there is no such task file", place=task, hint="paths count from the folder in which you typed make")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise HardwareError("`BENCHMARKS` needs lm-evaluation-harness, which is not installed", hint=INSTALL)
-    return tasks
-
-
-def _key(task: str, limit: int | None, weights: str) -> str:
-    """Return a hash over all that one task's figures depend on."""
-    content = file_sha256(Path(task)) if Path(task).is_file() else None
-    return text_sha256(json.dumps([task, content, limit, weights, importlib.metadata.version("lm-eval")]))
+        lines += benchmarks.lines(measured)
+    return lines
 
 
 def find_model(config: Config) -> ResolvedModel:
@@ -187,87 +173,242 @@ def find_model(config: Config) -> ResolvedModel:
     return with_chat(resolve(config), chat_format(config.data))
 
 
-def run_benchmarks(
-    run: RunFolder, weights: Weights, folder: Path, tasks: Sequence[str], limit: int | None, config: Config
-) -> dict[str, Any]:
-    """Run the tasks that were not measured with these weights yet, keep them in `benchmarks.json`, and return what was asked for.
+def find_weights(run: RunFolder, wanted: str | None) -> Weights:
+    """Return the weights that `CHECKPOINT=` names (`step-000040`, `best`, `last`, `base`); `model/`, else the last, for `None`.
 
-    Raise `UserError` for unknown tasks, `DataError` for a task whose data cannot be had.
+    A folder in which nothing was ever trained (a plain model's) has only its base. Raise `CheckpointError` when there are none,
+    with those that exist.
     """
-    found = read_benchmarks(folder) or {"requests": {}}
-    keys = {task: _key(task, limit, weights.content) for task in tasks}
-    missing = [task for task in tasks if found["requests"].get(task, {}).get("key") != keys[task]]
-    if missing:
-        offline_unless_reachable()
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        manager, names = _tasks(missing)
+    untrained = not has_started(run) and not run.model.is_dir() and not run.checkpoints.is_dir()
+    if wanted == BASE or (wanted is None and untrained):
+        return Weights(label=BASE, folder=None, step=0, content=Prepared.load(run.prepared).model.fingerprint)
+    folder = weights_folder(run, wanted)
+    check_trained(folder)
+    step = Stamp.load(folder).step if folder == run.model else int(folder.name.removeprefix("step-"))
+    return Weights(label=label_of(run, folder), folder=folder, step=step, content=_content(folder))
 
-        from sft_play.evaluation.held_out import load_weights
-        from sft_play.model.use import best_device
 
-        device = best_device()
-        model, tokenizer = load_weights(run, weights.folder, config, device)
-        size = Plan.load(run.plan).eval_batch_size if config.eval.batch_size == "auto" else config.eval.batch_size
-        for task, name in zip(missing, names, strict=True):
-            part = _evaluate(model, tokenizer, name, manager, limit, size, device)
-            found["requests"][task] = {"key": keys[task], "limit": limit, "tasks": part}
-            found["lm_eval"] = importlib.metadata.version("lm-eval")
-            found["tasks"] = {name: value for one in found["requests"].values() for name, value in one["tasks"].items()}
-            write_json(folder / BENCHMARKS, found)  # after each task: a later one that fails costs only itself
+def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose) -> None:
+    """Print what differs from what made `weights`. Raise `CheckpointError` for another base, tokenizer, backend or adapter shape."""
+    now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
+    for warning in refuse(compare(Stamp.load(weights), now, purpose), f"`{label_of(run, weights)}`"):
+        print(warning, file=sys.stderr)
+
+
+def check_options(call: Call) -> None:
+    """Raise `UserError` for options that do not go together, or that leave open what is scored."""
+    options = call.options
+    keys = {override.key for override in call.overrides}
+    if "RUN" in options:
+        for name, instead in (("MODEL", "CHECKPOINT=base scores the run's base"), ("CONFIG", "a run keeps its configuration")):
+            if name in options:
+                raise UserError(f"`RUN` and `{name}` are both given", hint=f"give one of them; {instead}")
+        refused = sorted(keys - SCORING - OTHER_ROWS)
+        if refused:
+            raise UserError(
+                f"`make eval` cannot change {', '.join(f'`{key}`' for key in refused)} of a finished run",
+                hint="it takes " + ", ".join(sorted(key.upper().replace(".", "_") for key in SCORING | OTHER_ROWS)),
+            )
+        changed = sorted(keys & (OTHER_ROWS - {"data.val_path", "data.validation"}))
+        if changed and not _gives_rows(call):
+            raise UserError(
+                f"`{changed[0]}` would change how the run's own rows were made",
+                hint="it goes with other rows only: DATA=file.jsonl",
+            )
+        return
+    if "CHECKPOINT" in options:
+        raise UserError("`CHECKPOINT` is one of a run, and `RUN` is missing", hint="make eval RUN=name-of-a-run CHECKPOINT=best")
+    if "MODEL" not in options and "CONFIG" not in options:
+        hint = "make eval RUN=name-of-a-run, or make eval MODEL=folder-or-hub-id DATA=file.jsonl"
+        raise UserError("`RUN` is missing", hint=hint)
+    if "MODEL" in options and "model.name" in keys:
+        raise UserError("`MODEL` and `model.name` are both given", hint="give one of them")
+    if "CONFIG" not in options and not _gives_rows(call) and "BENCHMARKS" not in options:
+        hint = "make eval MODEL=folder-or-hub-id DATA=file.jsonl, or CONFIG= with validation data, or BENCHMARKS="
+        raise UserError("`MODEL` has no rows, and `DATA` is missing", hint=hint)
+
+
+def _gives_rows(call: Call) -> bool:
+    return "DATA" in call.options or any(o.key in ("data.val_path", "data.validation") for o in call.overrides)
+
+
+def read_settings(call: Call) -> LoadedConfig:
+    """Return the run's configuration, or a plain model's, with what the user changed for this evaluation. Raise `UserError`."""
+    from sft_play.config.call import note_consent
+    from sft_play.config.layers import Override, config_path
+    from sft_play.config.load import load_config, override_config, read_config
+
+    overrides = list(call.overrides)
+    if data := call.options.get("DATA"):
+        if _gives_rows(replace(call, options={})):
+            raise UserError("`DATA` and a key of validation data are both given", hint="give one of them")
+        overrides.append(Override(key="data.val_path", text=data, origin=f"DATA={data}"))
+    if "RUN" in call.options:
+        loaded = read_config(find_run(call.options["RUN"]).config)
+    elif "CONFIG" in call.options:
+        loaded = load_config(config_path(call.options["CONFIG"]), [o for o in overrides if not o.key.startswith("data.val")])
     else:
-        print("measured before: weights, tasks and versions are the same", file=sys.stderr)
-    wanted = {name: value for task in tasks for name, value in found["requests"][task]["tasks"].items()}
-    return {"lm_eval": found["lm_eval"], "tasks": wanted}
+        name = next((o for o in overrides if o.key == "model.name"), None)
+        loaded = load_config(None, [name or Override(key="model.name", text=call.options["MODEL"], origin="MODEL")])
+    if "MODEL" in call.options and "CONFIG" in call.options:
+        overrides.append(Override(key="model.name", text=call.options["MODEL"], origin="MODEL"))
+    if any(o.key in ("data.val_path", "data.validation") for o in overrides):
+        bare = replace(loaded.config.data, val_path=None, validation=None)
+        loaded = replace(loaded, config=replace(loaded.config, data=bare))
+    loaded = override_config(loaded, overrides)
+    note_consent(call, loaded)
+    return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
 
 
-def _tasks(wanted: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return lm-evaluation-harness' task manager, with the folders of task files, and the tasks' names."""
-    from lm_eval.tasks import TaskManager
-
-    files = [Path(task) for task in wanted if Path(task).is_file()]
-    manager = TaskManager(include_path=sorted({str(path.parent.resolve()) for path in files}) or None)
-    names = [_name_in(Path(task)) if Path(task).is_file() else task for task in wanted]
-    for name in names:
-        if not manager.match_tasks([name]):
-            close = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
-            hint = f"did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else "`lm-eval ls tasks` lists all of them"
-            raise UserError(f"lm-evaluation-harness has no task `{name}`", hint=hint)
-    return manager, names
+def _within_context(loaded: LoadedConfig) -> LoadedConfig:
+    """Lower the default of `model.max_seq_len` to what a plain model knows, since nobody typed it."""
+    model = loaded.config.model
+    length = min(model.max_seq_len, shape_of(model).max_positions or model.max_seq_len)
+    return replace(loaded, config=replace(loaded.config, model=replace(model, max_seq_len=length)))
 
 
-def _name_in(path: Path) -> str:
-    """Return the task or group that a YAML file defines. Raise `UserError` where it defines none."""
-    found = re.search(r"^(?:task|group):\s*[\"']?([\w.+-]+)[\"']?\s*(?:#.*)?$", path.read_text(encoding="utf-8"), re.M)
-    if found is None:
-        raise UserError("the file has no line `task: NAME`, so it defines no task", place=str(path))
-    return found.group(1)
+def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows | None:
+    """Return the rows to score, prepared when they are not yet: those that were given, else the run's own or the file's.
+
+    `None` where there are none. Raise `DataError` for data that cannot be prepared, `UserError` for a fraction of nothing.
+    """
+    config = loaded.config
+    given = config.data.validation
+    if run is not None and not _gives_rows(call):
+        return _own_rows(run)
+    if isinstance(given, list):
+        prepared = _prepare(replace(loaded, config=only_rows(config, given, run)), "--scored")
+        split, path = prepared.train, ", ".join(source.path for source in given)
+    elif given and run is not None:
+        raise UserError(
+            f"`data.validation` is `{given}`: a fraction of which data?", hint="DATA=file.jsonl scores all rows of a file"
+        )
+    elif given:
+        prepared = _prepare(loaded)
+        split, path = prepared.validation, ", ".join(source.path for source in config.data.sources)
+    else:
+        return None
+    assert split is not None, "preparation returns the rows that it was asked for"
+    return Rows(split=split, name=data_name(path.partition(", ")[0], split.fingerprint), path=path, model=prepared.model)
 
 
-def _evaluate(model: Any, tokenizer: Any, name: str, manager: Any, limit: int | None, size: int, device: str) -> dict[str, Any]:
-    """Return for each task of `name` its metrics as lm-evaluation-harness computes them, with n."""
-    from datasets.exceptions import DatasetsError
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
+def _own_rows(run: RunFolder) -> Rows | None:
+    split = Prepared.load(run.prepared).validation
+    if split is None or not split.rows:
+        return None
+    if not Path(split.path).is_dir():
+        from sft_play.config.load import read_config
 
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size, device=device)
-    try:
-        results = simple_evaluate(model=wrapped, tasks=[name], task_manager=manager, limit=limit, log_samples=False)
-    except (OSError, DatasetsError, ValueError) as error:
-        first = first_line(error)
-        hint = "the hub must be reachable the first time, or name a task file whose data are here"
-        raise DataError(f"the benchmark could not be run: {first[:300]}", place=name, hint=hint) from error
-    assert results is not None, "only other ranks get nothing"
-    return {task: _metrics(results, task, values) for task, values in results["results"].items()}
+        print(f"the prepared rows are gone from `{split.path}`: they are prepared again", file=sys.stderr, flush=True)
+        again = _prepare(read_config(run.config)).validation
+        if again is None or again.fingerprint != split.fingerprint:
+            hint = "restore the data, or score it as it is now: DATA=file.jsonl"
+            raise CheckpointError(f"the validation data of the run `{run.name}` has changed since", hint=hint)
+        split = again
+    return Rows(split=split)
 
 
-def _metrics(results: Mapping[str, Any], task: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        metric, comma, filtered = key.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-            continue
-        error = values.get(f"{metric}_stderr,{filtered}")
-        name = metric if filtered == "none" else f"{metric} ({filtered})"
-        found[name] = {"value": float(value), "stderr": float(error) if isinstance(error, (int, float)) else None}
-    samples = results.get("n-samples", {}).get(task, {}).get("effective")
-    return {"n": samples, "version": results.get("versions", {}).get(task), "metrics": found}
+def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) -> Config:
+    """Return the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and style."""
+    from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
+
+    model = config.model
+    if run is not None and (model.init == "random" or model.tokenizer is not None):
+        # The run made its model or tokenizer, perhaps of its training data: here they must be those, not made again.
+        made = Path(Prepared.load(run.prepared).model.path)
+        name = str(made if made.is_dir() else run.model)
+        model = ModelConfig(name=name, max_seq_len=model.max_seq_len, trust_remote_code=model.trust_remote_code)
+    train = TrainConfig(seed=config.train.seed, loss_on=config.train.loss_on)
+    data = replace(config.data, sources=sources, validation=None, train_path=None, val_path=None, group_by=None)
+    return replace(config, model=model, tuning=TuningConfig(task=config.tuning.task), data=data, train=train, eval=EvalConfig())
+
+
+def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
+    """Return what preparation finds for a configuration, from the cache's index (no torch) or by a separate process."""
+    from sft_play.config.load import save_config
+    from sft_play.launch.attempt import prepare
+    from sft_play.launch.process import ended_by_signals
+    from sft_play.runs.prepared import lookup
+
+    if known := lookup(loaded.config):
+        return known
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
+        run = RunFolder(Path(folder) / "run")
+        save_config(loaded, run.config)
+        prepare(run, *words)
+        return Prepared.load(run.prepared)
+
+
+def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
+    """Return the folder in which evaluations of a plain model are kept: a run that trained nothing, with its plan.
+
+    Its name is the model's and a hash of its settings, so the same model finds it again.
+    """
+    from sft_play.config.load import save_config
+    from sft_play.config.schema import DataConfig, EvalConfig, TrainConfig
+    from sft_play.plan.detect import detect
+    from sft_play.plan.plan import LaunchRequest
+    from sft_play.plan.sources import plan_for
+
+    # Nothing is trained: the smallest training there is stands for what the plan must find room for.
+    train = TrainConfig(batch_size=1, global_batch_size=1, gradient_checkpointing=True)
+    tuning = replace(loaded.config.tuning, mode="qlora" if loaded.config.tuning.mode == "qlora" else "lora")
+    said = loaded.config.data
+    data = DataConfig(chat_template=said.chat_template, system=said.system, style=said.style)
+    config = replace(loaded.config, data=data, train=train, eval=EvalConfig(), tuning=tuning)
+    leaf = Path(config.model.name.rstrip("/")).name or "model"
+    shaped = hashlib.sha256(repr([config.model, tuning, data]).encode()).hexdigest()
+    run = RunFolder(runs_folder() / f"model-{leaf}-{shaped[:8]}")
+    prepared = Prepared(model=model, train=None, validation=None)
+    if run.plan.is_file() and Prepared.load(run.prepared) == prepared:
+        return run
+    run.path.mkdir(parents=True, exist_ok=True)
+    bare = replace(loaded, config=config)
+    save_config(bare, run.config)
+    prepared.save(run.prepared)
+    plan_for(bare, detect(), LaunchRequest(command_strategy="single"), prepared).save(run.plan)
+    return run
+
+
+def settings_of(config: Config, run: RunFolder, weights: Weights, rows: Rows) -> dict[str, Any]:
+    """Return how the scores are made, with `key`: a hash over that, the weights and the rows."""
+    prepared, plan = Prepared.load(run.prepared), Plan.load(run.plan)
+    settings: dict[str, Any] = {
+        "weights": weights.label,
+        "weights_sha256": weights.content,
+        "base_sha256": prepared.model.fingerprint,
+        "rows_sha256": rows.split.fingerprint,
+        "data": rows.path,
+        "samples": config.eval.samples,
+        "metrics": list(config.eval.metrics),
+        "max_seconds": config.eval.max_seconds,
+        "seed": config.train.seed,
+        "batch_size": _batch_size(config, plan, rows.split),
+        "generate": config.train.predict_with_generate,
+        "num_beams": config.train.generation_num_beams,
+        "max_new_tokens": config.train.generation_max_new_tokens,
+    }
+    return {**settings, "key": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()}
+
+
+def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
+    """Return the rows evaluated together: the plan's, fewer where these rows are longer than those that were planned for."""
+    if config.eval.batch_size != "auto":
+        return config.eval.batch_size
+    planned = max(plan.longest_row, plan.row_tokens, 1)
+    longer = max(1.0, split.longest / planned) if plan.longest_row or plan.row_tokens else 1.0
+    return max(1, int(plan.eval_batch_size / longer))
+
+
+def _content(folder: Path) -> str:
+    """Return one hash over the names and contents of the weights and what shapes them."""
+    weights = sorted(
+        path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and not is_state_file(path.name)
+    )
+    shaping = ("config.json", "adapter_config.json", "tokenizer.json")
+    others = sorted(path for path in folder.iterdir() if path.suffix == ".jinja" or path.name in shaping)
+    digests: Mapping[str, str] = dict(zip((path.name for path in weights), weights_sha256(weights), strict=True))
+    lines = [f"{name} {digest}\n" for name, digest in digests.items()]
+    lines += [f"{path.name} {file_sha256(path)}\n" for path in others]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

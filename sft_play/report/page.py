@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.config.metrics import label_of_metric
+from sft_play.config.metrics import LABELS, label_of_metric
 from sft_play.errors import UserError
 from sft_play.files import finite, read_json_lines, read_object, write_text
 from sft_play.launch.run_folder import find_run, read_events
@@ -93,6 +93,7 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         ),
         "logs": {path.stem: _tail(path) for path in _logs(run)},
         "repeat": _repeat(run),
+        "labels": LABELS,
     }
 
 

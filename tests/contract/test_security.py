@@ -26,7 +26,7 @@ from sft_play.config.schema import DataSource, ModelConfig
 from sft_play.data.chat import template_sha256
 from sft_play.data.sources import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, mask, without_tokens
-from sft_play.evaluation.answering import prompt_ids
+from sft_play.evaluation.generation import prompt_ids
 from sft_play.files import read_json
 from sft_play.model import tokenizer as tokenizer_module
 from sft_play.model.load import read_model

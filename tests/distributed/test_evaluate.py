@@ -94,6 +94,16 @@ def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(
     assert done.returncode == 5, done.stderr
     assert "`backend` was `unsloth` and is `bnb`" in done.stderr
 
+    (bare / "model" / "stamp.json").write_text(json.dumps(stamp))
+    base = Path(shutil.copytree(place.folder / "model", place.folder / "changed"))
+    (base / "config.json").write_text((base / "config.json").read_text() + "\n")
+    found = json.loads(prepared)
+    found["model"]["path"] = str(base)
+    (bare / "prepared.json").write_text(json.dumps(found))
+    for words in ((), ("CHECKPOINT=base",)):
+        done = place.run("eval", "RUN=bare", "EVAL_SAMPLES=2", *words)
+        assert done.returncode == 5 and "changed" in done.stderr and "restore" in done.stderr, done.stderr
+
 
 def modules_of_second(place: Place, *words: str) -> str:
     """Runs a command again and returns what Python says of every import."""

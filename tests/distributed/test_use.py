@@ -91,6 +91,7 @@ def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_pat
     ("words", "message"),
     [
         (("RUN=demo", "INPUT=x.txt"), "`INPUT` needs `OUTPUT`"),
+        (("RUN=demo", "PROMPT= "), "`PROMPT` is empty"),
         (("RUN=demo", "PROMPT=a", "INPUT=x.txt", "OUTPUT=y"), "one or the other"),
         (("RUN=demo", "PROMPT=a", "TRAIN_LEARNING_RATE=1"), "cannot change `train.learning_rate`"),
     ],
@@ -176,7 +177,9 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         ("infer", ("MODEL={0}/runs/demo/merged", "RUN=demo"), 2, "`RUN` and `MODEL` are both given"),
         ("serve", ("MODEL={0}/runs/demo/model",), 2, "hint: make {1} RUN={0}/runs/demo"),
         ("infer", ("MODEL={0}/nowhere",), 4, "there is no such model folder"),
+        ("infer", ("MODEL={0}/runs/demo/merged", "CHECKPOINT=last"), 2, "`CHECKPOINT` is one of a run"),
         ("serve", ("RUN=demo", "PORT=70000"), 2, "1 to 65535"),
+        ("serve", ("RUN=demo", "PORT=0"), 2, "`PORT` is `0`"),
     ],
 )
 def test_models_that_cannot_be_tried_are_told(

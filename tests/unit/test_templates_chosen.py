@@ -12,7 +12,7 @@ from sft_play.config.schema import DataConfig, StyleConfig
 from sft_play.data.chat import Encoded
 from sft_play.data.formats import Message
 from sft_play.errors import DataError
-from sft_play.evaluation.answering import prompt_ids
+from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import chat_format, load_tokenizer
 from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE

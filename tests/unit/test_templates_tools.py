@@ -10,7 +10,7 @@ import pytest
 from sft_play.data.chat import WRITING_CALLS
 from sft_play.data.formats import Message
 from sft_play.errors import DataError
-from sft_play.evaluation.answering import prompt_ids
+from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import template_names
 from tests.chat_tokenizers import by_hand, learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
 

@@ -34,9 +34,11 @@ const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "
 const score = (value) => value ? `${value.mean.toFixed(4)} [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "–";
 const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
 const state = (summary) => el("span", { class: "state " + summary.state.split(" ")[0] }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
+// Long names break after a point or a dash below, not within a word.
+const breakable = (cell) => typeof cell === "string" ? cell.split(/(?<=[._/])/).flatMap((part, i) => i ? [el("wbr"), part] : part) : cell;
 function tableOf(headings, rows) {
   return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, headings.map((h) => el("th", { class: h.n ? "n" : null }, h.name)))),
-    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: headings[i].n ? "n" : "wrap" }, cell)))))));
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: headings[i].n ? "n" : "wrap" }, headings[i].n ? cell : breakable(cell))))))));
 }
 
 // ---- Charts
@@ -108,7 +110,10 @@ function smoother() {
 // ---- A run
 const LABELS = { loss: "loss", grad_norm: "gradient norm", learning_rate: "learning rate", tokens_per_second: "tokens/s", mfu: "MFU", rank_tokens_per_second: "tokens/s while computing", step_seconds: "seconds of a step", rank_throttled: "percent of time throttled" };
 const UNITS = { gib: "GiB", seconds: "s", percent: "%", mb_s: "MB/s", watts: "W" };
-const label = (key) => LABELS[key] || key.replace(/^(rank|node|eval)_/, "").replace(/_(gib|seconds|percent|mb_s|watts)$/, (_, unit) => ", " + UNITS[unit]).replace(/^cpu/, "CPU").replaceAll("_", " ");
+const UNIT = new RegExp(`_(${Object.keys(UNITS).join("|")})$`);
+let metrics = {}; // name of a score -> what people call it
+const unitOf = (key) => LABELS[key] ? "" : UNITS[(UNIT.exec(key) || [])[1]] || "";
+const label = (key) => LABELS[key] || metrics[key.replace(/^eval_/, "")] || key.replace(/^(rank|node|eval)_/, "").replace(UNIT, "").replace(/^cpu/, "CPU").replaceAll("_", " ");
 const NOT_SCORES = /^eval_(loss|perplexity|label_tokens|answers|answers_asked|answer_tokens|stopped|seconds|.*_per_second|.*_seconds)$/;
 
 function marksOf(record) {
@@ -132,7 +137,7 @@ function curves(record) {
     if (ranks && ranks.length < 2 && key === "rank_loss") continue;
     const of = key.startsWith("node") ? "node" : "rank";
     const beside = key === "rank_memory_gib" ? ["plan", "limit"].flatMap((name) => train[`rank_memory_${name}_gib`] ? [{ name: `${name} of rank 0`, x: train.step, y: train[`rank_memory_${name}_gib`][0], dashed: true }] : []) : [];
-    found.push(chart(label(key)[0].toUpperCase() + label(key).slice(1) + (ranks ? ` of each ${of}` : ""), ranks ? [...ranks.map((y, i) => ({ name: `${of} ${i}`, x: train.step, y })), ...beside] : [line(key)], {}));
+    found.push(chart(label(key)[0].toUpperCase() + label(key).slice(1) + (ranks ? ` of each ${of}` : ""), ranks ? [...ranks.map((y, i) => ({ name: `${of} ${i}`, x: train.step, y })), ...beside] : [line(key)], { unit: unitOf(key) }));
   }
   return found.filter(Boolean);
 }
@@ -174,6 +179,7 @@ function scoresTable(record) {
   return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null];
 }
 function runView(record, home) {
+  metrics = record.labels;
   const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
   const last = record.curves.train, at = last.step.length - 1, speed = at >= 0 && last.tokens_per_second ? last.tokens_per_second[at] : null;
   const left = s.state === "running" && s.steps && plan.seconds_per_step ? (s.steps - s.step) * plan.seconds_per_step : null;
@@ -221,9 +227,10 @@ function listView(runs) {
     el("button", { class: "plain", disabled: ticked.size < 2, onclick: () => { location.hash = "compare=" + [...ticked].map(encodeURIComponent).join(","); } }, ticked.size < 2 ? "tick two or more to compare" : `compare ${ticked.size}`)),
   runs.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}), COLUMNS.map(([key, name]) => el("th", { class: SHOWN[key] ? "n" : null }, el("button", { onclick: () => { sort = { key, down: sort.key === key && !sort.down }; redraw(); } }, name + (sort.key === key ? (sort.down ? " ↓" : " ↑") : "")))))),
     el("tbody", {}, shown.map((run) => el("tr", {}, el("td", {}, el("input", { type: "checkbox", "aria-label": "compare " + run.name, checked: ticked.has(run.name), onchange: (event) => { event.target.checked ? ticked.add(run.name) : ticked.delete(run.name); redraw(); } })),
-      COLUMNS.map(([key]) => el("td", { class: SHOWN[key] ? "n" : null }, key === "name" ? el("a", { href: "#run=" + encodeURIComponent(run.name) }, run.name) : key === "state" ? state(run) : SHOWN[key] ? SHOWN[key](run) : run[key] ?? "–"))))))) : el("p", { class: "note" }, "There are no runs yet: make quickstart makes one.")];
+      COLUMNS.map(([key]) => el("td", { class: SHOWN[key] ? "n" : key }, key === "name" ? el("a", { href: "#run=" + encodeURIComponent(run.name) }, run.name) : key === "state" ? state(run) : SHOWN[key] ? SHOWN[key](run) : run[key] ?? "–"))))))) : el("p", { class: "note" }, "There are no runs yet: make quickstart makes one.")];
 }
 function compareView(found) {
+  metrics = found.labels;
   const records = found.records, names = records.map((record) => record.summary.name);
   document.title = names.join(" and ") + " – SFT-Play";
   const over = (title, kind, key, options) => chart(title, records.map((record, i) => ({ name: names[i], x: record.curves[kind].step, y: record.curves[kind][key] || [], smooth: kind === "train" && key !== "learning_rate", points: kind === "eval", colour: COLOURS[i % COLOURS.length] })), options);
@@ -233,7 +240,7 @@ function compareView(found) {
   const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))];
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")), el("div", { class: "tools" }, smoother()),
     el("div", { class: "charts" }, [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean)),
-    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, Object.entries(table.scores).flatMap(([name, values]) => [[found.labels[name] || name, ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])])), table.notes.map((note) => el("p", { class: "note" }, note)),
+    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])])), table.notes.map((note) => el("p", { class: "note" }, note)),
       el("h2", {}, "Training"), tableOf(heads, Object.entries(table.facts).map(([name, values]) => [name.replace(" (bytes)", ""), ...values.map((v) => name.endsWith("(bytes)") ? bytes(v) : typeof v === "number" ? number(v) : v ?? "–")]))],
     el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(heads, differ.map(([key, values]) => [key, ...values.map((v) => v ?? "–")])) : el("p", { class: "note" }, "All keys are the same.")];
 }

@@ -1,0 +1,136 @@
+"""Evaluate the model of a trainer between its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer
+
+from sft_play.data.batches import Batch
+from sft_play.errors import DataError
+from sft_play.evaluation.held_out import (
+    GenerationResult,
+    HeldOut,
+    answer_rows,
+    answerable,
+    decide,
+    held_out_loss,
+    loss_and_tokens,
+    sources_of,
+    write_evaluation,
+)
+from sft_play.files import side_file
+from sft_play.runs.prepared import PreparedSplit
+from sft_play.training.ranks import TrainContext
+from sft_play.training.stopping import Holdings, StopOnRequest
+
+SHARDED = ("zero3", "fsdp2")
+"""Strategies under which every forward pass is a collective operation."""
+
+
+@dataclass(slots=True)
+class WhileTraining:
+    """Evaluates the model of a trainer between its steps."""
+
+    context: TrainContext
+    stop: StopOnRequest
+    holdings: Holdings
+    split: PreparedSplit | None
+    said: bool = False
+
+    def require_best(self, rows: Any) -> None:
+        """Raise `DataError` where the validation rows cannot give `train.metric_for_best_model`."""
+        name = self.context.config.train.metric_for_best_model.removeprefix("eval_")
+        kind, slash, source = name.partition("/")
+        if slash and kind in ("loss", "perplexity"):
+            names, groups = sources_of(self.split, rows)
+            if source not in names or names.index(source) not in groups:
+                raise DataError(
+                    f"`train.metric_for_best_model` is `{name}`, but no validation row is of the source `{source}`",
+                    hint="raise `data.validation`, or give it its own validation rows",
+                )
+        elif name not in ("loss", "perplexity"):
+            generate, reason = decide(self.context.config, rows=len(rows), ready=len(answerable(rows)))
+            if not generate:
+                raise DataError(f"`train.metric_for_best_model` is `{name}`, which is not measured: {reason}")
+
+    def evaluate(self, trainer: Trainer, rows: Any) -> dict[str, float]:
+        """Return the metrics of an evaluation at this step, on every rank, and say of the first how it was made and how fast."""
+        config, first, step = self.context.config, self.context.ranks.first, trainer.state.global_step
+        held_out = self._loss(trainer, rows)
+        metrics = held_out.metrics()
+        ready = answerable(rows)
+        generate, reason = decide(config, rows=len(rows), ready=len(ready))
+        how_fast, self.said = first and not self.said, self.said or bool(step)
+        if how_fast and step:
+            print(f"evaluation: {reason}", flush=True)
+        said = f"evaluation speed: loss {held_out.rows_per_second:,.1f} rows/s"
+        if generate:
+            result = self._answers(trainer, rows, ready, held_out)
+            metrics |= result.metrics()
+            slower = held_out.rows_per_second / metrics["eval_answers_per_second"]
+            said += f", answers {metrics['eval_answers_per_second']:,.2f} rows/s (1 for {slower:,.1f} of loss alone)"
+            for warning in result.warnings if first else ():
+                print(f"evaluation: {warning}", file=sys.stderr, flush=True)
+        if how_fast:
+            print(said, flush=True)
+        return metrics
+
+    def _loss(self, trainer: Trainer, rows: Any) -> HeldOut:
+        model, scored = trainer.model_wrapped, []
+
+        def measure(batch: Batch) -> Tensor:
+            self.stop.between_batches()
+            scored.extend(batch["rows"])
+            self.context.activity.next_batch(batch["rows"])
+            batch = trainer._prepare_inputs(batch)
+            if trainer.pipeline is not None:
+                found: Tensor = trainer.pipeline.measure(batch)
+                return found
+            return loss_and_tokens(model, batch)
+
+        model.eval()
+        self.stop.begin_evaluation()
+        size = trainer.args.per_device_eval_batch_size
+        found = held_out_loss(
+            rows, self.split, batch_size=size, collate=trainer.data_collator, measure=measure, ranks=self.context.ranks
+        )
+        model.train()
+        self.holdings.rows_scored = scored
+        return found
+
+    def _answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
+        context, config, step = self.context, self.context.config, trainer.state.global_step
+        context.activity.enter("evaluating", step=step)  # an error names no rows of the loss any more
+        size = trainer.args.per_device_eval_batch_size
+        # `generate` of adapters calls the base below the forward pass that accelerate put under autocast.
+        narrow = contextlib.nullcontext() if config.tuning.mode == "full" else trainer.accelerator.autocast()
+        with narrow, trainer.pipeline.answering() if trainer.pipeline else contextlib.nullcontext():
+            result = answer_rows(
+                trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
+                trainer.processing_class,
+                rows,
+                ready,
+                config,
+                batch_size=size,
+                ranks=context.ranks,
+                synced=context.plan.strategy in SHARDED or context.ranks.copies > 1,
+                stop=self.stop,
+                alive=context.activity.get_on,
+            )
+        if context.ranks.first:
+            settings = {
+                "max_new_tokens": config.train.generation_max_new_tokens,
+                "num_beams": config.train.generation_num_beams,
+                "batch_size": size,
+                "max_seconds": config.eval.max_seconds,
+                "during": "training",
+            }
+            folder = context.run.evaluation(step)
+            with side_file(folder, "the answers of an evaluation"):  # its scores go to `metrics.jsonl`, which waits for room
+                write_evaluation(folder, held_out, result, step=step, settings=settings)
+        return result
