@@ -315,7 +315,7 @@ class Packs:
 
 def packs_of(request: Request, global_batch: int) -> Packs | None:
     """Return what packing makes of the prepared rows; `None` where their lengths are not known."""
-    config, split = request.config, request.train_split
+    config, split = request.config, request.prepared.train if request.prepared else None
     if split is None or not split.rows:
         return None
     return _packs(split, config.data.mix_by, config.data.exhausted, config.train.seed, config.model.max_seq_len, global_batch)
@@ -437,7 +437,7 @@ def choose_packing(
         if request.launch.unpack:
             return off("memory ran out with it")
         if packs is None:
-            return off("the lengths of these rows are not known" if request.train_split else "decided when the data are prepared")
+            return off("the lengths of these rows are not known" if request.prepared else "decided when the data are prepared")
         if why := _unpackable(request, setup, packs.longest):
             return off(why)
     setup = packed_setup(setup, config.model.max_seq_len, packs)

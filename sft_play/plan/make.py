@@ -14,18 +14,7 @@ from sft_play.plan.epoch import Division, label_share, pack_if_typed, row_tokens
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
 from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
-from sft_play.plan.request import (
-    MOST_ROWS,
-    DoesNotFitError,
-    Remedy,
-    Request,
-    calibration_of_all,
-    describe_nodes,
-    describe_unused_network,
-    devices_of,
-    with_network,
-    with_nodes,
-)
+from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request, describe_machines, devices_of, with_machines
 from sft_play.plan.shape import ModelShape, check_targets, describe_adapters
 from sft_play.plan.shares import costs_of, divide, tell_unequal
 from sft_play.plan.throughput import forecast
@@ -41,10 +30,7 @@ LONGEST_ROW = 2**22
 
 def make_plan(request: Request) -> Plan:
     """Return every decision about a run with its reason. Raise `UserError` or `HardwareError` for what cannot be."""
-    hardware = with_network(request.config, request.hardware, request.launch)
-    launch = with_nodes(hardware, request.launch)
-    calibration = calibration_of_all(launch, request.calibration)
-    request = replace(request, hardware=hardware, launch=launch, calibration=calibration)
+    request = with_machines(request)
     try:
         plan = _decide(request)
     except DoesNotFitError as error:
@@ -76,22 +62,23 @@ def _decide(request: Request) -> Plan:
     Callees that get `reasons` append what they decided, and why.
     """
     config, hardware, shape, launch = request.config, request.hardware, request.shape, request.launch
-    train, kind, reasons = config.train, hardware.kind, list[str]()
+    kind, reasons = hardware.kind, list[str]()
+
+    # Who computes.
     check_length(config.model, shape.max_positions)
     check_targets(config, shape)
     reasons += network.check_slices(request)
+    reasons += describe_machines(request)
     ranks = request.ranks
-    devices, world = ranks.devices, len(ranks.devices)
-    reasons += ["for hardware as described, not for this machine"] if hardware.described else []
-    reasons += [hardware.unused] if hardware.unused else []
-    reasons += [*describe_nodes(launch, ranks), *describe_unused_network(config, request.typed, hardware)]
-
     strategy = strategies.choose_strategy(request, reasons)
-    backend, setup = choices.choose_backend(config, kind, world, reasons), _first_setup(request, strategy, reasons)
+    backend = choices.choose_backend(config, kind, len(ranks.devices), reasons)
+
+    # What is computed how.
+    setup = _first_setup(request, strategy, reasons)
     rate = choices.choose_learning_rate(config, reasons)
     setup = choices.with_chunks(config, shape, pack_if_typed(request, setup))
 
-    # What fits: recomputation, then another strategy.
+    # What of it fits: recomputation, then another strategy.
     setup, rows_that_fit = _choose_recomputation(request, setup, reasons)
     settled = strategies.settle(request, setup, rows_that_fit, _decide, reasons)
     if isinstance(settled, Plan):
@@ -99,26 +86,13 @@ def _decide(request: Request) -> Plan:
     setup, rows_that_fit = settled[0], network.fill_stages(request, *settled)
     _check_loading(request, setup)
 
-    # How much at a time: micro-batches, micro-steps, packs.
+    # How much at a time: micro-batches, micro-steps, packs; and what memory that takes.
     division = divide(request, setup, rows_that_fit, reasons)
     batch, setup = division.batch, division.setup
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
     costs = costs_of(request, division, max(batch.micro_batches))
     rank_plans = _rank_plans(request, division, costs)
-    if setup.strategy == "fsdp2" and batch.accumulation > 1:
-        held = 4 * trainable_parameters(config, shape) / GIB
-        reasons.append(
-            f"gradients reduced in each of {batch.accumulation} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
-        )
-    reasons += network.describe_waiting(request, setup, batch.accumulation)
-    tightest = least_room(rank_plans)
-    if tightest.peak_bytes > tightest.capacity_bytes:
-        reasons.append(
-            f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of {tightest.capacity_bytes / GIB:.1f} GiB"
-        )
-    reasons += [*describe_adapters(config, shape), *_experts(request, setup)]
-    reasons.append(f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin")
-    reasons += [EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else []
+    reasons += _explain_memory(request, setup, batch.accumulation, rank_plans)
     kernels = choices.choose_kernels(request, reasons)
     if workers := choices.loader_workers(config, kind):
         who = "GPU" if kind == "cuda" else "rank"
@@ -129,23 +103,24 @@ def _decide(request: Request) -> Plan:
     steps, per_epoch = step_count(config, request.prepared, batch.global_batch, reasons)
     speed = forecast(request, division)
     tell_unequal(request, division, rank_plans, costs, speed, reasons)
-    data = division.data(rows_data(config, request.prepared, setup))
-    reasons += network.describe_traffic(request, setup, max(division.shares) * data.row_tokens, division.micro_steps)
+    tokens = max(division.shares) * division.data(rows_data(config, request.prepared, setup)).row_tokens
+    reasons += network.describe_traffic(request, setup, tokens, division.micro_steps)
     seconds = speed.seconds_per_step
     total = seconds * steps if seconds and steps else None
+
     eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(rows_that_fit)))
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
-    notice = explain_global_batch(train, len(request.data_devices), request.unit)
+    notice = explain_global_batch(config.train, len(request.data_devices), request.unit)
     return Plan(
-        **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.unequal_nodes, backend=cast(Any, backend), ranks=rank_plans,
-        source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy), global_batch_size=batch.global_batch,
-        most_rows=min(rows_that_fit), longest_row=_longest_row(request, setup, rank_plans), eval_batch_size=halve(eval_rows, launch.halvings),
-        learning_rate=rate, warmup_steps=choices.warmup(config, steps), steps=steps, steps_per_epoch=per_epoch,
-        tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, speed_basis=speed.basis, seconds_per_step=seconds, total_seconds=total,
-        epoch_seconds=seconds * per_epoch if seconds and per_epoch else None, energy_kwh=energy_kwh(devices, total),
-        communication_share=speed.communication_share, communication_seconds=speed.communication_seconds,
-        exchanges=network.exchanges(request, setup, speed.computing_seconds), reasons=tuple(reasons), remedies=tuple(host_remedies),
-        notices=(notice,) if notice else (),
+        **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.nodes if len(set(ranks.nodes)) > 1 else (), backend=cast(Any, backend),
+        ranks=rank_plans, source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy),
+        global_batch_size=batch.global_batch, most_rows=min(rows_that_fit), longest_row=_longest_row(request, setup, rank_plans),
+        eval_batch_size=halve(eval_rows, launch.halvings), learning_rate=rate, warmup_steps=choices.warmup(config, steps), steps=steps,
+        steps_per_epoch=per_epoch, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, speed_basis=speed.basis,
+        seconds_per_step=seconds, total_seconds=total, epoch_seconds=seconds * per_epoch if seconds and per_epoch else None,
+        energy_kwh=energy_kwh(ranks.devices, total), communication_share=speed.communication_share,
+        communication_seconds=speed.communication_seconds, exchanges=network.exchanges(request, setup, speed.computing_seconds),
+        reasons=tuple(reasons), remedies=tuple(host_remedies), notices=(notice,) if notice else (),
     )  # fmt: skip
 
 
@@ -219,18 +194,31 @@ def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) ->
     return min(max(request.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
 
 
-def _experts(request: Request, setup: Setup) -> list[str]:
-    """Return how QLoRA holds fused experts."""
-    config, shape = request.config, request.shape
-    if config.tuning.mode != "qlora" or not shape.expert_parameters or shape.quantized_bits:
-        return []
-    if nf4_experts(config, shape, setup.strategy):
-        return ["experts: nf4 like linear layers, and expanded a layer at a time"]
-    plain, packed = (shape.expert_parameters * size / GIB for size in (setup.weight_bytes, NF4_BYTES))
-    return [
-        f"experts: {setup.weights_dtype}, {plain:.2f} GiB in all instead of {packed:.2f} in nf4: int8, FSDP2, ZeRO-3, adapters on experts and "
-        "unsloth leave them as they are"
-    ]
+def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tuple[RankPlan, ...]) -> list[str]:
+    """Return what is held where and how, and which rank may run short."""
+    config, shape, kind, found = request.config, request.shape, request.hardware.kind, list[str]()
+    if setup.strategy == "fsdp2" and micro_steps > 1:
+        held = 4 * trainable_parameters(config, shape) / GIB
+        found.append(
+            f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
+        )
+    found += network.describe_waiting(request, setup, micro_steps)
+    tightest = least_room(ranks)
+    if tightest.peak_bytes > tightest.capacity_bytes:
+        found.append(
+            f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of {tightest.capacity_bytes / GIB:.1f} GiB"
+        )
+    found += describe_adapters(config, shape)
+    if config.tuning.mode == "qlora" and shape.expert_parameters and not shape.quantized_bits:
+        plain, packed = (shape.expert_parameters * size / GIB for size in (setup.weight_bytes, NF4_BYTES))
+        found.append(
+            "experts: nf4 like linear layers, and expanded a layer at a time"
+            if nf4_experts(config, shape, setup.strategy)
+            else f"experts: {setup.weights_dtype}, {plain:.2f} GiB in all instead of {packed:.2f} in nf4: int8, FSDP2, ZeRO-3, adapters on "
+            "experts and unsloth leave them as they are"
+        )
+    found.append(f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin")
+    return found + ([EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else [])
 
 
 def _on_the_host(request: Request, setup: Setup, reasons: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ Around each layer's attention two all-to-alls change slices with all heads into 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -493,12 +494,11 @@ def _most_layers(request: Request, setup: Setup, stage: int, stages: int) -> int
     """Return how many layers a stage holds with one row, recomputed if need be."""
     config, room = request.config, request.rank_room[stage]
     least = replace(setup, gradient_checkpointing=config.train.gradient_checkpointing is not False, stage=stage)
-    low, high = 1, request.shape.layers
-    while low < high:
-        middle = (low + high + 1) // 2
-        tried = replace(least, stages=tuple(middle if one == stage else 1 for one in range(stages)))
-        low, high = (middle, high) if request.need(tried, 1) <= room else (low, middle - 1)
-    return low
+
+    def need(layers: int) -> int:
+        return request.need(replace(least, stages=tuple(layers if one == stage else 1 for one in range(stages))), 1)
+
+    return max(1, bisect_right(range(1, request.shape.layers + 1), room, key=need))
 
 
 def fill_stages(request: Request, setup: Setup, fitting: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,12 +6,12 @@ takes the others to be like itself.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from sft_play.config.rules import check_rules
@@ -22,7 +22,7 @@ from sft_play.plan.hardware import FULL, GIB, HEADROOM, Device, Hardware, device
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup
 from sft_play.plan.shape import ModelShape
-from sft_play.runs.prepared import Prepared, PreparedSplit
+from sft_play.runs.prepared import Prepared
 from sft_play.text import plural
 
 
@@ -43,11 +43,6 @@ class Ranks:
         """Ranks of this machine."""
         return self.nodes[self.own]
 
-    @property
-    def unequal_nodes(self) -> tuple[int, ...]:
-        """Ranks of each machine where they are not as many on all, else empty."""
-        return self.nodes if len(set(self.nodes)) > 1 else ()
-
     def ranks_of(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a machine."""
         start = sum(self.nodes[:node])
@@ -60,7 +55,7 @@ class Ranks:
 
     def on_node_of(self, rank: int) -> int:
         """Return how many ranks the machine of `rank` has."""
-        return self.nodes[bisect.bisect_right(list(itertools.accumulate(self.nodes)), rank)]
+        return self.nodes[bisect_right(list(accumulate(self.nodes)), rank)]
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
@@ -73,13 +68,6 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
     return (
         apart and named and len(hardware.devices) == launch.num_nodes and launch.num_gpus in (None, 1) and not launch.node_devices
     )
-
-
-def with_nodes(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
-    """Return the launch with the devices of every machine where a description names them."""
-    if launch.num_nodes == 1 or not one_each(hardware, launch):
-        return launch
-    return replace(launch, node_devices=tuple((device,) for device in hardware.devices))
 
 
 def devices_of(plan: Plan) -> tuple[tuple[Device, ...], ...]:
@@ -109,25 +97,11 @@ def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> H
     text = config.launch.network
     if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
         return hardware
-    return replace(hardware, network_bytes_per_second=network_speed(text, "launch.network", "`launch.network` is"))
+    return replace(hardware, network_bytes_per_second=_network_speed(text))
 
 
-def describe_unused_network(config: Config, typed: Callable[[str], bool], hardware: Hardware) -> list[str]:
-    """Return that a written `launch.network` does not count, where `HARDWARE` names another one."""
-    text, speed = config.launch.network, hardware.network_bytes_per_second
-    if text is None or speed is None or not typed("launch.network"):
-        return []
-    if network_speed(text, "launch.network", "`launch.network` is") == speed:
-        return []
-    return [f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"]
-
-
-def calibration_of_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:
-    """Return what was measured on the nodes that have met where it holds for the devices of each: measures and guesses do not compare."""
-    others = {same_name(device.name) for devices in launch.node_devices for device in devices}
-    if calibration is None or all(name in calibration.others or name == same_name(calibration.device) for name in others):
-        return calibration
-    return None
+def _network_speed(text: str) -> float:
+    return network_speed(text, "launch.network", "`launch.network` is")
 
 
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
@@ -156,16 +130,6 @@ def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
             f"GPU {index} of node {node} ({device.name}) is full: {free}",
             hint="`make memory-check` there says who holds it; leave it out by NUM_GPUS or CUDA_VISIBLE_DEVICES on that node",
         )
-
-
-def describe_nodes(launch: LaunchRequest, ranks: Ranks) -> list[str]:
-    """Return what is known of the other machines."""
-    if launch.num_nodes == 1:
-        return []
-    if not launch.node_devices:
-        return [f"{launch.num_nodes} nodes, each with the devices of this one"]
-    found = ", ".join(f"{node}: {ranks.name_of(node)}" for node in range(min(launch.num_nodes, 8)))
-    return [f"{launch.num_nodes} nodes with {len(ranks.devices)} ranks in all ({found}{', ...' if launch.num_nodes > 8 else ''})"]
 
 
 MOST_CPU_PROCESSES = 64
@@ -312,10 +276,6 @@ class Request:
         return tuple(found)
 
     @property
-    def train_split(self) -> PreparedSplit | None:
-        return self.prepared.train if self.prepared else None
-
-    @property
     def unit(self) -> str:
         """What has rows of its own."""
         if self.group_size > 1:
@@ -367,11 +327,7 @@ class Request:
 
     def fits(self, setup: Setup, micro_batches: tuple[int, ...]) -> bool:
         """Whether these micro-batches fit, each on its rank."""
-        return (
-            all(rows <= most for rows, most in zip(micro_batches, self.largest(setup), strict=True))
-            if setup.stages
-            else all(self.need(setup, rows) <= room for rows, room in set(zip(micro_batches, self.room, strict=True)))
-        )
+        return all(rows <= most for rows, most in zip(micro_batches, self.largest(setup), strict=True))
 
     def largest(self, setup: Setup) -> tuple[int, ...]:
         """Return the most rows that fit each rank, or all stages of each pipeline; 0 where not even one does."""
@@ -383,35 +339,23 @@ class Request:
 
     def largest_in(self, setup: Setup, capacity: int) -> int:
         """Return the most rows that fit: exactly, by bisection, for memory that grows with them in any way."""
-        if self.need(setup, 1) > capacity:
-            return 0
-        # Memory is nearly linear: the answer is near where a line through one row and two arrives.
-        low, step = 1, max(1, (capacity - self.need(setup, 1)) // max(1, self.need(setup, 2) - self.need(setup, 1)))
-        while low < MOST_ROWS and self.need(setup, low + step) <= capacity:
-            low += step
-        high = min(low + step, MOST_ROWS + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.need(setup, middle) <= capacity else (low, middle)
-        return low
+        beyond = 1
+        while beyond < MOST_ROWS and self.need(setup, beyond) <= capacity:
+            beyond *= 2
+        return bisect_right(range(1, beyond + 1), capacity, key=lambda rows: self.need(setup, rows))
 
     def longest(self, setup: Setup, micro_batch: int, capacity: int, most: int) -> int:
         """Return the tokens, at most `most`, of the longest rows of which `micro_batch` fit; 0 when none do."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.need(replace(setup, row_tokens=middle), micro_batch) <= capacity:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(
+            range(1, most + 1), capacity, key=lambda tokens: self.need(replace(setup, row_tokens=tokens), micro_batch)
+        )  # fmt: skip
 
     def require(self, setup: Setup, fitting: tuple[int, ...]) -> None:
         """Raise `DoesNotFitError` with the parts when what was asked for, or not even one row, fits.
 
         Before the data are known, one row counts as the shortest there can be: its length is not known yet.
         """
-        rank, wanted, train = min(range(len(fitting)), key=lambda i: fitting[i]), self.wanted_rows, self.config.train
+        rank, wanted, train = fitting.index(min(fitting)), self.wanted_rows, self.config.train
         room, name = self.room[rank], self.data_devices[rank].name
         if self.launch.early:
             wanted, setup = 1, replace(setup, row_tokens=min(SHORTEST_ROW, setup.row_tokens))
@@ -428,6 +372,34 @@ class Request:
                 what += f"({train.grad_accum} x {plural(world, 'rank' if self.group_size == 1 else 'group')}))"
         needs = f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB ({listed} GiB)"
         raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=wanted, parts=parts, capacity_bytes=room)
+
+
+def with_machines(request: Request) -> Request:
+    """Return the request with the network, the devices and the measures of all machines as far as they are known. Raise `HardwareError`."""
+    launch, calibration = request.launch, request.calibration
+    hardware = with_network(request.config, request.hardware, launch)
+    if launch.num_nodes > 1 and one_each(hardware, launch):
+        launch = replace(launch, node_devices=tuple((device,) for device in hardware.devices))
+    others = {same_name(device.name) for devices in launch.node_devices for device in devices}
+    if calibration and not others <= {*calibration.others, same_name(calibration.device)}:
+        calibration = None  # measures and guesses do not compare
+    return replace(request, hardware=hardware, launch=launch, calibration=calibration)
+
+
+def describe_machines(request: Request) -> list[str]:
+    """Return what is known of this machine and the others, and what of it does not count."""
+    hardware, launch, ranks, text = request.hardware, request.launch, request.ranks, request.config.launch.network
+    found = ["for hardware as described, not for this machine"] if hardware.described else []
+    found += [hardware.unused] if hardware.unused else []
+    nodes, speed = launch.num_nodes, hardware.network_bytes_per_second
+    if nodes > 1 and launch.node_devices:
+        named = ", ".join(f"{node}: {ranks.name_of(node)}" for node in range(min(nodes, 8)))
+        found.append(f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{', ...' if nodes > 8 else ''})")
+    elif nodes > 1:
+        found.append(f"{nodes} nodes, each with the devices of this one")
+    if text and speed and request.typed("launch.network") and _network_speed(text) != speed:
+        found.append(f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}")
+    return found
 
 
 Decide = Callable[[Request], Plan]

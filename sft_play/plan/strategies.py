@@ -224,7 +224,7 @@ def _small_optimizer(
     rows = request.largest(smaller)
     if min(rows) < wanted:
         return setup, fitting
-    room = request.room[min(range(len(fitting)), key=lambda rank: fitting[rank])]
+    room = request.room[fitting.index(min(fitting))]
     before, after = (request.parts(case, wanted).get("optimizer", 0) / GIB for case in (setup, smaller))
     reasons[:] = [reason for reason in reasons if not reason.startswith("optimizer ")]
     reasons.append(
@@ -277,9 +277,8 @@ def _refusal(
 
 
 def _replica(request: Request, setup: Setup, fitting: tuple[int, ...]) -> str:
-    rank = min(range(len(fitting)), key=lambda i: fitting[i])
-    need = request.need(setup, request.wanted_rows)
-    return f"a whole replica on each needs {need / GIB:.1f} of {request.room[rank] / GIB:.1f} GiB"
+    need, room = request.need(setup, request.wanted_rows), request.room[fitting.index(min(fitting))]
+    return f"a whole replica on each needs {need / GIB:.1f} of {room / GIB:.1f} GiB"
 
 
 def _rename_strategy(plan: Plan, strategy: str, why: str) -> Plan:
