@@ -139,9 +139,7 @@ def load_calibration(hardware: Hardware) -> Calibration | None:
     """
     found = {same_name(device.name): read_calibration(device.name) for device in hardware.devices}
     known = {name: one for name, one in found.items() if one is not None and one.kind == hardware.kind}
-    if not found or len(known) < len(found):
-        return None
-    return next(iter(known.values())) if len(known) == 1 else _of_several(known)
+    return _of_several(known) if len(known) == len(found) else None
 
 
 def of_all_nodes(here: Calibration | None, nodes: Sequence[Sequence[Calibration]]) -> Calibration | None:
@@ -152,16 +150,17 @@ def of_all_nodes(here: Calibration | None, nodes: Sequence[Sequence[Calibration]
     known: dict[str, Calibration] = {} if here is None else dict(here.others) or {same_name(here.device): here}
     for one in (one for node in nodes for one in node):
         known.setdefault(same_name(one.device), one)
-    if len(known) < 2:
-        return next(iter(known.values()), None)
     return _of_several(known)
 
 
-def _of_several(known: Mapping[str, Calibration]) -> Calibration:
+def _of_several(known: Mapping[str, Calibration]) -> Calibration | None:
     """Return what was measured on devices of several names, by `same_name`."""
+    measures = list(known.values())
+    if len(measures) < 2:
+        return measures[0] if measures else None
     return Calibration(
-        device=" + ".join(one.device for one in known.values()), kind=next(iter(known.values())).kind,
-        threads=next(iter(known.values())).threads, measured=min(one.measured for one in known.values()), others=known,
+        device=" + ".join(one.device for one in measures), kind=measures[0].kind, threads=measures[0].threads,
+        measured=min(one.measured for one in measures), others=known,
     )  # fmt: skip
 
 

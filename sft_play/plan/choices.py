@@ -31,14 +31,11 @@ from sft_play.plan.shape import (
 )
 from sft_play.text import gib
 
-GPU_ONLY_OPTIMIZERS = {
-    "paged_adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch", "paged_adamw": "adamw_torch", "adamw_8bit": "adamw_torch",
-    "adamw_bnb_8bit": "adamw_torch", "adamw_apex_fused": "adamw_torch", "paged_lion_8bit": "adamw_torch", "paged_lion_32bit": "adamw_torch",
-    "lion_8bit": "adamw_torch", "lion_32bit": "adamw_torch", "ademamix_8bit": "adamw_torch", "paged_ademamix_8bit": "adamw_torch",
-    "paged_ademamix_32bit": "adamw_torch", "ademamix": "adamw_torch", "rmsprop_bnb": "rmsprop", "rmsprop_bnb_8bit": "rmsprop",
-    "rmsprop_bnb_32bit": "rmsprop",
-}  # fmt: skip
-"""Optimizers that need a GPU -> the nearest one that runs on a CPU."""
+GPU_ONLY_OPTIMIZERS = frozenset({
+    "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw", "adamw_8bit", "adamw_bnb_8bit", "adamw_apex_fused", "paged_lion_8bit",
+    "paged_lion_32bit", "lion_8bit", "lion_32bit", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit", "ademamix", "rmsprop_bnb",
+    "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
+})  # fmt: skip
 LARGE_STATES = 0.03
 """Share of a card's memory above which adapters' states are worth bitsandbytes' paged ones, which wait for the card after every tensor."""
 ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
@@ -201,13 +198,12 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
     # The fused kernel needs no copies of the weights. It takes a loss scaler's tensors beside shards of others only without FSDP2.
     fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
     chosen, why = "adamw_torch_fused" if fused else "adamw_torch", "AdamW"
-    if wanted != "auto" and wanted not in GPU_ONLY_OPTIMIZERS:
+    if wanted != "auto" and (wanted not in GPU_ONLY_OPTIMIZERS or (replicas and setup.device == "cuda")):
         return wanted
     if wanted != "auto" and setup.device == "cpu":
-        reasons.append(f"optimizer {GPU_ONLY_OPTIMIZERS[wanted]} instead of {wanted}, which needs a GPU")
-        return GPU_ONLY_OPTIMIZERS[wanted]
-    if wanted != "auto" and replicas:
-        return wanted
+        nearest = "rmsprop" if wanted.startswith("rmsprop") else "adamw_torch"
+        reasons.append(f"optimizer {nearest} instead of {wanted}, which needs a GPU")
+        return nearest
     if wanted != "auto":
         reasons.append(f"optimizer {chosen} instead of {wanted}: its states cannot be sharded by {strategy}")
         return chosen

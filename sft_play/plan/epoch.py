@@ -23,14 +23,14 @@ from math import ceil
 from statistics import fmean
 from typing import Any, Literal
 
-from sft_play.config.schema import Config, DataConfig
+from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError
 from sft_play.plan import choices
 from sft_play.plan.batch import Batch, even_micro_batches, rank_rows, spans
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request, global_rows
 from sft_play.plan.shape import FLATTENED_TOKENS
-from sft_play.runs.prepared import Prepared, PreparedSplit, SourceFacts, row_integers
+from sft_play.runs.prepared import PreparedSplit, SourceFacts, row_integers
 from sft_play.text import figure, plural
 
 
@@ -178,37 +178,20 @@ def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
     return RowOrder(rows=sum(mixture.epoch_rows), seed=seed, mixture=mixture, source_of_row=sources, lengths=lengths)
 
 
-def label_share(prepared: Prepared | None) -> float:
+def label_share(split: PreparedSplit | None) -> float:
     """Return labels beside tokens of a micro-batch that is worse than any: its rows are the longest, and have most labels."""
-    split = prepared.train if prepared else None
-    if split is None or not split.longest:
-        return 1.0
-    return min(1.0, (split.most_labels or split.longest) / split.longest)
+    return min(1.0, (split.most_labels or split.longest) / split.longest) if split and split.longest else 1.0
 
 
-def rows_data(config: Config, prepared: Prepared | None, setup: Setup) -> Data:
-    """Return what the average row is like; memory is planned for the worst instead."""
-    split = prepared.train if prepared else None
-    if not split or not split.rows or not split.tokens:
-        return Data(row_tokens=setup.row_tokens, longest=setup.row_tokens, label_share=1.0)
-    rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
-    if mixture := mixture_of(config.data, split.sources):
-        taken = [(count / source.rows, source) for count, source in zip(mixture.epoch_rows, split.sources, strict=True) if count]
-        rows = float(sum(mixture.epoch_rows))
-        tokens = sum(times * source.tokens for times, source in taken)
-        labels = sum(times * source.label_tokens for times, source in taken)
-    return Data(row_tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
-
-
-def row_tokens(config: Config, prepared: Prepared | None) -> int:
+def row_tokens(request: Request) -> int:
     """Return the tokens of the longest row."""
-    split = prepared.train if prepared else None
-    return min(config.model.max_seq_len, split.longest) if split else config.model.max_seq_len
+    most, split = request.config.model.max_seq_len, request.train_split
+    return min(most, split.longest) if split else most
 
 
-def step_count(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
+def step_count(request: Request, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
     """Return optimizer steps in all and of an epoch, `None` where they are not known yet."""
-    split = prepared.train if prepared else None
+    config, split = request.config, request.train_split
     mixture = mixture_of(config.data, split.sources) if split else None
     rows = (sum(mixture.epoch_rows) if mixture else split.rows) if split else None
     reasons += [f"mixture: {line}" for line in (mixture.describe() if mixture else [])]
@@ -315,7 +298,7 @@ class Packs:
 
 def packs_of(request: Request, global_batch: int) -> Packs | None:
     """Return what packing makes of the prepared rows; `None` where their lengths are not known."""
-    config, split = request.config, request.prepared.train if request.prepared else None
+    config, split = request.config, request.train_split
     if split is None or not split.rows:
         return None
     return _packs(split, config.data.mix_by, config.data.exhausted, config.train.seed, config.model.max_seq_len, global_batch)
@@ -390,13 +373,22 @@ class Division:
             return list(spans(self.rows, self.batch.slots))
         return rank_rows(self.rows, self.batch.micro_batches)
 
-    def data(self, plain: Data) -> Data:
-        """Return what the average row (with packing: pack) is like, for the forecast."""
-        if self.packs is None:
-            return plain
-        tokens = self.packs.step_tokens / self.rows
-        inner = self.packs.row_tokens
-        return Data(row_tokens=tokens, longest=max(tokens, self.packs.longest), label_share=plain.label_share, inside=inner)
+
+def rows_data(request: Request, division: Division) -> Data:
+    """Return what the average row (with packing: pack) is like; memory is planned for the worst instead."""
+    split, packs, longest = request.train_split, division.packs, division.setup.row_tokens
+    if not split or not split.rows or not split.tokens:
+        return Data(row_tokens=longest, longest=longest, label_share=1.0)
+    rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
+    if mixture := mixture_of(request.config.data, split.sources):
+        taken = [(count / source.rows, source) for count, source in zip(mixture.epoch_rows, split.sources, strict=True) if count]
+        rows = float(sum(mixture.epoch_rows))
+        tokens = sum(times * source.tokens for times, source in taken)
+        labels = sum(times * source.label_tokens for times, source in taken)
+    if packs is None:
+        return Data(row_tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
+    each = packs.step_tokens / division.rows
+    return Data(row_tokens=each, longest=max(each, packs.longest), label_share=labels / tokens, inside=packs.row_tokens)
 
 
 def pack_if_typed(request: Request, setup: Setup) -> Setup:
@@ -437,7 +429,7 @@ def choose_packing(
         if request.launch.unpack:
             return off("memory ran out with it")
         if packs is None:
-            return off("the lengths of these rows are not known" if request.prepared else "decided when the data are prepared")
+            return off("the lengths of these rows are not known" if request.train_split else "decided when the data are prepared")
         if why := _unpackable(request, setup, packs.longest):
             return off(why)
     setup = packed_setup(setup, config.model.max_seq_len, packs)

@@ -100,10 +100,10 @@ def _decide(request: Request) -> Plan:
     host_remedies = _on_the_host(request, setup, reasons)
 
     # How long: steps, speed, energy.
-    steps, per_epoch = step_count(config, request.prepared, batch.global_batch, reasons)
+    steps, per_epoch = step_count(request, batch.global_batch, reasons)
     speed = forecast(request, division)
     tell_unequal(request, division, rank_plans, costs, speed, reasons)
-    tokens = max(division.shares) * division.data(rows_data(config, request.prepared, setup)).row_tokens
+    tokens = max(division.shares) * rows_data(request, division).row_tokens
     reasons += network.describe_traffic(request, setup, tokens, division.micro_steps)
     seconds = speed.seconds_per_step
     total = seconds * steps if seconds and steps else None
@@ -133,7 +133,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
     setup = Setup(
         device=hardware.kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=config.train.optim,
         gradient_checkpointing=False, layout=choices.padded_layout(request), attn_implementation=attention,
-        label_share=label_share(request.prepared), row_tokens=row_tokens(config, request.prepared),
+        label_share=label_share(request.train_split), row_tokens=row_tokens(request),
         offload_optimizer=request.launch.offload_optimizer, offload_parameters=request.launch.offload_parameters,
         expandable_segments=all(device.expandable_segments for device in devices), sequence_parallel=config.launch.sequence_parallel,
         tensor_parallel=config.launch.tensor_parallel,

@@ -22,7 +22,7 @@ from sft_play.plan.hardware import FULL, GIB, HEADROOM, Device, Hardware, device
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup
 from sft_play.plan.shape import ModelShape
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.text import plural
 
 
@@ -274,6 +274,10 @@ class Request:
                 switched = together >= SWITCHED_RANKS and (device.compute_capability or (0, 0)) in SWITCHED_CHIPS
                 found.append(int(device.free_bytes * share) - (SWITCHED_BYTES if switched else 0))
         return tuple(found)
+
+    @property
+    def train_split(self) -> PreparedSplit | None:
+        return self.prepared.train if self.prepared else None
 
     @property
     def unit(self) -> str:

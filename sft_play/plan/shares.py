@@ -68,7 +68,7 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: li
     batch = halve_batch(division.batch, launch.halvings, request.unit)
     reasons += batch.reasons[len(division.batch.reasons) :]
     setup = _with_layout(request, division.setup, batch, seconds, reasons)
-    data = rows_data(config, request.prepared, setup)
+    data = rows_data(request, division)
     padding = 1 - data.row_tokens / padded_tokens(data, max(batch.micro_batches))
     if setup.layout != "flattened" and padding >= LEAST_PADDING:
         reasons.append(f"padding {padding:.0%} of all tokens by forecast: rows are as long as the longest of their micro-batch")
@@ -164,7 +164,7 @@ def costs_of(request: Request, division: Division, most: int) -> tuple[Cost, ...
     A micro-step's time is taken for a straight line between one row and the most that fit.
     """
     config, shape, setup, devices = request.config, request.shape, division.setup, request.data_devices
-    data = division.data(rows_data(config, request.prepared, setup))
+    data = rows_data(request, division)
     paces = paces_of(request, setup, data)
     if paces is None:
         return ()

@@ -17,7 +17,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.plan.batch import rank_rows, spans
-from sft_play.plan.calibration import Calibration, StepFit
+from sft_play.plan.calibration import Calibration
 from sft_play.plan.epoch import Data, Division, rows_data
 from sft_play.plan.hardware import Device, Hardware, fp32_share
 from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
@@ -130,9 +130,8 @@ class Pace:
     flops_per_second: float
     least_seconds: float = 0.0
     """No micro-step is faster: the time in which Python launches its kernels, while a GPU computes."""
-    fit: StepFit | None = None
-    exact: bool = False
-    """Whether the fit is of the very same work."""
+    basis: str = "a prior, not measured here"
+    """What it rests on, in words."""
 
     def seconds(self, flops: float, micro_steps: float) -> float:
         """Return the time of `micro_steps` with `flops` in all."""
@@ -147,9 +146,11 @@ def _pace(
     found = calibration.fit_for(work, flops_per_token=per_token, threads=threads) if calibration else None
     if found:
         fit, exact = found
-        fixed = fit.seconds_per_micro_step * shape.layers / fit.layers
+        other = f"by `make bench` with {fit.model} on {fit.measured}, other work than this"
         return Pace(
-            seconds_per_micro_step=fixed, flops_per_second=fit.flops_per_second * threads / fit.threads, fit=fit, exact=exact
+            seconds_per_micro_step=fit.seconds_per_micro_step * shape.layers / fit.layers,
+            flops_per_second=fit.flops_per_second * threads / fit.threads,
+            basis=f"calibrated by `make bench` on {fit.measured}" if exact else other,
         )
     if setup.device == "cpu":
         return Pace(seconds_per_micro_step=CPU_LAYER_SECONDS * shape.layers, flops_per_second=threads * CPU_FLOPS_PER_THREAD)
@@ -200,7 +201,7 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
         request.calibration,
     )
     devices, micro_steps = request.ranks.devices, division.micro_steps
-    data = data or division.data(rows_data(config, request.prepared, setup))
+    data = data or rows_data(request, division)
     link = link_of(hardware, devices, request.launch.num_nodes, calibration)
     if link is None:
         return Forecast()
@@ -222,7 +223,7 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
     speed = division.rows * data.row_tokens / seconds
     return Forecast(
         tokens_per_second=speed, communication_share=exchange / seconds, communication_seconds=exchange, seconds_per_step=seconds,
-        rank_seconds=tuple(spent[one] for one in each), mfu=_utilisation(request, speed), basis=_basis(paces[devices[0]]),
+        rank_seconds=tuple(spent[one] for one in each), mfu=_utilisation(request, speed), basis=paces[devices[0]].basis,
     )  # fmt: skip
 
 
@@ -314,12 +315,3 @@ def _utilisation(request: Request, tokens_per_second: float) -> float | None:
     # Processes of one CPU share its peak.
     shared = request.launch.num_nodes / len(devices) if calibration and calibration.kind == "cpu" else 1
     return per_token * tokens_per_second / (total * shared)
-
-
-def _basis(one: Pace) -> str:
-    """Return what a pace rests on, in words."""
-    if one.fit is None:
-        return "a prior, not measured here"
-    if one.exact:
-        return f"calibrated by `make bench` on {one.fit.measured}"
-    return f"by `make bench` with {one.fit.model} on {one.fit.measured}, other work than this"
