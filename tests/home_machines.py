@@ -15,7 +15,6 @@ from tests.conftest import metrics
 from tests.lan import Lan
 
 SECONDS = 240
-ROWS = 24
 
 
 class Home:
@@ -24,15 +23,7 @@ class Home:
     def __init__(self, net: Lan, folder: Path, model: Path, data: Path) -> None:
         self.net, self.folder = net, folder
         shutil.copytree(model, data / "tiny")
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": f"say {i}"},
-                    {"role": "assistant", "content": "I say " + "so " * (i % 7) + f"{i} now"},
-                ]
-            }
-            for i in range(ROWS)
-        ]
+        rows = [{"prompt": f"say {i}", "completion": "I say " + "so " * (i % 7) + f"{i} now"} for i in range(24)]
         (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         seen = folder / "lan" / "models"
         self.config = folder / "demo.yaml"
@@ -91,7 +82,7 @@ class Home:
         for pid in self.net.pids(k):
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                if ("sft_play" in words or "types.ModuleType" in words) and state(pid) != "Z":
+                if "sft_play" in words or "types.ModuleType" in words:  # one that has ended has no words
                     found.append(words[:200])
             except OSError:
                 continue
@@ -111,7 +102,3 @@ class Home:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return [row["loss"] for row in metrics(self.run("alone").path)]
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

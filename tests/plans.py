@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import LoadedConfig
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.batch import spans
@@ -56,7 +56,7 @@ def plan_of(
     request = LaunchRequest(**part(LaunchRequest))
     tuning, launch, train, model = part(TuningConfig), part(LaunchConfig), part(TrainConfig), part(ModelConfig)
     config = Config(
-        model=ModelConfig(name=name, **({"max_seq_len": 256} | model)), tuning=TuningConfig(mode=mode, **tuning), data=DataConfig(),
+        model=ModelConfig(name=name, **({"max_seq_len": 256} | model)), tuning=TuningConfig(mode=mode, **tuning),
         train=TrainConfig(**train), launch=LaunchConfig(**launch),
     )  # fmt: skip
     assert not changes, changes

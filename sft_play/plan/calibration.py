@@ -87,22 +87,20 @@ class Calibration:
         """The fastest product that was measured: what MFU is a share of where no data sheet tells the peak."""
         return max(self.matmul_flops.values(), default=None)
 
-    def fit_for(self, work: Mapping[str, Any], *, flops_per_token: float, threads: float) -> tuple[StepFit, bool] | None:
-        """Return the fit for `work` and whether it is of the very same work; else the nearest one; `None` without any.
+    def fit_for(self, work: Mapping[str, Any], flops_per_token: float, threads: float) -> tuple[StepFit | None, bool]:
+        """Return the fit for `work`, else the nearest one, `None` without any; and whether it is of the very same work.
 
         Among fits of other work the one wins that shares most of `SAME_WORK` and then is nearest in size and threads.
         """
         same = [fit for fit in self.steps if fit.work == work]
         if same:
             return min(same, key=lambda fit: abs(math.log(fit.threads / threads))), True
-        if not self.steps:
-            return None
 
         def distance(fit: StepFit) -> tuple[int, float]:
             different = sum(fit.work.get(name) != work.get(name) for name in SAME_WORK)
             return different, abs(math.log(fit.flops_per_token / flops_per_token)) + abs(math.log(fit.threads / threads))
 
-        return min(self.steps, key=distance), False
+        return min(self.steps, key=distance, default=None), False
 
     def merge(self, newer: Calibration) -> Calibration:
         """Return `newer` with what only this one has measured."""

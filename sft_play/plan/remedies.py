@@ -36,7 +36,7 @@ def with_remedies(request: Request, decide: Decide, error: DoesNotFitError) -> D
         if device.number is not None and HEADROOM["cuda"] * device.free_bytes < need <= HEADROOM["cuda"] * device.memory_bytes
     )
     found = remedies(request, decide, error.setup, error.micro_batch, need)
-    return error.with_remedies(tuple(sorted(found, key=order)), notes=in_use)
+    return error.add(tuple(sorted(found, key=order)), notes=in_use)
 
 
 def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:

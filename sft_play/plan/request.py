@@ -106,19 +106,18 @@ def _network_speed(text: str) -> float:
 
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
     """Return the ranks of all machines. Raise `HardwareError` for devices that are not there, or full."""
-    single = launch.command_strategy == "single"
-    if not launch.node_devices or single:
-        places, local = devices_for(hardware, launch, single)
-        nodes = launch.num_nodes
-        return Ranks(
-            devices=local * nodes, places=places * nodes, nodes=(len(local),) * nodes, own=min(launch.node_rank, nodes - 1)
-        )
-    assert len(launch.node_devices) == launch.num_nodes, (len(launch.node_devices), launch.num_nodes)
-    for node, devices in enumerate(launch.node_devices):
-        _refuse_full_node(node, devices)
-    places = tuple(index for devices in launch.node_devices for index in range(len(devices)))
-    devices = tuple(device for devices in launch.node_devices for device in devices)
-    return Ranks(devices=devices, places=places, nodes=tuple(map(len, launch.node_devices)), own=launch.node_rank)
+    single, nodes = launch.command_strategy == "single", launch.num_nodes
+    if launch.node_devices and not single:
+        assert len(launch.node_devices) == nodes, (len(launch.node_devices), nodes)
+        for node, devices in enumerate(launch.node_devices):
+            _refuse_full_node(node, devices)
+        machines = [(tuple(range(len(devices))), devices) for devices in launch.node_devices]
+    else:
+        machines = [devices_for(hardware, launch, single)] * nodes
+    return Ranks(
+        devices=tuple(device for _, devices in machines for device in devices), places=tuple(place for places, _ in machines for place in places),
+        nodes=tuple(len(devices) for _, devices in machines), own=min(launch.node_rank, nodes - 1),
+    )  # fmt: skip
 
 
 def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
@@ -452,27 +451,27 @@ class Remedy:
         return f"{self.override}: {self.need_bytes / GIB:.1f} GiB ({notes})" + ("" if self.fits else ", still too much")
 
 
+SMALLER = "use a smaller model, or more memory"
+
+
 class DoesNotFitError(HardwareError):
     """Not even what was asked for, or one row, fits; carries what `make plan` shows."""
 
-    def __init__(
-        self, message: str, *, setup: Setup, micro_batch: int, parts: dict[str, int], capacity_bytes: int,
-        remedies: tuple[Remedy, ...] = (), notes: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        hint = "; ".join(map(str, remedies[:5])) or "use a smaller model, or more memory"
-        super().__init__(message, hint="; ".join([hint, *notes]))
-        self.setup, self.micro_batch = setup, micro_batch
-        self.parts, self.capacity_bytes, self.remedies, self.notes = parts, capacity_bytes, remedies, notes
+    def __init__(self, message: str, *, setup: Setup, micro_batch: int, parts: dict[str, int], capacity_bytes: int) -> None:
+        super().__init__(message, hint=SMALLER)
+        self.setup, self.micro_batch, self.parts, self.capacity_bytes = setup, micro_batch, parts, capacity_bytes
+        self.remedies: tuple[Remedy, ...] = ()
+        self.notes: tuple[str, ...] = ()
 
     @property
     def need_bytes(self) -> int:
         return sum(self.parts.values())
 
-    def with_remedies(
-        self, remedies: tuple[Remedy, ...] = (), *, notes: tuple[str, ...] = (), after: str = ""
-    ) -> DoesNotFitError:
-        """Return the error with ways to need less and notes added, and `after` at the end of its message."""
-        return DoesNotFitError(
-            self.message + after, setup=self.setup, micro_batch=self.micro_batch, parts=self.parts, capacity_bytes=self.capacity_bytes,
-            remedies=self.remedies + remedies, notes=self.notes + notes,
-        )  # fmt: skip
+    def add(self, remedies: tuple[Remedy, ...] = (), *, notes: tuple[str, ...] = (), after: str = "") -> DoesNotFitError:
+        """Return this error with ways to need less and notes added, and `after` at the end of its message."""
+        self.message += after
+        self.args = (self.message,)
+        self.remedies += remedies
+        self.notes += notes
+        self.hint = "; ".join([*(map(str, self.remedies[:5]) if self.remedies else [SMALLER]), *self.notes])
+        return self

@@ -163,21 +163,21 @@ def costs_of(request: Request, division: Division, most: int) -> tuple[Cost, ...
 
     A micro-step's time is taken for a straight line between one row and the most that fit.
     """
-    config, shape, setup, devices = request.config, request.shape, division.setup, request.data_devices
-    data = rows_data(request, division)
+    config, shape, setup, data = request.config, request.shape, division.setup, rows_data(request, division)
     paces = paces_of(request, setup, data)
     if paces is None:
         return ()
-    fitting = [max(1, min(most, rows)) for rows in request.largest(setup)]
-    found: dict[tuple[Device, int], Cost] = {}
-    for device, rows in set(zip(devices, fitting, strict=True)):
-        pace, far = paces[device], max(rows, 2)
-        one, whole = (pace.seconds(step_flops(config, shape, setup, count, 1, data), 1) for count in (1, far))
+
+    def cost(device: Device, fitting: int) -> Cost:
+        rows = max(1, min(most, fitting))
+        far = max(rows, 2)
+        one, whole = (paces[device].seconds(step_flops(config, shape, setup, count, 1, data), 1) for count in (1, far))
         # Where launching the kernels takes longer than computing so many rows, each costs next to nothing.
         row = (whole - one) / (far - 1) if whole > one else one / 1000
         fixed, row = (one - row, row) if one > row else (0.0, whole / far)
-        found[device, rows] = Cost(fixed_seconds=fixed, row_seconds=row, most_rows=rows)
-    return tuple(found[key] for key in zip(devices, fitting, strict=True))
+        return Cost(fixed_seconds=fixed, row_seconds=row, most_rows=rows)
+
+    return tuple(map(cost, request.data_devices, request.largest(setup)))
 
 
 def _with_shares(request: Request, division: Division, costs: Sequence[Cost], seconds: Seconds, reasons: list[str]) -> Division:

@@ -196,7 +196,7 @@ def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: HardwareErr
     name = next((file.stem for file in presets), None)
     if name is None:
         return error
-    return error.with_remedies(notes=(f"the preset `{name}` is for HARDWARE={MADE_FOR[name]}, which `make plan` plans for",))
+    return error.add(notes=(f"the preset `{name}` is for HARDWARE={MADE_FOR[name]}, which `make plan` plans for",))
 
 
 def plan_for(

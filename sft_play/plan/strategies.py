@@ -272,8 +272,8 @@ def _refusal(
         notes.append(f"{why}; LAUNCH_STRATEGY=fsdp2{allowed} forces it")
     if sharded and sharded.need_bytes - sharded.capacity_bytes < error.need_bytes - error.capacity_bytes:
         after = f", with weights shared out by fsdp2; a whole replica needs {error.need_bytes / GIB:.1f} GiB"
-        return sharded.with_remedies(notes=tuple(notes), after=after)
-    return error.with_remedies(notes=tuple(notes))
+        return sharded.add(notes=tuple(notes), after=after)
+    return error.add(notes=tuple(notes))
 
 
 def _replica(request: Request, setup: Setup, fitting: tuple[int, ...]) -> str:

@@ -107,18 +107,19 @@ def flops_per_token(
     return batch_flops(config, shape, tokens=1, labels=label_share, pairs=tokens / 2, recompute=recompute)
 
 
+WORK_OF_SHAPE = "model_type", "hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "experts"
+WORK_OF_SETUP = "precision", "weights_dtype", "gradient_checkpointing", "layout", "optim"
+
+
 def describe_work(config: Config, shape: ModelShape, setup: Setup) -> dict[str, Any]:
     """Return what the speed of a step depends on beside the device and the rows, as plain data that JSON keeps."""
     lora = config.tuning.lora
     targets = sorted({one.typed for one in shape.adapter_targets(lora.target_modules)})
     adapters = {} if config.tuning.mode == "full" else {"r": lora.r, "targets": targets, "dropout": lora.dropout}
     return {
-        "model_type": shape.model_type, "hidden_size": shape.hidden_size, "layers": shape.layers, "heads": shape.heads,
-        "kv_heads": shape.kv_heads, "ffn_size": shape.ffn_size, "vocab_size": shape.vocab_size, "experts": shape.experts,
+        **{name: getattr(shape, name) for name in WORK_OF_SHAPE}, **{name: getattr(setup, name) for name in WORK_OF_SETUP},
         "mode": config.tuning.mode, "backend": config.tuning.backend, "quantization": config.tuning.quantization, "adapters": adapters,
-        "precision": setup.precision, "weights_dtype": setup.weights_dtype, "gradient_checkpointing": setup.gradient_checkpointing,
-        "layout": setup.layout, "attention": setup.attn_implementation, "optim": setup.optim,
-        "sharded": setup.strategy in ("zero3", "fsdp2"),
+        "attention": setup.attn_implementation, "sharded": setup.strategy in ("zero3", "fsdp2"),
     }  # fmt: skip
 
 
@@ -136,31 +137,6 @@ class Pace:
     def seconds(self, flops: float, micro_steps: float) -> float:
         """Return the time of `micro_steps` with `flops` in all."""
         return max(self.seconds_per_micro_step * micro_steps + flops / self.flops_per_second, self.least_seconds * micro_steps)
-
-
-def _pace(
-    config: Config, shape: ModelShape, setup: Setup, device: Device, *, threads: float, per_token: float, calibration: Calibration | None
-) -> Pace | None:  # fmt: skip
-    """Return the pace of one rank, `None` where the device's speed is unknown. A fit of other work is scaled by layers."""
-    work = describe_work(config, shape, setup)
-    found = calibration.fit_for(work, flops_per_token=per_token, threads=threads) if calibration else None
-    if found:
-        fit, exact = found
-        other = f"by `make bench` with {fit.model} on {fit.measured}, other work than this"
-        return Pace(
-            seconds_per_micro_step=fit.seconds_per_micro_step * shape.layers / fit.layers,
-            flops_per_second=fit.flops_per_second * threads / fit.threads,
-            basis=f"calibrated by `make bench` on {fit.measured}" if exact else other,
-        )
-    if setup.device == "cpu":
-        return Pace(seconds_per_micro_step=CPU_LAYER_SECONDS * shape.layers, flops_per_second=threads * CPU_FLOPS_PER_THREAD)
-    if not device.peak_flops:
-        return None
-    expanding = _expansion_bytes(config, shape, setup) / (device.bandwidth or math.inf)
-    return Pace(
-        seconds_per_micro_step=expanding, flops_per_second=_reached(device.peak_flops, device, setup),
-        least_seconds=GPU_LAYER_SECONDS * shape.layers,
-    )  # fmt: skip
 
 
 def _reached(peak_flops: float, device: Device, setup: Setup) -> float:
@@ -212,23 +188,25 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
     paces = paces_of(request, setup, data)
     if paces is None:
         return Forecast(communication_seconds=exchange if hardware.network_bytes_per_second and len(devices) > 1 else None)
-    spent: dict[tuple[Device, int, int], float] = {}
-    each = tuple(zip(request.data_devices, counts, own_steps or (micro_steps,) * len(counts), strict=True))
-    for device, rows, steps in set(each):
-        flops = step_flops(config, shape, setup, rows, steps, data)
-        stages = list(zip(devices, stage_shares(shape, setup.stages), strict=False)) or [(device, 1.0)]
-        each_computes = (paces[one].seconds(share * len(stages) * flops, share * steps) for one, share in stages)
-        spent[device, rows, steps] = max(each_computes) if rows else 0.0
-    seconds = max(spent.values()) + optimizer_seconds(config, shape, setup, hardware, devices, calibration) + exchange
+    stages = list(zip(devices, stage_shares(shape, setup.stages), strict=False))
+
+    def computing(device: Device, rows: int, steps: int) -> float:
+        if not rows:
+            return 0.0
+        flops, parts = step_flops(config, shape, setup, rows, steps, data), stages or [(device, 1.0)]
+        return max(paces[one].seconds(share * len(parts) * flops, share * steps) for one, share in parts)
+
+    spent = tuple(map(computing, request.data_devices, counts, own_steps or (micro_steps,) * len(counts)))
+    seconds = max(spent) + optimizer_seconds(config, shape, setup, hardware, devices, calibration) + exchange
     speed = division.rows * data.row_tokens / seconds
     return Forecast(
         tokens_per_second=speed, communication_share=exchange / seconds, communication_seconds=exchange, seconds_per_step=seconds,
-        rank_seconds=tuple(spent[one] for one in each), mfu=_utilisation(request, speed), basis=paces[devices[0]].basis,
+        rank_seconds=spent, mfu=_utilisation(request, speed), basis=paces[devices[0]].basis,
     )  # fmt: skip
 
 
 def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace] | None:
-    """Return the pace of a rank on each device, `None` where the speed of one is unknown."""
+    """Return the pace of a rank on each device, `None` where the speed of one is unknown. A fit of other work is scaled by layers."""
     config, shape, calibration, devices = request.config, request.shape, request.calibration, request.ranks.devices
     share = request.launch.num_nodes / len(devices)
     per_token = flops_per_token(
@@ -238,11 +216,26 @@ def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace] |
     for device in dict.fromkeys(devices):
         known = calibration.of(device.name) if calibration else None
         elsewhere = known.threads if calibration and known and calibration.others else request.hardware.cpu_threads
-        threads = elsewhere * share if request.hardware.kind == "cpu" else 1.0
-        pace = _pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=known)
-        if pace is None:
+        threads = elsewhere * share if setup.device == "cpu" else 1.0
+        fit, exact = known.fit_for(describe_work(config, shape, setup), per_token, threads) if known else (None, False)
+        if fit:
+            other = f"by `make bench` with {fit.model} on {fit.measured}, other work than this"
+            found[device] = Pace(
+                seconds_per_micro_step=fit.seconds_per_micro_step * shape.layers / fit.layers,
+                flops_per_second=fit.flops_per_second * threads / fit.threads,
+                basis=f"calibrated by `make bench` on {fit.measured}" if exact else other,
+            )
+        elif setup.device == "cpu":
+            found[device] = Pace(
+                seconds_per_micro_step=CPU_LAYER_SECONDS * shape.layers, flops_per_second=threads * CPU_FLOPS_PER_THREAD
+            )
+        elif device.peak_flops:
+            found[device] = Pace(
+                seconds_per_micro_step=_expansion_bytes(config, shape, setup) / (device.bandwidth or math.inf),
+                flops_per_second=_reached(device.peak_flops, device, setup), least_seconds=GPU_LAYER_SECONDS * shape.layers,
+            )  # fmt: skip
+        else:
             return None
-        found[device] = pace
     return found
 
 

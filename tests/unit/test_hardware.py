@@ -19,13 +19,12 @@ def test_names_from_the_catalogue() -> None:
     assert card.peak_flops == 989e12 and card.bf16 and card.fp8
     for text, names in {
         "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2,
-        "2 RTX 3090": ["RTX3090"] * 2, "24 GB": ["24 GB GPU"], "A6000": ["RTXA6000"], "3080 12GB": ["RTX3080 12GB"],
+        "24 GB": ["24 GB GPU"], "A6000": ["RTXA6000"], "3080 12GB": ["RTX3080 12GB"],
         "12GB+8GB": ["12 GB GPU", "8 GB GPU"], "2x8xH100": ["H100"] * 8,
         "A100 SXM4 40GB": ["A100-40GB"],
     }.items():  # fmt: skip
         assert [device.name for device in parse_hardware(text).devices] == names
     assert 11.5 * GIB < parse_hardware("3080 12GB").devices[0].memory_bytes < 12 * GIB
-    assert not parse_hardware("T4").devices[0].bf16
 
 
 def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:

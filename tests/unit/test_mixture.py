@@ -63,10 +63,10 @@ def test_each_source_gives_all_its_rows_before_any_again() -> None:
 def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
     sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
     tallies = [SourceTally(rows_read=count, kept=count, format="text") for count in (1, 2)]
-    lengths, of_source, trained = (array("i", numbers) for numbers in ([10, 10, 10], [0, 1, 1], [4, 4, 4]))
     manifest = split_manifest(
-        sources, tallies, lengths=lengths, of_source=of_source, trained=trained, contents=[None, None], fingerprint=""
-    )
+        sources, tallies, lengths=array("i", [10] * 3), of_source=array("i", [0, 1, 1]), trained=array("i", [4] * 3),
+        contents=[None, None], fingerprint="",
+    )  # fmt: skip
     first = summary("training", manifest).splitlines()[0]
     assert first.startswith("training data: 3 rows, 30 tokens, 40% of them trained, ")
     assert first.endswith("; of sources with weight 0, never trained: 1 row (10 tokens)")

@@ -34,7 +34,6 @@ def test_packs_hold_every_row_once_and_never_too_much(lengths: list[int]) -> Non
     packs = best_fit(lengths, LIMIT)
     assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
     assert all(pack and sum(lengths[row] for row in pack) <= LIMIT for pack in packs)
-    assert packs == best_fit(list(lengths), LIMIT)
     assert -(-sum(lengths) // LIMIT) <= len(packs) <= most_packs(len(lengths), sum(lengths), LIMIT)
 
 
@@ -130,9 +129,7 @@ def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
 
 def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan]) -> None:
     plan = planned([100, 60] * 200, batch_size=1)
-    outcome = Outcome(
-        code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out in step 3", doing={"phase": "training"}
-    )
+    outcome = Outcome(code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out", doing={"phase": "training"})
     config = Config(model=ModelConfig(name="m", max_seq_len=512))
     request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
     assert isinstance(request, LaunchRequest) and request.unpack and not request.force_checkpointing

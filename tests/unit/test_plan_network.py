@@ -59,7 +59,7 @@ def test_the_networks_speed_can_be_configured() -> None:
     assert faster.communication_seconds == pytest.approx(0.0381, abs=0.001)
 
 
-@pytest.mark.parametrize("text", ["fast", "0Gbit", "1"])
+@pytest.mark.parametrize("text", ["fast", "0Gbit"])
 def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"model: {{name: {QWEN}}}\ndata: {{train_path: examples/01_quickstart}}\nlaunch:\n  network: {text}\n")
@@ -99,12 +99,12 @@ def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: 
 # Sequences that are cut over ranks: memory, batch and bytes by groups.
 
 
-def sliced(hardware: str, size: int, *, shape: dict[str, Any] | None = None, **launch: Any) -> Plan:
+def sliced(hardware: str, size: int, *, moving: bool = False, **launch: Any) -> Plan:
     """Return the plan of Qwen2.5-7B: 28 heads, 4 of keys."""
-    own = replace(shape_of(ModelConfig(name=QWEN)), **(shape or {}))
+    shape = replace(shape_of(ModelConfig(name=QWEN)), moving_rope=moving)
     return plan_of(
         hardware, name=QWEN, max_seq_len=16_384, batch_size=1, packing="off", gradient_checkpointing=True, command_strategy="auto",
-        sequence_parallel=size, more={"shape": own}, **launch,
+        sequence_parallel=size, more={"shape": shape}, **launch,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
     whole, cut = sliced("8xH100", 1), sliced("8xH100", 4)
     parts, quarter = (plan.ranks[0].memory_bytes for plan in (whole, cut))
     assert quarter["activations"] == pytest.approx(parts["activations"] / 4, rel=0.01) and quarter["frozen"] == parts["frozen"]
-    assert len(cut.ranks) == 8 and [(rank.micro_batch, rank.accumulation) for rank in cut.ranks] == [(1, 16)] * 8
+    assert [(rank.micro_batch, rank.accumulation) for rank in cut.ranks] == [(1, 16)] * 8
     assert cut.attn_implementation == "varlen" and cut.global_batch_size == whole.global_batch_size == 32
     text = show_plan(cut)
     assert "32 rows a step = micro-batch 1 x accumulation 16 x 2 groups of 4" in text
@@ -128,7 +128,7 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
     [
         ("8xH100", 3, {}, "does not divide 8 processes"),
         ("8xH100", 8, {}, "28 attention heads cannot be shared out evenly"),
-        ("2xH100", 2, {"shape": {"moving_rope": True}}, "rotary angles depend on the longest position"),
+        ("2xH100", 2, {"moving": True}, "rotary angles depend on the longest position"),
         ("1xH100@1Gbit", 2, {"num_nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
     ],
 )
@@ -144,12 +144,11 @@ def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str
 def test_named_cards_get_rows_by_speed_and_memory() -> None:
     plan = planned(CARDS + "@1Gbit", mode="qlora", global_batch_size=24)
     assert sum(counts(plan)) == 24 == plan.global_batch_size
-    rows = dict(zip((rank.device_name for rank in plan.ranks), counts(plan), strict=True))
-    assert rows["RTX5070TiLaptop"] > rows["RTX3070Ti"] >= rows["RTX4070Laptop"] > 0
+    first, second, third = counts(plan)
+    assert first > second >= third > 0
     assert len({rank.accumulation for rank in plan.ranks}) > 1  # under DDP each has micro-steps of its own
     assert all(0 < rank.micro_batch <= rank.most_rows and rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
-    told = reason(plan, "shares by speed and memory, of 24 rows a step: rank 0 ")
-    assert f"rank 2 {rows['RTX4070Laptop']} row" in told
+    assert f"rank 2 {third} row" in reason(plan, "shares by speed and memory, of 24 rows a step: rank 0 ")
     assert float(reason(plan, "unequal shares: ").split(" a step, ")[1].split(" times")[0]) > 1.1
     off = planned(CARDS + "@1Gbit", mode="qlora", global_batch_size=24, balance="off")
     assert (plan.seconds_per_step or 0) < (off.seconds_per_step or 0) and counts(off) == (8, 8, 8)

@@ -13,6 +13,7 @@ from sft_play.plan.request import DoesNotFitError, Remedy
 from tests import plans
 from tests.conftest import ROOT
 
+ONE, AUTO = LaunchRequest(), LaunchRequest(command_strategy="auto")
 OFFLOADED = LaunchRequest(command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
 
 
@@ -40,12 +41,12 @@ def as_typed(remedy: Remedy, typed: list[str], launch: LaunchRequest) -> tuple[l
 
 
 CASES: dict[str, tuple[str, str, list[str], LaunchRequest]] = {
-    "full on one card": ("run_bnb", "24GB", ["TUNING_MODE=full"], LaunchRequest()),
-    "recomputation typed off": ("run_bnb", "24GB", ["TRAIN_BATCH_SIZE=4", "TRAIN_GRADIENT_CHECKPOINTING=false"], LaunchRequest()),
-    "T4": ("run_bnb", "T4", ["TUNING_MODE=lora", "TRAIN_BATCH_SIZE=2"], LaunchRequest()),
-    "accumulation": ("run_bnb", "12GB", ["TRAIN_GRAD_ACCUM=1"], LaunchRequest()),
-    "replicas": ("run_bnb", "8x48GB", ["TUNING_MODE=full", "LAUNCH_STRATEGY=ddp"], LaunchRequest(command_strategy="auto")),
-    "a slow network": ("run_bnb", "2x8GB@1Gbit", ["TUNING_MODE=lora"], LaunchRequest(command_strategy="auto")),
+    "full on one card": ("run_bnb", "24GB", ["TUNING_MODE=full"], ONE),
+    "recomputation typed off": ("run_bnb", "24GB", ["TRAIN_BATCH_SIZE=4", "TRAIN_GRADIENT_CHECKPOINTING=false"], ONE),
+    "T4": ("run_bnb", "T4", ["TUNING_MODE=lora", "TRAIN_BATCH_SIZE=2"], ONE),
+    "accumulation": ("run_bnb", "12GB", ["TRAIN_GRAD_ACCUM=1"], ONE),
+    "replicas": ("run_bnb", "8x48GB", ["TUNING_MODE=full", "LAUNCH_STRATEGY=ddp"], AUTO),
+    "a slow network": ("run_bnb", "2x8GB@1Gbit", ["TUNING_MODE=lora"], AUTO),
 }  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def test_a_remedy_gives_what_it_promises(name: str) -> None:
 
 def test_the_example_in_the_docs_is_what_the_plan_says() -> None:
     with pytest.raises(DoesNotFitError) as error:
-        planned("run_bnb", "24GB", ["TUNING_MODE=full"], LaunchRequest())
+        planned("run_bnb", "24GB", ["TUNING_MODE=full"], ONE)
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     assert error.value.message.split(", gradients")[0] + ", ...)" in page
     assert "; ".join(map(str, error.value.remedies[:2])) in page

@@ -80,11 +80,10 @@ def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "rows", "typed", "expected"),
-    [("none", 64, 1e-4, 1e-4), ("sqrt", 128, 1e-4, 2e-4), ("linear", 8, 1e-4, 2.5e-5), ("sqrt", 32, 1e-4, 1e-4)],
-)  # fmt: skip
-def test_learning_rate_scaling(rule: Any, rows: int, typed: float, expected: float) -> None:
-    plan = plan_of(learning_rate=typed, global_batch_size=rows, learning_rate_scaling=rule)
+    ("rule", "rows", "expected"), [("none", 64, 1e-4), ("sqrt", 128, 2e-4), ("linear", 8, 2.5e-5), ("sqrt", 32, 1e-4)]
+)
+def test_learning_rate_scaling(rule: Any, rows: int, expected: float) -> None:
+    plan = plan_of(learning_rate=1e-4, global_batch_size=rows, learning_rate_scaling=rule)
     assert plan.learning_rate == pytest.approx(expected)
     if rows == 128:
         assert "learning rate 0.0002 = 0.0001 x sqrt(128 global / 32): `train.learning_rate_scaling` is sqrt" in plan.reasons
@@ -101,7 +100,7 @@ def test_a_quantised_base_in_shards_is_quantised_in_the_machines_memory() -> Non
     assert "each of 4 processes holds all weights quantised before they are shared out" in message(
         HardwareError, with_ram("4xRTX3090", 128), **case
     )
-    four, eight = (plan_of(with_ram(f"{count}xRTX3090", 512), **case).ranks[0].memory_bytes for count in (4, 8))
+    four, eight = (plan_of(with_ram(cards, 512), **case).ranks[0].memory_bytes for cards in ("4xRTX3090", "8xRTX3090"))
     assert four["frozen"] == pytest.approx(2 * eight["frozen"], rel=1e-6) and four["quant_state"] == eight["quant_state"] > GIB
 
 

@@ -55,19 +55,15 @@ def test_money_is_by_machine_and_hour(hardware: str, nodes: int, machines: int) 
     assert "at PRICE_PER_HOUR" in "\n".join(show_speed(priced)) and with_cost(plan, described, None) is plan
 
 
-@pytest.mark.parametrize("text", ["a", "-1", "inf"])
-def test_a_price_is_a_number(text: str) -> None:
-    with pytest.raises(UserError, match="PRICE_PER_HOUR"):
-        parse_price(text)
+@pytest.mark.parametrize(
+    ("name", "text"), [*(("PRICE_PER_HOUR", one) for one in ("a", "-1", "inf")), *(("SCALE", one) for one in ("", "0..3", "5..2", "9999"))]
+)  # fmt: skip
+def test_nonsense_is_one_clear_error(name: str, text: str) -> None:
+    with pytest.raises(UserError, match=name):
+        (parse_scale if name == "SCALE" else parse_price)(text)
 
 
 # The table.
-
-
-@pytest.mark.parametrize("text", ["", "0..3", "5..2", "1..200", "9999"])
-def test_nonsense_is_one_clear_error(text: str) -> None:
-    with pytest.raises(UserError, match="`SCALE` is"):
-        parse_scale(text)
 
 
 def table(hardware: str, counts: tuple[int, ...], mode: Any) -> Any:
@@ -117,13 +113,7 @@ def test_a_calibration_counts_for_the_same_name_and_a_damaged_one_not(
     path = Calibration(device=measured, kind="cuda", threads=2, measured="2026-11-21").save()
     assert (load_calibration(parse_hardware(described)) is not None) == same
     kept = path.read_text(encoding="utf-8")
-    for damaged in (
-        "",
-        kept[:-9],
-        "[]",
-        kept.replace('"threads": 2', '"threads": "two"'),
-        kept.replace('"format": 1', '"format": 0'),
-    ):
+    for damaged in ("", kept[:-9], kept.replace('"threads": 2', '"threads": "two"')):
         assert damaged != kept
         path.write_text(damaged, encoding="utf-8")
         assert load_calibration(parse_hardware(described)) is None  # speeds are then priors, as the plan says
