@@ -113,7 +113,7 @@ def whole_model(run: RunFolder, weights: Path) -> Path:
 
         print("the server needs whole weights: merging the adapters into a copy in the cache ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
-            merge(run, weights, folder, lambda text: print(text, file=sys.stderr, flush=True))
+            merge(run, weights, folder)
     return folder
 
 

@@ -304,37 +304,29 @@ def template_sha256(tokenizer: Any) -> str | None:
 # Thoughts of a reasoning model in its turns, and which of them a chat template leaves out of what is learnt.
 
 
-OPEN, CLOSE = "<think>", "</think>"
-
-
-def thought_of(message: Message) -> str:
-    """Return what an assistant turn thinks, in `reasoning_content` or before `</think>`; nothing where it does not."""
-    given = message.get("reasoning_content")
-    if given:
-        return given.strip()
-    before, closed, _ = message["content"].partition(CLOSE)
-    return before.rpartition(OPEN)[2].strip() if closed else ""
+CLOSE = "</think>"
 
 
 def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
     """Return how many thoughts of turns that are learnt stand in no learnt part of the conversation's rows.
 
-    Qwen3 leaves thoughts out of earlier turns: such turns have a row of their own, with the thought, so none is lost; only with
-    `train.loss_on: all`, which is one row, they are. A template that knows no thoughts (ChatML) loses all in `reasoning_content`.
+    They stand in `reasoning_content`, or before `</think>`. Qwen3 leaves thoughts out of earlier turns: such turns have a row of their
+    own, with the thought, so none is lost; only with `train.loss_on: all`, which is one row, they are. A template that knows no thoughts
+    (ChatML) loses all in `reasoning_content`.
     """
     if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
         return 0
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False]
-    chosen = turns if loss_on == "all" else answers_to_learn(messages, loss_on)
-    thoughts = [thought for index in chosen if (thought := thought_of(messages[index]))]
-    text = "\0".join(_learnt_text(row) for row in rows)
-    return sum(thought not in text for thought in thoughts)
-
-
-def _learnt_text(row: RowText) -> str:
-    if row.everything:
-        return row.prompt + row.answer
-    return "\0".join([*(row.prompt[span.start : span.end] for span in row.earlier), row.answer])
+    learnt = []
+    for row in rows:
+        learnt += [row.prompt] if row.everything else [row.prompt[span.start : span.end] for span in row.earlier]
+        learnt.append(row.answer)
+    lost = 0
+    for index in turns if loss_on == "all" else answers_to_learn(messages, loss_on):
+        before, closed, _ = messages[index]["content"].partition(CLOSE)
+        within = before.rpartition("<think>")[2] if closed else ""
+        lost += (messages[index].get("reasoning_content") or within).strip() not in "\0".join(learnt)
+    return lost
 
 
 # Proof that a chat template writes a conversation's tools, calls and results, which many templates leave out without a word.
@@ -446,12 +438,12 @@ def _marked_turn(turn: Message, number: int, marks: _Marks) -> Message:
 def _marked_tools(tools: Sequence[Any], marks: _Marks) -> list[Any]:
     marked = []
     for tool in tools:
-        name = _name(tool)
-        mark = marks.text(f"the row's `tools`: the function `{name}`") if name else name
-        if isinstance(tool.get("function"), Mapping):
-            marked.append({**tool, "function": {**tool["function"], "name": mark}} if name else tool)
+        if name := _name(tool):
+            mark = {"name": marks.text(f"the row's `tools`: the function `{name}`")}
+            function = tool.get("function")
+            marked.append({**tool, "function": {**function, **mark}} if isinstance(function, Mapping) else {**tool, **mark})
         else:
-            marked.append({**tool, "name": mark} if name else tool)
+            marked.append(tool)
     return marked
 
 

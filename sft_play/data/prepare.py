@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing import connection
 from pathlib import Path
@@ -28,8 +27,8 @@ from sft_play.config.schema import Config, DataSource
 from sft_play.data.chat import IGNORED, Encoded, template_sha256
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import EMPTY, SCANNED, Placed
-from sft_play.data.sources import BUILTIN, Faults, LeftOut, files_of, read_source
-from sft_play.data.store import KEYS, Made, SourceTally, SplitWriter, TokenRow, files_sha256, read_manifest, split_manifest
+from sft_play.data.sources import Faults, LeftOut, identify, read_source
+from sft_play.data.store import KEYS, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import Encoder, Outcome
 from sft_play.errors import DataError, HardwareError, raise_all
 from sft_play.files import text_sha256
@@ -92,15 +91,8 @@ def _parts(config: Config, model: ResolvedModel) -> list[Part]:
 
 
 def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any]) -> Part:
-    key, contents = [*common, name, fraction], []
-    for source in sources:
-        files = files_of(source)
-        content = files_sha256(files) if files else None
-        contents.append(content)
-        key += [asdict(replace(source, name=None, weight=None)), content]  # neither changes a row
-        if source.path.startswith(BUILTIN):
-            key.append(platform.python_version())  # the rows are the interpreter's own library
-    digest = text_sha256(json.dumps(key, ensure_ascii=False, sort_keys=True))[:24]
+    keys, contents = zip(*map(identify, sources), strict=True)
+    digest = text_sha256(json.dumps([*common, name, fraction, *keys], ensure_ascii=False, sort_keys=True))[:24]
     return Part(
         name=name, sources=sources, contents=contents, fraction=fraction, folder=cache_folder() / "data" / f"{name}-{digest}"
     )
@@ -110,7 +102,7 @@ def _name_sources(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]
     """Return a manifest with this configuration's names and weights, which the cache does not go by."""
     assert manifest is not None, f"{part.folder} was published a moment ago"
     names = [{"name": source.name or source.path} for source in part.sources]
-    commits = [source.get("hub_commit") for source in manifest["sources"]]
+    commits = [source["hub_commit"] for source in manifest["sources"]]
     contents = [content or (f"{HUB}{commit}" if commit else None) for content, commit in zip(part.contents, commits, strict=True)]
     facts = [
         fact | name | {"weight": source.weight, "content": content}
@@ -199,7 +191,7 @@ class Gatherer:
     def take_left_out(self, left: Sequence[LeftOut]) -> None:
         """Count what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
         for tally, out in zip(self.tallies, left, strict=True):
-            tally.commit = out.commit
+            tally.hub_commit = out.commit
             if not self.part.fraction or self.part.name == "train":
                 tally.add_left_out(out)
 

@@ -8,14 +8,17 @@ import hashlib
 import heapq
 import importlib.util
 import json
+import platform
 import random
 import re
 import sys
 import sysconfig
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from glob import glob
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,10 @@ from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
 from sft_play.data.readers import DOCUMENTS, ENDINGS, TABLES, Placed, kind, read_file, without_nulls
 from sft_play.errors import DataError, first_line
+from sft_play.files import text_sha256
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside, root_of
+from sft_play.runs.manifest import digests_of
 
 OTHER_FILE = "no file of the kind that is read here"
 """Why a file gives nothing to learn."""
@@ -335,6 +340,24 @@ def _visible_files(folder: Path) -> list[Path]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
+
+
+def identify(source: DataSource) -> tuple[list[Any], str | None]:
+    """Return all that the rows of a source depend on, and a sha256 of its files, `None` for what is not files. Raise `DataError`."""
+    files = files_of(source)
+    content = files_sha256(files) if files else None
+    # Of a built-in set the rows are the interpreter's own library, and transformers' own code.
+    brought = [platform.python_version(), version("transformers")] if source.path.startswith(BUILTIN) else []
+    return [asdict(replace(source, name=None, weight=None)), content, *brought], content  # neither changes a row
+
+
+def files_sha256(paths: Sequence[Path]) -> str:
+    """Return a sha256 over names and contents of `paths`, in order. Raise `DataError` for a file that cannot be read."""
+    try:
+        digests = digests_of(paths, "data")
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", place=str(error.filename or paths[0])) from None
+    return text_sha256("\n".join(f"{path.name} {digest}" for path, digest in zip(paths, digests, strict=True)))
 
 
 def is_hub(source: DataSource) -> bool:

@@ -8,10 +8,9 @@ import os
 import shutil
 import statistics
 from array import array
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,8 @@ from sft_play.config.schema import DataSource
 from sft_play.data.readers import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import Outcome
-from sft_play.errors import DataError
-from sft_play.files import new_folder, read_json, sync_folder, text_sha256, write_bytes, write_json
-from sft_play.runs.manifest import ALGORITHM, checksum, damage, digests_of
+from sft_play.files import new_folder, read_json, sync_folder, write_bytes, write_json
+from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.text import plural
 
 MANIFEST = "manifest.json"
@@ -51,7 +49,7 @@ class SourceTally:
     """Of those, how many lost what: kinds of turns, or parts of one."""
     answers_cut: int = 0
     """Answers that lost their end, and with it the token that ends a turn."""
-    thoughts: int = 0
+    thoughts_left_out: int = 0
     """Thoughts of learnt turns that the chat template left out."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
@@ -61,7 +59,7 @@ class SourceTally:
     """Their tokens, before anything was left out."""
     there: int | None = None
     """How many rows there were, where the source's `rows` asks for more."""
-    commit: str | None = None
+    hub_commit: str | None = None
     """Of a hub dataset, the commit that was read."""
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`reason` and `place` of the first that were left out."""
@@ -75,7 +73,7 @@ class SourceTally:
         self.cut += bool(outcome.lost)
         self.lost.update(outcome.lost)
         self.answers_cut += outcome.answers_cut
-        self.thoughts += outcome.thoughts
+        self.thoughts_left_out += outcome.thoughts
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
@@ -88,28 +86,18 @@ class SourceTally:
 
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
         """Return what is said of the source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
-        return {
+        counts = asdict(self)
+        there = counts.pop("there")
+        return counts | {
             "name": source.name or source.path,
             "path": source.path,
-            "format": self.format,
-            "rows_read": self.rows_read,
-            "rows_wanting": None if self.there is None else {"asked": source.rows, "there": self.there},
-            "kept": self.kept,
+            "rows_wanting": None if there is None else {"asked": source.rows, "there": there},
             "dropped": dict(sorted(self.dropped.items())),
-            "duplicates": self.duplicates,
-            "left_out": self.left_out,
-            "cut": self.cut,
             "lost": dict(sorted(self.lost.items())),
-            "answers_cut": self.answers_cut,
-            "thoughts_left_out": self.thoughts,
-            "split": self.split,
-            "overlong": self.overlong,
-            "overlong_tokens": self.overlong_tokens,
             "rows": len(lengths),
             "tokens": sum(lengths),
             "trained_tokens": trained,
             "content_sha256": content,
-            "hub_commit": self.commit,
         }
 
 
@@ -240,15 +228,6 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
     places = [found["place"] for found in source["left_out"] if found["reason"] == reason]
     more = ", ..." if len(places) > NAMED_FILES else ""
     return f": {', '.join(places[:NAMED_FILES])}{more}" if places else ""
-
-
-def files_sha256(paths: Sequence[Path]) -> str:
-    """Return a sha256 over names and contents of `paths`, in order. Raise `DataError` for a file that cannot be read."""
-    try:
-        digests = digests_of(paths, "data")
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", place=str(error.filename or paths[0])) from None
-    return text_sha256("\n".join(f"{path.name} {digest}" for path, digest in zip(paths, digests, strict=True)))
 
 
 ARROW = "data-00000-of-00001.arrow"
@@ -385,32 +364,21 @@ class Rows:
         files = sorted(Path(folder).glob("*.arrow"))
         if not files:
             raise FileNotFoundError(2, "no rows here", str(folder))
-        self._batches = [batch for file in files for batch in pa.ipc.open_stream(pa.memory_map(str(file)))]
-        self._starts = [0]
-        for batch in self._batches:
-            self._starts.append(self._starts[-1] + batch.num_rows)
-        schema = pa.ipc.open_stream(pa.memory_map(str(files[0]))).schema
-        self.column_names = [name for name in schema.names if not columns or name in columns]
+        table = pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files)
+        self._table = table.select([name for name in table.column_names if not columns or name in columns])
+        self.column_names = self._table.column_names
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._table.num_rows
 
     def __getitem__(self, key: int | str) -> Any:
         if isinstance(key, str):
-            return self._column(key)
-        if not 0 <= key < len(self):
-            raise IndexError(key)
-        place = bisect_right(self._starts, key) - 1
-        batch = self._batches[place]
-        return {name: batch.column(name)[key - self._starts[place]].as_py() for name in self.column_names}
+            return (value.as_py() for value in self._table.column(key))
+        return {name: column[key].as_py() for name, column in zip(self.column_names, self._table.columns, strict=True)}
 
     def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""
         return [self[key] for key in keys]
-
-    def _column(self, name: str) -> Iterator[Any]:
-        for batch in self._batches:
-            yield from (value.as_py() for value in batch.column(name))
 
 
 def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:

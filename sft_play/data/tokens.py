@@ -87,13 +87,6 @@ class Encoder:
                 outcome.error.place = outcome.error.place or examples[index].place
         return [replace(outcomes[index], place=example.place) for index, example in enumerate(examples)]
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Encoded]:
-        """Return the rows of one conversation, however long. Raise `DataError`."""
-        found = self.tokens.rows([self.renderer.rows(messages, tools, self.loss_on)])[0]
-        if isinstance(found, DataError):
-            raise found
-        return found
-
     def _chat(self, example: Example, texts: list[RowText], found: list[Encoded] | DataError) -> Outcome:
         if isinstance(found, DataError):
             return Outcome(error=found)
@@ -107,7 +100,10 @@ class Encoder:
             return Outcome(dropped=TOO_LONG, overlong=length)
 
         def encode(messages: Sequence[Message]) -> list[Encoded]:
-            return [without_tail(row) for row in self.conversation(messages, example.tools)]
+            again = self.tokens.rows([self.renderer.rows(messages, example.tools, self.loss_on)])[0]
+            if isinstance(again, DataError):
+                raise again
+            return [without_tail(row) for row in again]
 
         def count(text: str) -> int:
             return max(1, len(self.tokens.batch([text])[0]))
@@ -144,11 +140,12 @@ class Encoder:
         answer = row.labels[:2] == [IGNORED, IGNORED]  # tokens that are learnt from the beginning are a text
         if self.policy == "split" and not answer:
             return Outcome(rows=chunks(row, self.limit), overlong=length)
-        ends = int(answer and loses_end(row, self.limit))
+        cut, loses_end = cut_tokens(row, self.limit)
+        ends = int(answer and loses_end)
         if ends and self.policy != "truncate_answers":
             return Outcome(dropped=ANSWER_TOO_LONG, overlong=length)
         lost = {"the end of an answer"} if ends else {"the beginning of the tokens"} if answer else TEXT_END
-        return Outcome(rows=[cut_tokens(row, self.limit)], lost=frozenset(lost), answers_cut=ends, overlong=length)
+        return Outcome(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
 
 
 def without_tail(encoded: Encoded) -> Encoded:
@@ -197,7 +194,7 @@ def _document(tokens: list[int], first: list[int], eos: int, limit: int, overlon
     # The first token of a row follows nothing and is never a target.
     row = Encoded(ids, [IGNORED, *ids[1:]], [], "")
     if len(ids) > limit and overlong.startswith("truncate"):
-        return Outcome(rows=[cut_tokens(row, limit)], lost=TEXT_END, overlong=len(ids))
+        return Outcome(rows=[cut_tokens(row, limit)[0]], lost=TEXT_END, overlong=len(ids))
     return Outcome(rows=chunks(row, limit))
 
 
@@ -396,7 +393,8 @@ def truncate(messages: Sequence[Message], limit: int, encode: Encode, count: Cou
         rows = encode(kept)
         if _fits(rows, limit):
             return Cut(rows=rows, turns=kept)
-    return _shorten([*system, *_last_learnt(exchanges)], limit, encode, count, answers=answers)
+    last = next((exchange for exchange in reversed(exchanges) if _learns(exchange)), exchanges[-1])
+    return _shorten([*system, *last], limit, encode, count, answers=answers)
 
 
 def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> Cut:
@@ -436,26 +434,17 @@ def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[
     return list(messages[:start]), exchanges
 
 
-def cut_tokens(row: Encoded, limit: int) -> Encoded:
-    """Return a row of at most `limit` tokens that keeps its last answer, or what is learnt of tokens that have none.
+def cut_tokens(row: Encoded, limit: int) -> tuple[Encoded, bool]:
+    """Return at most `limit` tokens of a row, all of one that fits, and whether learnt ones at its end are left out.
 
-    The beginning goes first; the end only where half a row of what is read before would not be left.
+    Its last answer is kept, or what is learnt of tokens that have none: the beginning goes first; the end, with the token that ends the
+    turn, only where half a row of what is read before would not be left.
     """
-    start = _kept_from(row, limit)
-    ids, labels = row.input_ids[start : start + limit], row.labels[start : start + limit]
-    return Encoded(ids, labels, row.prompt_ids[start:] if row.prompt_ids else [], row.reference)
-
-
-def loses_end(row: Encoded, limit: int) -> bool:
-    """Whether `cut_tokens` leaves out learnt tokens at the end: those of the last answer, and the one that ends its turn."""
-    end = _kept_from(row, limit) + limit
-    return any(label != IGNORED for label in row.labels[end:])
-
-
-def _kept_from(row: Encoded, limit: int) -> int:
-    """Return the first token that `cut_tokens` keeps."""
     first = len(row.prompt_ids) or next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
-    return first - max(min(first, limit // 2), min(first, limit - (len(row.labels) - first)))
+    start = first - max(min(first, limit // 2), min(first, limit - (len(row.labels) - first)))
+    end = start + limit
+    kept = Encoded(row.input_ids[start:end], row.labels[start:end], row.prompt_ids[start:], row.reference)
+    return kept, any(label != IGNORED for label in row.labels[end:])
 
 
 def chunks(row: Encoded, limit: int) -> list[Encoded]:
@@ -491,28 +480,17 @@ def _shorten(messages: Sequence[Message], limit: int, encode: Encode, count: Cou
             if messages[0]["role"] != "system":
                 break
             return _shorten(messages[1:], limit, encode, count, answers=answers)
-        content = _without_beginning(turns[index]["content"], min(excess, tokens // 2), tokens)
+        text = turns[index]["content"]
+        left = max(1, len(text) - 1 - -(-len(text) * min(excess, tokens // 2) // tokens))  # characters for about that many tokens
         try:
-            fewer = [*turns[:index], {**turns[index], "content": content}, *turns[index + 1 :]]
+            fewer = [*turns[:index], {**turns[index], "content": text[-left:]}, *turns[index + 1 :]]
             rows, turns = encode(fewer), fewer
         except DataError:  # a template may refuse what is left, or a conversation without its system turn
             break
-    long = [len(row.input_ids) > limit for row in rows]
-    if any(long) and not answers:
+    if not answers and not _fits(rows, limit):
         return None
-    cut = [cut_tokens(row, limit) if too_long else row for row, too_long in zip(rows, long, strict=True)]
-    lost = sum(too_long and loses_end(row, limit) for row, too_long in zip(rows, long, strict=True))
-    return Cut(rows=cut, turns=turns, answers_cut=lost)
-
-
-def _without_beginning(text: str, excess: int, tokens: int) -> str:
-    """Return `text`, which has so many `tokens`, without about `excess` tokens' worth of its first characters."""
-    left = max(1, len(text) - 1 - -(-len(text) * excess // tokens))
-    return text[-left:]
-
-
-def _last_learnt(exchanges: Sequence[list[Message]]) -> list[Message]:
-    return next((exchange for exchange in reversed(exchanges) if _learns(exchange)), exchanges[-1])
+    cut = [cut_tokens(row, limit) for row in rows]
+    return Cut(rows=[row for row, _ in cut], turns=turns, answers_cut=sum(loses_end for _, loses_end in cut))
 
 
 def _learns(messages: Sequence[Message]) -> bool:

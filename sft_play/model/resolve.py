@@ -30,19 +30,19 @@ TOKENIZER_FILES = (
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Return where the model is, downloading it when it must. Raise `DataError` with what to do."""
-    folder = _folder(model.name)
-    if folder is not None:
+    if (folder := _folder(model.name)) is not None:
         check_folder(folder, model.name)
         return describe(model.name, _trainable(folder), "folder", None)
-    snapshot = _cached(model)
+    snapshot, complete = _cached(model), False
     with contextlib.suppress(DataError):  # an interrupted download: the rest is fetched
         if snapshot is not None:
             check_folder(snapshot, model.name)
-            return describe(model.name, _trainable(snapshot), "hub", snapshot.name)
-    if is_embedded(model.name) and not hub_reachable():
-        return describe(model.name, embedded_folder(), "embedded", None)
-    snapshot = _download(model)
-    check_folder(snapshot, model.name)
+            complete = True
+    if snapshot is None or not complete:
+        if is_embedded(model.name) and not hub_reachable():
+            return describe(model.name, embedded_folder(), "embedded", None)
+        snapshot = _download(model)
+        check_folder(snapshot, model.name)
     return describe(model.name, _trainable(snapshot), "hub", snapshot.name)
 
 

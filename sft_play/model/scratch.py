@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.formats import understand
-from sft_play.data.sources import BUILTIN, files_of, read_source
+from sft_play.data.sources import identify, read_source
 from sft_play.errors import DataError
-from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
+from sft_play.files import made_once, read_json, text_sha256, write_json
 from sft_play.model.convert import byte_level
 from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
 from sft_play.model.resolve import describe_source as describe_pretrained
@@ -181,15 +179,8 @@ def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 
 
 
 def _content_key(sources: Sequence[DataSource], vocab_size: int, seed: int) -> str:
-    parts: list[object] = [VERSION, vocab_size, version("tokenizers")]
-    for source in sources:
-        parts.append([asdict(replace(source, name=None, weight=None)), seed if source.rows is not None else None])
-        if files := files_of(source):
-            parts.append([[path.name, file_sha256(path)] for path in files])
-        elif source.path.startswith(BUILTIN):
-            # The rows are the interpreter's own library, and transformers' own code.
-            parts.append([platform.python_version(), version("transformers")])
-    return text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
+    used = [[identify(source)[0], seed if source.rows is not None else None] for source in sources]
+    return text_sha256(json.dumps([VERSION, vocab_size, version("tokenizers"), used], ensure_ascii=False, sort_keys=True))[:24]
 
 
 def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:

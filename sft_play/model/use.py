@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,8 +235,6 @@ def use_attention(plan: Plan, device: str) -> str | None:
 # Adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter model.
 
 
-Say = Callable[[str], None]
-
 EXACT = 1e-4
 """Largest difference of logits, as a share of the largest logit, that float32 sums in another order may make."""
 ROUNDED = 0.05
@@ -246,7 +243,7 @@ PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.",
 """What both models are asked for their comparison."""
 
 
-def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> dict[str, Any]:
+def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
     """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
 
     Return what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference` between the merged and the
@@ -261,7 +258,7 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place") from error
     try:
-        merged = _copy_full(run, weights, partial) if kind_of(weights) == "full" else _merge_adapter(run, weights, partial, say)
+        merged = _copy_full(run, weights, partial) if kind_of(weights) == "full" else _merge_adapter(run, weights, partial)
         _stamp(run, weights, partial)
         for path in partial.iterdir():
             if path.is_file():
@@ -298,19 +295,19 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     return {"dtype": stored_dtype(weights), "parameters": count_numbers(weights), "size_bytes": _size(partial), **compared}
 
 
-def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> dict[str, Any]:
+def _merge_adapter(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     base = check_base(weights, config, plan, prepared, "merge")
     assert base is not None
     folder = Path(base.path)
     tokenizer = tokenizer_of(weights, base, config)
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
-    model = add_trained_adapter(_full_precision_base(config, folder, partial, say), weights).eval()
+    model = add_trained_adapter(_full_precision_base(config, folder, partial), weights).eval()
     wanted = _logits(model, prompts)
     model = model.merge_and_unload()
     found = _logits(model, prompts)
     scale, difference = _compare(found, wanted, EXACT, "the merged model")
-    say(f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed {EXACT * scale:.2e})")
+    tell(f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed {EXACT * scale:.2e})")
     dtype = "float32" if quantisation_of(folder) else stored_dtype(folder)
     parameters = sum(p.numel() for p in model.parameters())
     _save(model, tokenizer, folder, partial, dtype)
@@ -319,13 +316,13 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
     allowed = EXACT if dtype == "float32" else ROUNDED
     saved = read_model(partial, config.model, dtype=getattr(torch, dtype)).eval()
     _, saved_difference = _compare(_logits(saved, prompts), wanted, allowed, "the saved model")
-    say(f"saved as {dtype} and read again: at most {saved_difference:.2e} (allowed {allowed * scale:.2e})")
+    tell(f"saved as {dtype} and read again: at most {saved_difference:.2e} (allowed {allowed * scale:.2e})")
     if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
         del saved
         gc.collect()
         quantised = add_trained_adapter(read_base(config, plan, base, "cpu"), weights).eval()
         apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), wanted, strict=True))
-        say(
+        tell(
             f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ by {apart:.2e} "
             "on average: the error of quantisation, which merging takes out of the base"
         )
@@ -339,7 +336,7 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
     }
 
 
-def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) -> Any:
+def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     """Return the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
     existing = quantisation_of(folder)
     parameters = count_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
@@ -351,14 +348,14 @@ def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) 
     _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
     if existing is None:
         if config.tuning.mode == "qlora":
-            say("QLoRA: the base is read again unquantised; the adapters, trained over its quantised form, are merged into that")
+            tell("QLoRA: the base is read again unquantised; the adapters, trained over its quantised form, are merged into that")
         return read_model(folder, config.model, dtype=torch.float32)
     if quantisation_method(existing) != "bitsandbytes":
         raise UserError(
             f"the base exists only quantised ({quantisation_name(existing)}), and adapters cannot be merged into that",
             hint="serve and infer work with the adapter as it is",
         )
-    say(f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and merged")
+    tell(f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and merged")
     return read_model(folder, config.model, dtype=torch.float32).dequantize()
 
 
@@ -446,7 +443,7 @@ def main(call: Call) -> int:
 
     started = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for the result
-        merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))
+        merged = merge(run, weights, out)
     if call.json:
         print(json.dumps(merged))
     else:
