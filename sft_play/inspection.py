@@ -17,7 +17,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from sft_play.config.call import Call
-from sft_play.data.chat import IGNORED
+from sft_play.data import IGNORED
 from sft_play.data.store import Rows, counted_as, left_out_of, rows_cut, summary
 from sft_play.errors import UserError, printable
 from sft_play.files import write_text

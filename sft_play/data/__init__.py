@@ -1,1 +1,4 @@
 """Layer 3: from files to token rows with exact label masks, and from rows to batches."""
+
+IGNORED = -100
+"""Label or target that no loss is computed for; the value that `torch.nn.functional.cross_entropy` ignores."""

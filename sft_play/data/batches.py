@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sft_play.data import IGNORED
 from sft_play.plan.batch import Slots
 from sft_play.plan.epoch import best_fit, permutation
 from sft_play.plan.shape import BY_LENGTHS
@@ -172,9 +173,6 @@ def _cut(rows: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
 
 # Rows to tensors. The head of the model runs only where a loss is computed (`logits_to_keep`).
 
-
-IGNORED = -100
-"""Target that no loss is computed for; the value that `torch.nn.functional.cross_entropy` ignores."""
 
 Batch = dict[str, Any]
 

@@ -13,7 +13,6 @@ from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, write_chat
 
-IGNORED = -100
 KNOWN_TAILS = 8
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _ENDED_THOUGHT = re.compile(r"\s*(<think>)?.*</think>\s*", re.DOTALL)

@@ -24,7 +24,8 @@ import numpy as np
 
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
-from sft_play.data.chat import IGNORED, Encoded, template_sha256
+from sft_play.data import IGNORED
+from sft_play.data.chat import Encoded, template_sha256
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import EMPTY, SCANNED, Placed
 from sft_play.data.sources import Faults, LeftOut, identify, read_source
@@ -68,8 +69,10 @@ def prepare_data(
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
     parts = _parts(config, model)
     manifests = {part.name: read_manifest(part.folder) for part in parts}
-    if None in manifests.values():
-        _prepare_missing(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
+    if missing := [part for part in parts if manifests[part.name] is None]:
+        # Those of one fraction in one pass over their rows.
+        for together in [missing] if all(part.fraction for part in missing) else [[part] for part in missing]:
+            _prepare_in_one_pass(config, tokenizer(), together, parts[0])
         manifests = {part.name: read_manifest(part.folder) for part in parts}
     named = {part.name: _name_sources(manifests[part.name], part) for part in parts}
     train, validation = [*(record_of(manifest["split"], PreparedSplit) for manifest in named.values()), None][:2]
@@ -232,18 +235,11 @@ class Gatherer:
         return found
 
 
-def _prepare_missing(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
-    """Make and publish `parts`, those of one fraction in one pass over their rows; `train` is published already or among them.
+def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
+    """Read the sources once, and publish `parts` from them; `train` is published already or among them.
 
     Raise `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
     """
-    template = template_sha256(tokenizer)
-    for together in [parts] if all(part.fraction for part in parts) else [[part] for part in parts]:
-        _prepare_in_one_pass(config, tokenizer, together, train, template)
-
-
-def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part, template: str | None) -> None:
-    """Read the sources once, and publish `parts` from them."""
     sources, drop = parts[0].sources, config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
     left = [LeftOut() for _ in sources]
@@ -272,7 +268,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
             gatherer.take_left_out(left)
             gatherer.refuse_what_cannot_be_trained(sum(one.examples for one in gatherers))
         for gatherer in gatherers:
-            manifest = gatherer.manifest(template)
+            manifest = gatherer.manifest(template_sha256(tokenizer))
             if gatherer.part.name == "validation":
                 trained = set(_keys((train.folder / KEYS).read_bytes()))
                 shared = sum(key in trained for key in _keys(bytes(gatherer.writer.keys)))

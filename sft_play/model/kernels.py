@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from sft_play.data.batches import IGNORED
-from sft_play.plan.shape import VARLEN
+from sft_play.data import IGNORED
+from sft_play.plan.shape import CHANGED_LOGITS, VARLEN
 
 
 def register() -> None:
@@ -207,18 +207,11 @@ class _Change:
 
 
 def _change_of(model: Any) -> _Change:
-    """The families that change logits after the head; `plan.shape.CHUNKED_HEAD_MODEL_TYPES` has all that may be chunked."""
-    config = model.config.get_text_config()
-    match model.config.model_type:
-        case "gemma2" | "gemma3_text" | "gemma3n_text" | "gemma4" | "gemma4_text" | "nanochat":
-            return _Change(cap=config.final_logit_softcapping)
-        case "granite" | "granitemoe" | "granitemoeshared" | "granitemoehybrid":
-            return _Change(factor=1 / config.logits_scaling)
-        case "cohere" | "cohere2":
-            return _Change(factor=config.logit_scale)
-        case "falcon_h1":
-            return _Change(factor=config.lm_head_multiplier)
-    return _Change()
+    name = CHANGED_LOGITS.get(model.config.model_type)
+    value = getattr(model.config.get_text_config(), name) if name else 1.0
+    if name == "final_logit_softcapping":
+        return _Change(cap=value)
+    return _Change(factor=1 / value if name == "logits_scaling" else value)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -36,7 +36,7 @@ from sft_play.model.parallel import all_layers, freeze_others, keep_outline, sta
 from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisation_of, refuse_embedded_adapter, runs_code
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
-from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
+from sft_play.plan.shape import TEXT_WITHIN, WITHOUT_SDPA, fuses_adapters
 from sft_play.plan.strategies import NO_UNSLOTH, UNSLOTH_HINT, conflict_for
 from sft_play.runs.prepared import Prepared
 
@@ -153,13 +153,6 @@ def settings_of(architecture: dict[str, Any]) -> Any:
     for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
         values.pop(own, None)
     return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
-
-
-TEXT_WITHIN = frozenset({
-    "aya_vision", "cohere2_vision", "exaone4_5", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl",
-    "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-})  # fmt: skip
-"""Image and text models whose text part trains like a language model (`tests/numerics/test_image_text.py`)."""
 
 
 def model_class(settings: Any) -> Any:

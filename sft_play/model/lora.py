@@ -24,13 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import UserError
-from sft_play.plan.shape import ROUTER, ROUTES
+from sft_play.plan.shape import READ_BY_KERNELS, READ_DIRECTLY, ROUTER, ROUTES
 from sft_play.runs.prepared import ResolvedModel
-
-READ_DIRECTLY = frozenset({"correction_coefs"})
-"""Layers whose weight is read by what they are in, past an adapter (Gemma 3n)."""
-READ_BY_KERNELS = frozenset({"dt_proj", "out_proj", "x_proj"})
-"""Layers of a Mamba mixer that are such: its kernels take their weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +36,6 @@ class Targets:
     """Names of linear layers (and of embeddings that were typed)."""
     parameters: list[str]
     """Names of fused expert weights (three-dimensional parameters that belong to no linear layer)."""
-    conv1d: bool
-    """Whether the layers store their weights as (in, out), like GPT-2's `Conv1D`."""
     notes: tuple[str, ...]
 
 
@@ -148,8 +141,7 @@ def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
             notes = (f"{frozen} and shared experts; to adapt experts too, type their names ({typed})",)
     else:
         names, parameters = _match_typed(model, wanted, experts)
-    conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
-    return Targets(modules=names, parameters=parameters, conv1d=conv1d, notes=notes)
+    return Targets(modules=names, parameters=parameters, notes=notes)
 
 
 def _ends(name: str, typed: str) -> bool:
@@ -288,7 +280,7 @@ def add_adapters(
         lora_dropout=settings.dropout,
         target_modules=_pattern(model, targets.modules) if targets.modules else [],
         target_parameters=_parameter_ends(model, targets.parameters) or None,
-        fan_in_fan_out=targets.conv1d,
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets.modules),
         bias="none",
         task_type="CAUSAL_LM",
         revision=base.revision,

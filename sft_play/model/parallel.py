@@ -33,7 +33,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from sft_play.errors import UserError
 from sft_play.model.kernels import attention_dtype, varlen_attention
-from sft_play.plan.shape import VARLEN
+from sft_play.plan.shape import LAYER_OUTPUTS, VARLEN
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Of transformers' plans for a family (`base_model_tp_plan`), those that are understood here."""
@@ -306,10 +306,6 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.forward(ctx, gradients[0], ctx.group), None
 
 
-ANSWERS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "gptj": 2, "mpt": 2}
-"""How long a tuple a layer returns, by model type; the layers of all others return the hidden states alone."""
-
-
 class Skipped(nn.Module):
     """A layer that is left out: returns the hidden states that it gets, in the form in which the family's layers return theirs."""
 
@@ -372,7 +368,7 @@ def stage_class(family: Any, first: int, last: int) -> Any:
 def cut(model: Any, first: int, last: int) -> None:
     """Leave the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head where they end it."""
     text, (holder, name) = model.config.get_text_config(), list_of_layers(model)
-    layers, answers = list(getattr(holder, name)), ANSWERS.get(model.config.model_type, 0)
+    layers, answers = list(getattr(holder, name)), LAYER_OUTPUTS.get(model.config.model_type, 0)
     model.__dict__[OTHERS] = layers
     kept = range(first, last)
     setattr(holder, name, nn.ModuleList(one if index in kept else Skipped(answers, index) for index, one in enumerate(layers)))

@@ -296,6 +296,27 @@ NOT_STAGED_MODEL_TYPES = frozenset({
 SINK_MODEL_TYPES = frozenset({"gpt_oss", "mimo_v2_flash"})
 """Families of `VARLEN_MODEL_TYPES` whose heads have sinks: one call per row on GPUs too, of any type."""
 
+TEXT_WITHIN = frozenset({
+    "aya_vision", "cohere2_vision", "exaone4_5", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+})  # fmt: skip
+"""Image and text models whose text part trains like a language model (`tests/numerics/test_image_text.py`)."""
+
+LAYER_OUTPUTS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "gptj": 2, "mpt": 2}
+"""How long a tuple a layer returns, by model type; the layers of all others return the hidden states alone."""
+
+CHANGED_LOGITS: Mapping[str, str] = {
+    **dict.fromkeys(("gemma2", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "nanochat"), "final_logit_softcapping"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"), "logits_scaling"),
+    **dict.fromkeys(("cohere", "cohere2"), "logit_scale"), "falcon_h1": "lm_head_multiplier",
+}  # fmt: skip
+"""Families that change logits after the head, and the field of their configuration that says how (`model.kernels`)."""
+
+READ_DIRECTLY = frozenset({"correction_coefs"})
+"""Layers whose weight is read by what they are in, past an adapter (Gemma 3n)."""
+READ_BY_KERNELS = frozenset({"dt_proj", "out_proj", "x_proj"})
+"""Layers of a Mamba mixer that are such: its kernels take their weights."""
+
 LIGER_MODEL_TYPES = frozenset({"granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"})
 """Dense families with SwiGLU in which Liger replaces every norm and feed-forward part (`tests/numerics/test_kernels.py`)."""
 

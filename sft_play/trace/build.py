@@ -19,8 +19,9 @@ from sft_play.config.schema import LoraSettings
 from sft_play.files import text_sha256
 from sft_play.model import kernels, lora
 from sft_play.model.load import model_class, settings_of
-from sft_play.model.parallel import ANSWERS, Skipped, Slicer, list_of_layers
+from sft_play.model.parallel import Skipped, Slicer, list_of_layers
 from sft_play.plan.measured import Case
+from sft_play.plan.shape import LAYER_OUTPUTS
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.trace.step import count_as
 
@@ -90,7 +91,7 @@ def with_layers(model: Any, kept: Sequence[int]) -> Any:
     """Return a copy of the model in which only these layers compute; the others stay in their places, so that all numbering holds."""
     holder, name = list_of_layers(model)
     layers = getattr(holder, name)
-    answers = ANSWERS.get(model.config.model_type, 0)
+    answers = LAYER_OUTPUTS.get(model.config.model_type, 0)
     try:
         setattr(
             holder, name, nn.ModuleList(layer if index in kept else Skipped(answers, index) for index, layer in enumerate(layers))

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import TrainingArguments
 
-from sft_play.data.batches import IGNORED, Batch, Collator, GlobalBatchSampler
+from sft_play.data import IGNORED
+from sft_play.data.batches import Batch, Collator, GlobalBatchSampler
 from sft_play.model.kernels import labels_for_head, total_of
 from sft_play.plan.epoch import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers

@@ -9,7 +9,8 @@ import torch
 
 from sft_play.config.schema import ModelConfig
 from sft_play.model import lora
-from sft_play.model.load import TEXT_WITHIN, model_class, read_model
+from sft_play.model.load import model_class, read_model
+from sft_play.plan.shape import TEXT_WITHIN
 from tests import families
 
 QUICK = {"glm4v", "lfm2_vl", "mistral3", "qwen3_vl"}

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.data.batches import IGNORED, Collator, GlobalBatchSampler
+from sft_play.data import IGNORED
+from sft_play.data.batches import Collator, GlobalBatchSampler
 from sft_play.data.formats import Example
 from sft_play.data.prepare import is_held_out
 from sft_play.plan.batch import Slots

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.data.chat import IGNORED
+from sft_play.data import IGNORED
 from sft_play.data.formats import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import template_names

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.data.chat import IGNORED, Encoded
+from sft_play.data import IGNORED
+from sft_play.data.chat import Encoded
 from sft_play.data.formats import Message
 from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, save_tokenizer
 

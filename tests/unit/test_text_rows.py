@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
-from sft_play.data.chat import IGNORED
+from sft_play.data import IGNORED
 from sft_play.data.formats import Example
 from sft_play.data.tokens import EMPTY, TEXT_END, TOO_LONG, Encoder, encode_texts
 from sft_play.errors import DataError
