@@ -267,7 +267,7 @@ def disk_problem(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def disk_errors_told(place: Path, hint: Callable[[bool, Path], str]) -> Iterator[None]:
+def translate_disk_errors(place: Path, hint: Callable[[bool, Path], str]) -> Iterator[None]:
     """Turn an `OSError` of a disk that is full or cannot be written into a `HardwareError` at the file that it names, else at `place`.
 
     `hint` is given whether the disk is full, and that place. A permission that no file is named for says nothing of a disk: such an error passes.
@@ -309,7 +309,7 @@ def side_file(path: Path, what: str) -> Iterator[None]:
 # Folders in which something is made before it gets its name; those of processes that were killed are removed by the next.
 
 
-def made_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
+def make_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
     """Return `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at all."""
     if (folder / mark).is_file():
         remove_abandoned(folder.parent)

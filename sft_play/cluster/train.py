@@ -41,7 +41,7 @@ from sft_play.cluster.task import (
 )
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError, printable
-from sft_play.files import disk_errors_told
+from sft_play.files import translate_disk_errors
 from sft_play.launch.environment import VARIABLE, key_here, new_word
 from sft_play.launch.node import Stop, hear_signals
 from sft_play.launch.process import ended_by_signals, stop_code
@@ -71,7 +71,9 @@ def main(call: Call) -> int:
     task = read_task(call)
     with (
         ended_by_signals(),
-        disk_errors_told(task.run.path, lambda full, _: "`df` says what is full" if full else "`mount` and `dmesg` may say why"),
+        translate_disk_errors(
+            task.run.path, lambda full, _: "`df` says what is full" if full else "`mount` and `dmesg` may say why"
+        ),
         control_run(task.run, task.inventory.path),
     ):
         facts = choose_machines(task)

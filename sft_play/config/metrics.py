@@ -1,17 +1,13 @@
-"""Scores and trackers: their names, what each needs, and the rules about which are measured, which is best and when to stop."""
+"""Scores: their names, and the rules about which are measured, which is best and when to stop."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from sft_play.config.reader import Conflict, closest_word
 from sft_play.config.schema import Config
-from sft_play.errors import HardwareError
 from sft_play.files import is_file_name, typed_path
 
 LIBRARY = "evaluate:"
@@ -99,49 +95,7 @@ def higher_is_better(name: str) -> bool | None:
     return True if bare in OF_ANSWERS else None
 
 
-# Trackers that `train.report_to` names: which there are, and what each needs.
-
-
-OWN, AIM = "tensorboard", "aim"
-"""Written by ourselves; transformers serves the others."""
-KEY = "train.report_to"
-PACKAGES: Mapping[str, tuple[str, str]] = {
-    OWN: ("tensorboard", "tensorboard"), AIM: ("aim", "aim==3.29.1"), "azure_ml": ("azureml", "azureml-sdk"), "clearml": ("clearml", "clearml"),
-    "codecarbon": ("codecarbon", "codecarbon"), "comet_ml": ("comet_ml", "comet-ml==3.58.8"), "dagshub": ("dagshub", "dagshub mlflow"),
-    "dvclive": ("dvclive", "dvclive"), "flyte": ("flytekit", "flytekit"), "kubeflow": ("", ""), "mlflow": ("mlflow", "mlflow-skinny==3.17.2"),
-    "neptune": ("neptune", "neptune"), "swanlab": ("swanlab", "swanlab"), "trackio": ("trackio", "trackio"), "wandb": ("wandb", "wandb==0.31.0"),
-}  # fmt: skip
-"""Tracker -> the module that it needs, and what pip calls it."""
-CLASHES: Mapping[str, str] = {
-    AIM: "aim 3.29.1 wants filelock < 4, and 4.2.11 is pinned here", "swanlab": "swanlab 0.9.8 wants protobuf < 7, and 7.36.2 is pinned here",
-    "trackio": "trackio 0.43.0 wants pillow < 13, and 13.0.0 is pinned here",
-}  # fmt: skip
-"""Tracker -> why pip finds no set of packages with it: `pip install --dry-run -c constraints.txt NAME==VERSION`, 2026-11-23."""
-
-
-def trackers(config: Config) -> list[str]:
-    """Return the trackers that are named."""
-    wanted = config.train.extra.get("report_to", OWN)
-    names = [wanted] if isinstance(wanted, str) else list(wanted or [])
-    return ["comet_ml" if name == "comet" else name for name in names]
-
-
-def missing_trackers(config: Config) -> list[HardwareError]:
-    """Return what is wrong with this environment: a tracker that is named and not installed."""
-    needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
-    return [
-        HardwareError(
-            f"`{KEY}` names `{name}`, which is not installed here" + (f": {CLASHES[name]}" if name in CLASHES else ""),
-            hint="tensorboard, wandb, mlflow and comet_ml work with the pinned packages"
-            if name in CLASHES
-            else f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}",
-        )
-        for name, (module, package) in needed.items()
-        if module and importlib.util.find_spec(module) is None
-    ]
-
-
-# Rules about scores: which are measured, which one is the best model's, when training stops early; and about trackers.
+# Rules about scores: which are measured, which one is the best model's, when training stops early.
 
 
 BEST = "train.metric_for_best_model"
@@ -208,15 +162,4 @@ def _hint(bare: str, known: tuple[str, ...]) -> str:
     return f"did you mean `eval_{close}`?" if close else f"one of {', '.join(f'eval_{one}' for one in known)}"
 
 
-def known_trackers(config: Config) -> Iterator[Conflict]:
-    for name in trackers(config):
-        if name not in (*PACKAGES, "all", "none"):
-            parts = [part.strip() for part in name.split(",")]
-            close = f"[{', '.join(parts)}]" if len(parts) > 1 else closest_word(name, list(PACKAGES))
-            choices = f"one of {', '.join(PACKAGES)}, a list such as `[tensorboard, wandb]`, or `none`"
-            yield Conflict(
-                KEY, f"`{KEY}` names `{name}`, which is not a tracker", f"did you mean `{close}`?" if close else choices
-            )
-
-
-RULES = (metric_names, best_model, needs_evaluation, known_trackers)
+RULES = (metric_names, best_model, needs_evaluation)

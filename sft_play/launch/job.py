@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
-from sft_play.config.metrics import missing_trackers
+from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, load_user_json, refuse_contradictions
 from sft_play.launch.environment import (

@@ -16,7 +16,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import append_json_line, disk_errors_told, lock, read_json, read_json_lines, remove_half_written
+from sft_play.files import append_json_line, lock, read_json, read_json_lines, remove_half_written, translate_disk_errors
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
@@ -260,4 +260,4 @@ def explain_disk_errors(run: RunFolder) -> AbstractContextManager[None]:
         then = f"make resume RUN={run.name}" if has_started(run) else "the same command again"
         return f"{'free some space' if full else '`mount` and `dmesg` may say why'}, then: {then}"
 
-    return disk_errors_told(run.path, hint)
+    return translate_disk_errors(run.path, hint)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sft_play.errors import DataError
-from sft_play.files import file_sha256, made_once, read_json, write_json
+from sft_play.files import file_sha256, make_once, read_json, write_json
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.manifest import sync
 
@@ -47,7 +47,7 @@ def is_embedded(name: str) -> bool:
 def embedded_folder() -> Path:
     """Return the model's folder in the cache, made on first use. Raise `DataError` when the package cannot be had."""
     target = cache_folder() / "models" / f"smollm2-135m-instruct-q4_1-{GGUF_SHA256[:12]}-{FORMAT}"
-    return made_once(target, "config.json", lambda folder: convert(_gguf(folder.parent), folder))
+    return make_once(target, "config.json", lambda folder: convert(_gguf(folder.parent), folder))
 
 
 def _gguf(scratch: Path) -> Path:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
-from sft_play.files import file_sha256, made_once, read_json, read_object, text_sha256
+from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import LABEL, embedded_folder, expand_mxfp4, is_embedded
 from sft_play.plan.architecture import hub_reachable, in_mxfp4
 from sft_play.runs.folder import cache_folder, may_run, require_plain
@@ -61,7 +61,7 @@ def _trainable(folder: Path) -> Path:
         return folder
     files = weight_files(folder)
     made_from = text_sha256("\n".join(weights_sha256(files) + tokenizer_sha256(folder)))
-    return made_once(
+    return make_once(
         cache_folder() / "models" / f"bfloat16-{made_from[:24]}-1",
         "config.json",
         lambda target: expand_mxfp4(folder, files, target),

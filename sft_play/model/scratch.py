@@ -14,7 +14,7 @@ from sft_play.config.schema import Config, DataSource
 from sft_play.data.formats import understand
 from sft_play.data.sources import identify, read_source
 from sft_play.errors import DataError
-from sft_play.files import made_once, read_json, text_sha256, write_json
+from sft_play.files import make_once, read_json, text_sha256, write_json
 from sft_play.model.convert import byte_level
 from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
 from sft_play.model.resolve import describe_source as describe_pretrained
@@ -146,7 +146,7 @@ def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
         write_json(folder / "made.json", {"from": parts})
 
     key = text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
-    return made_once(cache_folder() / "models" / f"{kind}-{key}", "made.json", marked)
+    return make_once(cache_folder() / "models" / f"{kind}-{key}", "made.json", marked)
 
 
 # `model.tokenizer: train`: a byte-level BPE from the training data, made once and kept by the content that it came from.
@@ -175,7 +175,7 @@ def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 
         print(f"training a tokenizer of {vocab_size:,} tokens on the training data, this once", file=sys.stderr, flush=True)
         _train(sources, vocab_size, seed, folder)
 
-    return made_once(cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed), "tokenizer.json", train)
+    return make_once(cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed), "tokenizer.json", train)
 
 
 def _content_key(sources: Sequence[DataSource], vocab_size: int, seed: int) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, saved_form
-from sft_play.config.metrics import OWN, PACKAGES, trackers
 from sft_play.config.schedulers import KubernetesConfig, quantity
+from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text

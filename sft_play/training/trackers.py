@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from transformers import TrainerCallback
 
-from sft_play.config.metrics import AIM, OWN, trackers
 from sft_play.config.schema import Config
+from sft_play.config.trackers import AIM, OWN, trackers
 from sft_play.files import free_bytes, read_json, read_object, write_json
 from sft_play.runs.folder import RunFolder, read_predictions
 

@@ -21,8 +21,9 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor, distributed
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from sft_play.config.metrics import OWN, higher_is_better, trackers
+from sft_play.config.metrics import higher_is_better
 from sft_play.config.schema import Config
+from sft_play.config.trackers import OWN, trackers
 from sft_play.data.batches import Batch, GlobalBatchSampler
 from sft_play.errors import HardwareError, UserError
 from sft_play.model.parallel import Slicer

@@ -63,8 +63,9 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
     states = {"done": ("started", "finished"), "broken": ("started", "failed"), "gone": ("started",), "none": ()}
     for name, events in states.items():
         make_run(runs, name, *events, best="rougeL" if name == "done" else "loss")
-    held_run = make_run(runs, "now", "started")
-    process = hold(held_run)
+    running = make_run(runs, "now", "started")
+    append_json_line(running.metrics, {"kind": "train", "step": 3, "loss": 1.0, "rank_memory_gib": [1.5, 2.25, None]})
+    process = hold(running)
     try:
         listed = {row["name"]: row for row in in_process("runs", "JSON=1", runs=runs).json}
         text = in_process("runs", runs=runs).out
@@ -77,6 +78,7 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
     assert (listed["done"]["step"], listed["done"]["steps"], listed["done"]["loss"]) == (2, 8, 1.5)
     assert (listed["done"]["best"], listed["gone"]["best"]) == (0.2, 3.0)
     assert "failed (3)" in text and "0.2000 rougeL" in text and "2/8" in text
+    assert listed["now"]["peak_memory_bytes"] == 2.25 * 2**30 and "2.25 GiB" in text, "of a run that still trains"
     assert in_process("runs", runs=tmp_path / "empty").out.startswith("no runs in")
 
 
