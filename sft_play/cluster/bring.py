@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sft_play
-from sft_play.cluster.hosts import HOME, SSH_FAILED, TIMED_OUT, arguments, ask, last_word, mark_in, run, say, trouble
+from sft_play.cluster.hosts import HOME, SSH_FAILED, TIMED_OUT, arguments, ask, last_word, mark_in, print_line, run, trouble
 from sft_play.cluster.inventory import Host, plain_path
 from sft_play.cluster.probe import Facts, hub_folder
 from sft_play.errors import HardwareError, UserError
@@ -101,7 +101,7 @@ def deliver(
 
             rsync(host, ["--partial", "--info=progress2", *backup, *words], names=names, heard=show_bytes)
     if aside and replaced:
-        say(f"host `{host.name}`: {_shown(replaced)} replaced; the old files are in `{there}/{aside}`")
+        print_line(f"host `{host.name}`: {_shown(replaced)} replaced; the old files are in `{there}/{aside}`")
     return True
 
 
@@ -198,7 +198,7 @@ def code_files(*, report: bool = False) -> list[str]:
     ]  # fmt: skip
     new = _git_files("--others", "--exclude-standard") if report else []
     if behind := [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]:
-        say(f"note: git does not track yet, and so does not send: {_shown(behind)}; git add sends them")
+        print_line(f"note: git does not track yet, and so does not send: {_shown(behind)}; git add sends them")
     return names
 
 

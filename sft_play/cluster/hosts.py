@@ -240,7 +240,7 @@ def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
     return Finding(name, "fail", text.format(**fields), remedy.format(**fields))
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Tell the user, on stderr; lines of several threads stay complete."""
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
@@ -307,13 +307,13 @@ class Session:
         for target in (self._write, self._read):
             threading.Thread(target=target, name=f"{target.__name__}-{host.name}", daemon=True).start()
 
-    def say(self, **words: Any) -> None:
+    def send(self, **words: Any) -> None:
         """Send a line; a dead link never makes us wait."""
         self._outbox.put(json.dumps(words) + "\n")
 
     def call(self, do: str, timeout: float, /, **values: Any) -> dict[str, Any]:
         """Return the answer to one request, which may be a `problem`. Raise `NoAnswer`, after which there are no more."""
-        self.say(do=do, seconds=timeout, **values)
+        self.send(do=do, seconds=timeout, **values)
         try:
             _, found = self.inbox.get(timeout=timeout)
         except queue.Empty:
@@ -413,7 +413,7 @@ def gather(hosts: Sequence[Host], shared: Mapping[str, str], run: str) -> dict[s
 @contextlib.contextmanager
 def mark_in(*folders: Path) -> Iterator[str]:
     """Leave a file in folders, by which another machine can tell that it sees the same ones; yield its name."""
-    name = f".seen-{secrets.token_hex(8)}"
+    name, new = f".seen-{secrets.token_hex(8)}", [folder for folder in folders if not folder.exists()]
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -423,6 +423,8 @@ def mark_in(*folders: Path) -> Iterator[str]:
         for folder in folders:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
+                if folder in new:
+                    folder.rmdir()  # where nothing else has come into it
 
 
 def shared_variables(shared: bool) -> dict[str, str]:

@@ -15,7 +15,18 @@ from pathlib import PurePosixPath
 
 from sft_play.cluster.bring import code_files, send_code
 from sft_play.cluster.findings import minor, other_versions, versions_remedy
-from sft_play.cluster.hosts import HOME, arguments, facts_of, in_folder, is_here, login, on_all, require_master_here, say, start
+from sft_play.cluster.hosts import (
+    HOME,
+    arguments,
+    facts_of,
+    in_folder,
+    is_here,
+    login,
+    on_all,
+    print_line,
+    require_master_here,
+    start,
+)
 from sft_play.cluster.inventory import Host, inventory_for_call
 from sft_play.cluster.probe import Facts
 from sft_play.config.call import Call
@@ -90,7 +101,7 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
     if is_here(host):
         return "this machine; `make install` keeps its environment"
     send_code(host, files)
-    say(f"{host.name} | {len(files)} files of the project are there")
+    print_line(f"{host.name} | {len(files)} files of the project are there")
     for mode in ("keep", "renew"):
         words = in_folder(host, ["sh", "-c", INSTALL, "sh", minor(own), venv_of(host), mode])
         last, code = _run(host, arguments(host, words, tty=True))  # with a terminal it ends when this command does
@@ -101,7 +112,7 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         if not set(apart) - set(OPTIONAL) or "Python" in apart:
             break
         if mode == "keep":
-            say(f"{host.name} | its versions are others: {', '.join(apart.values())}; installing the pinned ones")
+            print_line(f"{host.name} | its versions are others: {', '.join(apart.values())}; installing the pinned ones")
     if not apart:
         return f"Python {found.python}, torch {found.packages['torch']}"
     remedy = versions_remedy(apart, "make install on this machine, too: both get the pinned versions")
@@ -133,5 +144,5 @@ def _run(host: Host, argv: Sequence[str]) -> tuple[str, int]:
             line = COLOURS.sub("", raw.decode("utf-8", "replace")).rstrip()
             if line:
                 last = last if last.lower().startswith("error") else line
-                say(f"{host.name} | {printable(line)}")
+                print_line(f"{host.name} | {printable(line)}")
     return re.sub(r"^error: ", "", last, flags=re.IGNORECASE), process.returncode

@@ -103,9 +103,6 @@ def facts(
 ) -> dict[str, Any]:  # fmt: skip
     """Return `Facts`, which need no package. `mark` is a file that another machine has made in its folders. Listens at `ports` from then on."""
     runs, cache = runs_folder(), Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play").absolute()
-    for folder in (cache, runs) if mark else ():
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
     project = importlib.util.find_spec("sft_play")
     root = Path(project.origin).parent.parent if project and project.origin else Path.cwd()
     begun = runs / (run or "none") / "events.jsonl"

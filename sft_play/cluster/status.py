@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.cluster.hosts import NoEnvironment, ask, on_all, require_master_here, say
+from sft_play.cluster.hosts import NoEnvironment, ask, on_all, print_line, require_master_here
 from sft_play.cluster.inventory import Inventory, inventory_for_call
 from sft_play.cluster.task import command, controlled_runs, controller, plan_of
 from sft_play.config.call import Call
@@ -75,7 +75,7 @@ class Board:
             speed = speed_of(row, ranks_of(self.run, working.index(name))) if name in working else None
             step = f"step {row['step']}{of_all}" if name in working else ""
             rows.append([f"  {name}", state, step, f"{speed:,.0f} tokens/s" if speed is not None else ""])
-        say("\n".join(table(rows)))
+        print_line("\n".join(table(rows)))
 
 
 class Logs:

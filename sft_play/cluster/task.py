@@ -15,7 +15,16 @@ import psutil
 
 from sft_play.cluster import bring
 from sft_play.cluster.findings import Wanted, faults
-from sft_play.cluster.hosts import ask, gather, is_here, on_all, require_master_here, say, settings_to_forward, shared_variables
+from sft_play.cluster.hosts import (
+    ask,
+    gather,
+    is_here,
+    on_all,
+    print_line,
+    require_master_here,
+    settings_to_forward,
+    shared_variables,
+)
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
 from sft_play.cluster.probe import Facts
 from sft_play.config.call import Call
@@ -138,7 +147,7 @@ def take_over(task: Task) -> Task:
     """Return the task; of a run that was killed before its workers started, one that begins in the folder that was left."""
     if not (task.resuming and task.run.path.is_dir()) or is_begun(task.run) or task.loaded.config.launch.auto_resume:
         return task
-    say(f"`{task.run.name}` had not begun; it begins now")
+    print_line(f"`{task.run.name}` had not begun; it begins now")
     given = Override(key="launch.auto_resume", text="true", origin=f"RUN={task.run.name}")
     return replace(task, loaded=override_config(task.loaded, [given]))
 
@@ -162,7 +171,7 @@ def _enough(task: Task, answers: Mapping[str, Facts | UserError], what: str) -> 
     if missing and (not task.elastic or len(ready) < task.bounds[0] or task.inventory.master.name in missing):
         raise_all([one for error in missing.values() for one in (error.problems if isinstance(error, Problems) else [error])])
     for error in missing.values():
-        say(f"{what}: {error.message}")
+        print_line(f"{what}: {error.message}")
     return ready
 
 
@@ -207,7 +216,7 @@ def choose_port(task: Task) -> int:
         return typed
     port = next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
     if port != PORT:
-        say(f"port {PORT} is taken; taking {port}")
+        print_line(f"port {PORT} is taken; taking {port}")
     return port
 
 
@@ -231,12 +240,12 @@ def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> li
     Return the machines that have it all. Raise why others have not, unless enough remain under `launch.elastic`.
     """
     hosts = [host for host in task.inventory.hosts if host.name in facts]
-    say(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
+    print_line(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
     away = [host for host in hosts if not is_here(host)]
     files = bring.code_files(report=True) if away else []
     if away:
         what = f"{plural(len(files), 'file')} of the project{'' if task.variables else ', model and data'}"
-        say(f"bringing to {plural(len(away), 'host')} what they lack: {what}")
+        print_line(f"bringing to {plural(len(away), 'host')} what they lack: {what}")
     done = on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared, files))
     ready = _enough(task, done, "not ready")
     return [(host, ready[host.name]) for host in hosts if host.name in ready]

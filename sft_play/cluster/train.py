@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.cluster import bring
-from sft_play.cluster.hosts import MOST_WAITING, SSH_FAILED, Inbox, Session, is_here, on_all, say
+from sft_play.cluster.hosts import MOST_WAITING, SSH_FAILED, Inbox, Session, is_here, on_all, print_line
 from sft_play.cluster.inventory import Host
 from sft_play.cluster.probe import Facts
 from sft_play.cluster.status import Board, Logs
@@ -205,7 +205,7 @@ class Control:
         variables = node_variables(task, host, facts, absent=absent) | ({VARIABLE: self.key} if self.count > 1 else {})
         variables |= {PANEL: "1"} if rank == 0 and self.on_terminal else {}
         session = Session(host, variables, inbox=self.inbox)
-        session.say(
+        session.send(
             do="launch", seconds=0, run=task.run.name, node=rank,
             words=node_words(task, host, facts, rank, self.count, self.port, resume=resume),
             store=None if here else (task.inventory.master.address, self.port), stream=not here and not facts.shares_runs,
@@ -253,13 +253,13 @@ class Control:
         elif "ended" in message:
             one.end(int(message["ended"]))
             if message["left"]:
-                say(f"warning: {message['left']} processes on `{one.host.name}` could not be killed")
+                print_line(f"warning: {message['left']} processes on `{one.host.name}` could not be killed")
         elif one.code is None:  # closed
             session.close()
             one.detached = one.started and message["closed"] in (SSH_FAILED, -signal.SIGKILL, -signal.SIGTERM)
             if one.detached:
                 what = "its ranks continue training while node 0 answers them; their logs come when it has ended"
-                say(f"\nwarning: the SSH connection to `{one.host.name}` has ended: {what}")
+                print_line(f"\nwarning: the SSH connection to `{one.host.name}` has ended: {what}")
             one.end(-1, "no SSH connection" if one.detached else session.trouble().text)
 
     def fetch(self, one: Member) -> None:
@@ -268,8 +268,8 @@ class Control:
             try:
                 bring.send_run(one.host, one.facts, self.task.run, newest_valid(self.task.run)[0])
             except UserError as error:
-                say(f"not ready: {error.message}")
-        one.session.say(fetched=True)
+                print_line(f"not ready: {error.message}")
+        one.session.send(fetched=True)
 
     def gather_logs(self) -> None:
         """Bring the logs of machines whose connection has ended before their launcher."""
@@ -286,17 +286,17 @@ class Control:
         """Tell the launchers of a request to stop; a second Ctrl-C kills them."""
         if not self.stops_passed:
             text = "the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
-            say(f"\nstopping all hosts: {text}")
+            print_line(f"\nstopping all hosts: {text}")
         self.stops_passed = len(self.stop.signals)
         self.tell(signal=self.stop.signals[0])
         if self.stop.at_once:
-            say("\nkilling the workers on all hosts")
+            print_line("\nkilling the workers on all hosts")
             self.tell(kill=True)
 
     def tell(self, **words: Any) -> None:
         for one in self.members.values():
             if one.code is None:
-                one.session.say(**words)
+                one.session.send(**words)
 
     def has_begun(self) -> bool:
         return _starts(self.task) > self.starts_before
@@ -343,7 +343,7 @@ class Control:
             except UserError as error:
                 if self.unready.get(host.name) != error.message:
                     self.unready[host.name] = error.message
-                    say(f"not ready: {error.message}")
+                    print_line(f"not ready: {error.message}")
         self.asked_at = time.monotonic()
 
     def supply_again(self, host: Host, answer: Facts | UserError) -> None:
@@ -356,6 +356,6 @@ class Control:
         if not answer.trains:
             supply(self.task, host, answer, self.prepared, bring.code_files())
             again = "; it is taken in after the next checkpoint" if self.task.elastic else ""
-            say(f"\n`{host.name}` answers again{again}")
+            print_line(f"\n`{host.name}` answers again{again}")
             self.unready.pop(host.name, None)
             self.ready.append((host, answer))

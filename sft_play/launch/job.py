@@ -205,6 +205,12 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
             f"`NUM_NODES` is {request.num_nodes}, so every node needs {', '.join(f'`{name}`' for name in missing)} too",
             hint="the same command on each machine, NODE_RANK from 0 on, MASTER_ADDR the address of node 0, one RUN_NAME for all",
         )
+    address = options.master_address or ""
+    if address.count(":") == 1 or address.startswith("["):
+        text = "expected the name or the IP address of node 0 alone, such as 192.168.1.10 or fd00::1"
+        raise UserError(
+            text, place=f"MASTER_ADDR={address}", hint="a port goes into MASTER_PORT; an IPv6 address needs no brackets"
+        )
     if request.node_rank >= request.num_nodes:
         raise UserError(f"`NODE_RANK` is {request.node_rank}; expected 0 to {request.num_nodes - 1}")
 

@@ -27,7 +27,7 @@ from sft_play.launch.membership import Given
 from sft_play.launch.node import EndedElsewhere
 from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
-from sft_play.launch.store import say
+from sft_play.launch.store import print_line
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.hardware import Device
@@ -79,12 +79,14 @@ def _open(job: Job, run: RunFolder) -> Rendezvous:
     node, launch, host = job.node, job.loaded.config.launch, socket.gethostname()[:255]
     bounds = elastic_bounds(launch.elastic)
     if node.key is None:
-        say(f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run")
-        say(f"hint: {MAKE_ONE}")
+        print_line(f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run")
+        print_line(f"hint: {MAKE_ONE}")
     if node.rank > 0:
-        say(f"node {node.rank} ({host}): meeting the other nodes at {node.master}")
+        print_line(f"node {node.rank} ({host}): meeting the other nodes at {node.master}")
     else:
-        say(f"node 0 ({host}): waiting for {node.count - 1} more at port {node.master_port}, up to {launch.join_seconds} s")
+        print_line(
+            f"node 0 ({host}): waiting for {node.count - 1} more at port {node.master_port}, up to {launch.join_seconds} s"
+        )
     ours = Rendezvous(
         node, host=host, run=run.name, patience=float(launch.join_seconds), silent_seconds=float(launch.silent_seconds),
         least=min(bounds[0], node.count) if bounds else None, absent=[int(word) for word in os.environ.get(ABSENT, "").split()],
@@ -110,7 +112,7 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
         return {"mark": mark, "processes": [len(one.devices) for one in nodes], "here": here}
 
     found = ours.meet(give, compare_given, answer)
-    say(f"all {len(found['here'])} nodes are here: {', '.join(found['here'])}")
+    print_line(f"all {len(found['here'])} nodes are here: {', '.join(found['here'])}")
     place, count = ours.members.index(job.node.rank), len(ours.members)
     request = replace(job.options.request, node_devices=tuple(one.devices for one in nodes), num_nodes=count, node_rank=place)
     return replace(
@@ -142,7 +144,9 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
     )  # fmt: skip
     _remove_marks(job, run)
     if found["alone"] and (config.launch.max_restarts or config.launch.elastic):
-        say(f"note: {', '.join(found['alone'])}: no restart can continue there without the run folder of node 0; share RUNS_DIR")
+        print_line(
+            f"note: {', '.join(found['alone'])}: no restart can continue there without the run folder of node 0; share RUNS_DIR"
+        )
     plan = Plan.from_json(found["plan"])
     require_disk_space(plan, config, run)
     ours.share("room", {}, lambda _: [], lambda _: {})
@@ -168,7 +172,7 @@ def ended_elsewhere_of(job: Job, run: RunFolder) -> EndedElsewhere | None:
             step = max(map(step_of, published(run)), default=0) if names else 0
             if names and since is None:
                 since = step
-                say(f"{names} has come; it is taken in after the next checkpoint")
+                print_line(f"{names} has come; it is taken in after the next checkpoint")
             elif since is not None and step > since:
                 ours.ask_to_stop(f"starting again with {names}")
         return ours.ended_elsewhere(stopping=stopping)

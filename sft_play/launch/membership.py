@@ -3,7 +3,7 @@
 Keys of the store, `A` being the attempt and `K` a machine's `NODE_RANK`:
 
     session            what run this is, and a random word that all values are bound to
-    seat/K             who has this rank; beat/SESSION changes while that launcher lives, and says where its ranks stand still
+    seat/K             who has this node rank; beat/SESSION changes while that launcher lives, and says where its ranks stand still
     A/STEP/K           what a machine gives in a step (`facts`, `prepared`); A/STEP lists who has; A/STEP/all is what node 0 made of it
     A/end              why the attempt ended: the first to write it settles it for all (errors, an outcome, or a request to stop)
     A/next             what node 0 makes of that: another attempt, or the end
@@ -39,7 +39,7 @@ LEAVE_SECONDS = 60.0
 class Membership:
     """This machine's place among those of a run: it takes a seat, beats, learns which others live and why the attempt ended, and leaves.
 
-    A `rank` is a machine's `NODE_RANK` here, not that of a worker.
+    A node rank is a machine's `NODE_RANK`.
     """
 
     def __init__(
@@ -79,10 +79,12 @@ class Membership:
         """How messages call this machine."""
         return f"node {self.node.rank} ({self.host})"
 
-    def names(self, ranks: Iterable[int]) -> str:
+    def names(self, node_ranks: Iterable[int]) -> str:
         """Return how messages call machines."""
         seats = self._seats | {self.node.rank: self._mine}
-        return ", ".join(f"node {rank} ({seats[rank]['host'] if rank in seats else '?'})" for rank in ranks)
+        return ", ".join(
+            f"node {node_rank} ({seats[node_rank]['host'] if node_rank in seats else '?'})" for node_rank in node_ranks
+        )
 
     @property
     def _connection(self) -> Store:
@@ -105,10 +107,10 @@ class Membership:
         self._store.beat(self._beat)
 
     def _sit(self, nodes: int) -> None:
-        """Take this machine's seat, from a launcher that does not live any more too. Raise `UserError` where another has the rank."""
-        store, rank, name = self._connection, self.node.rank, f"seat/{self.node.rank}"
-        if rank >= nodes:
-            here = f"`NODE_RANK` is {rank} on {self.host} with `NUM_NODES={self.node.count}`"
+        """Take this machine's seat, from a launcher that does not live any more too. Raise `UserError` where another has the node rank."""
+        store, node_rank, name = self._connection, self.node.rank, f"seat/{self.node.rank}"
+        if node_rank >= nodes:
+            here = f"`NODE_RANK` is {node_rank} on {self.host} with `NUM_NODES={self.node.count}`"
             text = f"{here}, but {self.names([0])} has `NUM_NODES={nodes}`"
             raise self._refuse_before_start(UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on"))
         store.ask(lambda raw: raw.set(f"beat/{self._mine['session']}", "0"))
@@ -117,7 +119,7 @@ class Membership:
             before = store.ask(look)
             pause(GRACE_SECONDS)
             if before != store.ask(look):
-                text = f"two nodes have `NODE_RANK={rank}`: {held['host']} and {self.host} ({self._mine['address']})"
+                text = f"two nodes have `NODE_RANK={node_rank}`: {held['host']} and {self.host} ({self._mine['address']})"
                 raise self._refuse_before_start(UserError(text, hint="give each node its own rank"))
             if store.get(name) == held:
                 store.delete(name)
@@ -145,27 +147,27 @@ class Membership:
         now = time.monotonic()
         passed, self._judged = min(now - self._judged, 2 * PERIOD_SECONDS), now  # while this process is suspended no time passes
         self._left = list_words(raw, "left")
-        watched = {rank: session for rank, session in self._watched.items() if session not in self._left}
+        watched = {node_rank: session for node_rank, session in self._watched.items() if session not in self._left}
         names = [f"beat/{session}" for session in watched.values()]
         found = raw.multi_get(names) if names and raw.check(names) else []
-        for (rank, session), beat in zip(watched.items(), found, strict=False):
+        for (node_rank, session), beat in zip(watched.items(), found, strict=False):
             heard = self._seen.get(session) != beat
             self._seen[session], self._silent[session] = beat, 0.0 if heard else self._silent.get(session, 0.0) + passed
-            if self._silent[session] > self.silent_seconds and rank in self.members:
-                self._connection.first(raw, f"{self.attempt}/end", {"lost": rank, "seconds": round(self._silent[session])})
+            if self._silent[session] > self.silent_seconds and node_rank in self.members:
+                self._connection.first(raw, f"{self.attempt}/end", {"lost": node_rank, "seconds": round(self._silent[session])})
 
     def _gather_standings(self, attempt: int, mine: Standings) -> Standings | None:
         """Node 0: return where the ranks of all machines stand, by their last beats; `None` unless they stand still on each."""
         found = dict(mine)
-        for session in [self._watched[rank] for rank in self.members if rank]:
+        for session in [self._watched[node_rank] for node_rank in self.members if node_rank]:
             beat = self._connection.unpack(f"beat/{session}", self._seen.get(session, b"")) or {}
             if not beat.get("still") or beat["attempt"] != attempt:
                 return None
             found |= beat["still"]
         return found
 
-    def _is_silent(self, rank: int) -> bool:
-        session = self._watched.get(rank, "")
+    def _is_silent(self, node_rank: int) -> bool:
+        session = self._watched.get(node_rank, "")
         return session in self._left or self._silent.get(session, 0.0) > self.silent_seconds
 
     def _node_0_is_gone(self) -> bool:
@@ -173,11 +175,11 @@ class Membership:
         late = store is None or store.broken is not None or time.monotonic() - store.heard > self.silent_seconds
         return self.node.rank > 0 and late
 
-    def _watch(self, raw: Any, rank: int) -> bool:
-        """Node 0: note who has a rank, whose beats are judged from now on; return whether anybody has."""
-        if seat := self._connection.read(raw, f"seat/{rank}"):
-            self._seats[rank], self._watched[rank] = seat, seat["session"]
-            self._absent.discard(rank)
+    def _watch(self, raw: Any, node_rank: int) -> bool:
+        """Node 0: note who has a node rank, whose beats are judged from now on; return whether anybody has."""
+        if seat := self._connection.read(raw, f"seat/{node_rank}"):
+            self._seats[node_rank], self._watched[node_rank] = seat, seat["session"]
+            self._absent.discard(node_rank)
         return bool(seat)
 
     # ---- The end
@@ -223,7 +225,7 @@ class Membership:
 
     def _are_alone(self) -> bool:
         left = self._connection.ask(lambda raw: list_words(raw, "left"))
-        return all(session in left or self._is_silent(rank) for rank, session in self._watched.items())
+        return all(session in left or self._is_silent(node_rank) for node_rank, session in self._watched.items())
 
 
 def _last_beat(raw: Any, session: str) -> bytes:

@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sft_play.errors import RetryableError, UserError, raise_all
-from sft_play.launch.environment import port_is_free
+from sft_play.launch.environment import VARIABLE, port_is_free
 from sft_play.launch.membership import GRACE_SECONDS, POLL_SECONDS, Given, Membership, errors_from_json
 from sft_play.launch.node import Standings
 from sft_play.launch.process import stop_code
-from sft_play.launch.store import StoreGone, Waiting, list_words, pause, say
+from sft_play.launch.store import REFUSED, StoreGone, Waiting, list_words, pause, print_line
 from sft_play.launch.verdict import LOST, Outcome
 
 Judge = Callable[[Sequence[Given]], list[UserError]]
@@ -37,7 +37,7 @@ class Rendezvous(Membership):
         """Return this machine's own addresses on the way to others."""
         if self.node.rank:
             return [self._mine["address"]]
-        return [self._seats[rank]["master"] for rank in self.members if rank]
+        return [self._seats[node_rank]["master"] for node_rank in self.members if node_rank]
 
     def workers_port(self) -> int:
         """Node 0: return a port for the workers' store of this attempt, MASTER_PORT + 1 + attempt or the next that is free."""
@@ -52,7 +52,7 @@ class Rendezvous(Membership):
         Raise what node 0 refuses them for, the same on each, and `RetryableError` for machines that do not come, or leave.
         """
         found = self._meet_as_other(facts, judge) if self.node.rank else self._meet_as_node_0(_plain(facts()), judge, answer)
-        self._seats |= {int(rank): seat for rank, seat in found["seats"].items()}
+        self._seats |= {int(node_rank): seat for node_rank, seat in found["seats"].items()}
         self.members = sorted(map(int, found["seats"]))
         return dict(found["answer"])
 
@@ -62,12 +62,12 @@ class Rendezvous(Membership):
             self._give(step, given)
             return self._wait(step)
         here, waiting = {0: _plain(given)}, Waiting()
-        while missing := [rank for rank in self.members if rank not in here]:
+        while missing := [node_rank for node_rank in self.members if node_rank not in here]:
             self._raise_end()
             here |= self._gather_given(step, missing)
-            waiting.say(f"waiting for {self.names(missing)} to be ready")
+            waiting.report(f"waiting for {self.names(missing)} to be ready")
             pause(POLL_SECONDS)
-        found = [here[rank] for rank in self.members]
+        found = [here[node_rank] for node_rank in self.members]
         if errors := judge(found):
             raise self._refuse(errors)
         made = _plain(answer(found))
@@ -80,29 +80,32 @@ class Rendezvous(Membership):
 
     def _meet_as_node_0(self, facts: Given, judge: Judge, answer: Answer) -> Given:
         """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
-        here, differing, left_out = {0: facts}, set[int](), set[int]()
+        here, differing, left_out, refused = {0: facts}, set[int](), set[int](), set[int]()
         waiting, differ_since = Waiting(), 0.0
         while True:
             self._raise_end()
-            for rank, given in self._gather_given("facts", set(range(1, self.node.count)) - here.keys() - left_out).items():
-                say(f"{self.names([rank])} has come")
+            if refused != (refused := self._connection.ask(lambda raw: node_ranks_in(raw, REFUSED))):
+                who = ", ".join(f"node {node_rank}" for node_rank in sorted(refused))
+                print_line(f"{who} came with another RUN_NAME or `{VARIABLE}`, and was refused; its own output says which")
+            for node_rank, given in self._gather_given("facts", set(range(1, self.node.count)) - here.keys() - left_out).items():
+                print_line(f"{self.names([node_rank])} has come")
                 errors = judge([facts, given])
-                if errors and self._before and rank not in self._before:  # the run trained without it, and continues so
-                    say(f"left out: {self.names([rank])}: {errors[0].message}")
-                    left_out.add(rank)
+                if errors and self._before and node_rank not in self._before:  # the run trained without it, and continues so
+                    print_line(f"left out: {self.names([node_rank])}: {errors[0].message}")
+                    left_out.add(node_rank)
                     continue
-                here[rank] = given
-                differing |= {rank} if errors else set()
-            for rank in [rank for rank in here if rank and self._is_silent(rank)]:
-                del here[rank]
-                differing.discard(rank)
-                self._connection.delete(f"{self.attempt}/facts/{rank}")
-                say(f"{self.names([rank])} has gone; waiting for it to come again")
-            missing = [rank for rank in range(self.node.count) if rank not in here]
+                here[node_rank] = given
+                differing |= {node_rank} if errors else set()
+            for node_rank in [node_rank for node_rank in here if node_rank and self._is_silent(node_rank)]:
+                del here[node_rank]
+                differing.discard(node_rank)
+                self._connection.delete(f"{self.attempt}/facts/{node_rank}")
+                print_line(f"{self.names([node_rank])} has gone; waiting for it to come again")
+            missing = [node_rank for node_rank in range(self.node.count) if node_rank not in here]
             differ_since = (differ_since or time.monotonic()) if differing else 0.0
             if differing and (not missing or time.monotonic() - differ_since > GRACE_SECONDS):
-                raise self._refuse(judge([here[rank] for rank in sorted(here)]))
-            lost = {rank for rank in self._watched if self._is_silent(rank)} | self._absent | left_out
+                raise self._refuse(judge([here[node_rank] for node_rank in sorted(here)]))
+            lost = {node_rank for node_rank in self._watched if self._is_silent(node_rank)} | self._absent | left_out
             enough = self.least is not None and len(here) >= self.least
             if not differing and _may_start(set(missing), lost, enough=enough, waited=waiting.seconds, patience=self.patience):
                 break
@@ -114,10 +117,14 @@ class Rendezvous(Membership):
                     hint=f"start the same command there with MASTER_ADDR={self.node.master_address} and its own NODE_RANK; each of them says"
                     " why it waits",
                 )])  # fmt: skip
-            waiting.say(f"waiting for {who}, up to {self.patience:g} s; here: {self.names(sorted(here))}")
+            waiting.report(f"waiting for {who}, up to {self.patience:g} s; here: {self.names(sorted(here))}")
             pause(POLL_SECONDS)
-        made = _plain(answer([here[rank] for rank in sorted(here)]))
-        found = {"seats": {str(rank): self._seats[rank] if rank else self._mine for rank in here}, "answer": made, "first": facts}
+        made = _plain(answer([here[node_rank] for node_rank in sorted(here)]))
+        found = {
+            "seats": {str(node_rank): self._seats[node_rank] if node_rank else self._mine for node_rank in here},
+            "answer": made,
+            "first": facts,
+        }
         self._connection.set(f"{self.attempt}/facts/all", found)
         return found
 
@@ -126,10 +133,10 @@ class Rendezvous(Membership):
 
         def do(raw: Any) -> dict[int, Given]:
             found = {}
-            for rank in sorted(set(wanted) & ranks_in(raw, f"{self.attempt}/{step}")):
-                given = self._connection.read(raw, f"{self.attempt}/{step}/{rank}")
-                if self._watch(raw, rank) and given is not None:
-                    found[rank] = given
+            for node_rank in sorted(set(wanted) & node_ranks_in(raw, f"{self.attempt}/{step}")):
+                given = self._connection.read(raw, f"{self.attempt}/{step}/{node_rank}")
+                if self._watch(raw, node_rank) and given is not None:
+                    found[node_rank] = given
             return found
 
         return dict(self._connection.ask(do))
@@ -148,7 +155,8 @@ class Rendezvous(Membership):
             if found["seats"].get(str(self.node.rank), {}).get("session") == self._mine["session"]:
                 return dict(found)
             self._taking_part, first = False, found["first"]
-            later = {key: first[key] for key in OF_ATTEMPT if late and key in first}
+            behind = first.get("checkpoint") and not facts.get("checkpoint")  # it does not see the run's, now or later
+            later = {key: first[key] for key in OF_ATTEMPT if late and not behind and key in first}
             raise_all(judge([first, facts | later]))
             self._wait_for_next()
 
@@ -162,16 +170,20 @@ class Rendezvous(Membership):
                     f"the run has begun without {self.name}, and did not start again within {self.patience:g} s", place=self.node.master,
                     hint="where it should be one of the run's machines, compare NUM_NODES and NODE_RANK with node 0's",
                 )  # fmt: skip
-            waiting.say("the run trains without this machine, and takes it in when it starts again")
+            waiting.report("the run trains without this machine, and takes it in when it starts again")
             pause(POLL_SECONDS)
 
     def names_of_waiting(self) -> str:
         """Node 0: return the names of machines that wait for the next attempt; empty for none."""
 
         def do(raw: Any) -> list[int]:
-            return [rank for rank in sorted(ranks_in(raw, f"{self.attempt}/want") - {*self.members}) if self._watch(raw, rank)]
+            return [
+                node_rank
+                for node_rank in sorted(node_ranks_in(raw, f"{self.attempt}/want") - {*self.members})
+                if self._watch(raw, node_rank)
+            ]
 
-        return self.names(rank for rank in self._connection.ask(do) if not self._is_silent(rank))
+        return self.names(node_rank for node_rank in self._connection.ask(do) if not self._is_silent(node_rank))
 
     def _wait(self, step: str) -> Given:
         """Return what node 0 made of a step."""
@@ -182,7 +194,7 @@ class Rendezvous(Membership):
             ) is not None:  # before the end: that may have followed
                 return dict(found)
             self._raise_end()
-            waiting.say("waiting for the other nodes")
+            waiting.report("waiting for the other nodes")
             self._pause_as_one_of_many()
 
     def _pause_as_one_of_many(self) -> None:
@@ -238,8 +250,8 @@ class Rendezvous(Membership):
             return Outcome(code=error.exit_code, message=error.render())
         return Outcome(**end["outcome"])
 
-    def _unreachable(self, rank: int, how: str) -> Outcome:
-        first, name = sum(self.ranks_by_node[: self.members.index(rank)]), self.names([rank])
+    def _unreachable(self, node_rank: int, how: str) -> Outcome:
+        first, name = sum(self.ranks_by_node[: self.members.index(node_rank)]), self.names([node_rank])
         host = name.partition(" (")[2].removesuffix(")")
         text = f"error: rank {first} ({host}) cannot be reached: {name} {how}; all ranks were stopped"
         hint = "see whether that machine is on and its network is up; what it still wrote is in its own output"
@@ -300,5 +312,5 @@ def _plain(value: Given) -> Given:
     return dict(json.loads(json.dumps(value, allow_nan=False)))
 
 
-def ranks_in(raw: Any, name: str) -> set[int]:
+def node_ranks_in(raw: Any, name: str) -> set[int]:
     return set(map(int, filter(str.isdigit, list_words(raw, name))))

@@ -28,6 +28,8 @@ from sft_play.launch.environment import MAKE_ONE, VARIABLE, Node, holder_of, por
 from sft_play.launch.process import raise_what_was_heard
 
 PROTOCOL = 4
+REFUSED = "refused"
+"""Name of a list: machines that have found another run here than theirs."""
 PERIOD_SECONDS = 1.0
 """Between two beats of a machine, and two looks at the others' by node 0."""
 POLL_SECONDS = 0.25
@@ -37,7 +39,8 @@ HEARD_SECONDS = 8.0
 """How long what listens at the port may take to answer as our store does: torch looks up the name of each peer first."""
 REQUEST_SECONDS = 300.0
 """What torch allows a request; how long it really may take is `launch.silent_seconds`."""
-PAUSE_SECONDS = 0.5
+PAUSE_SECONDS, LEAST_SECONDS = 0.5, 1.0
+"""Between two tries to reach node 0, and what the last of them gets however little of `launch.join_seconds` is left."""
 RESOLVE_SECONDS = 30.0
 """How long a name may be unknown: a cluster's names appear when its machines do."""
 SAY_SECONDS, FIRST_SECONDS = 15.0, 2.0
@@ -60,11 +63,11 @@ class Waiting:
         """How long it has lasted."""
         return time.monotonic() - self._began
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a line, every `SAY_SECONDS`."""
         if time.monotonic() - self._said >= SAY_SECONDS:
             self._said = time.monotonic()
-            say(f"{text} ({self.seconds:.0f} s so far)")
+            print_line(f"{text} ({self.seconds:.0f} s so far)")
 
 
 class Store:
@@ -208,9 +211,9 @@ def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> t
     """
     waiting = Waiting()
     while True:
-        store = None
+        store, limit = None, min(HEARD_SECONDS, max(patience - waiting.seconds, LEAST_SECONDS))
         try:
-            store, addresses = _connect(node)
+            store, addresses = _connect(node, limit)
             said = _check(store, node, name, run)
         except socket.gaierror as error:
             reason, hint = f"`{node.master_address}` cannot be resolved: {error.strerror}", "give the IP address of node 0"
@@ -230,33 +233,38 @@ def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> t
         except StoreGone:
             reason = "something listens there that is no launcher of SFT-Play"
             hint = "choose another MASTER_PORT, the same on every node"
-        except BaseException:
+        except BaseException as error:
             if store:
+                if isinstance(error, UserError):
+                    store.ask(lambda raw: raw.append(REFUSED, f"{node.rank} "))
                 store.close()
             raise
         else:
             store.seconds = seconds
-            say(f"{name} has reached node 0 at {node.master}")
+            print_line(f"{name} has reached node 0 at {node.master}")
             return store, said | addresses
         if waiting.seconds > patience:
             raise RetryableError(f"{name} did not reach node 0 within {patience:g} s: {reason}", place=node.master, hint=hint)
-        waiting.say(f"waiting for node 0 at {node.master}, up to {patience:g} s: {reason}")
+        waiting.report(f"waiting for node 0 at {node.master}, up to {patience:g} s: {reason}")
         pause(PAUSE_SECONDS)
 
 
-def _connect(node: Node) -> tuple[Store, dict[str, str]]:
-    """Return the store, this machine's own address and node 0's on the way there. Raise `OSError`, and `StoreGone` for what is no store."""
+def _connect(node: Node, limit: float) -> tuple[Store, dict[str, str]]:
+    """Return the store, this machine's own address and node 0's on the way there, within `limit` seconds or a little more.
+
+    Raise `OSError`, and `StoreGone` for what is no store.
+    """
     found = socket.getaddrinfo(node.master_address, node.master_port, type=socket.SOCK_STREAM)[0]
     with socket.socket(found[0], socket.SOCK_STREAM) as sock:
-        sock.settimeout(CONNECT_SECONDS)
+        sock.settimeout(min(CONNECT_SECONDS, limit))
         sock.connect(found[4])
         own, master = str(sock.getsockname()[0]), str(sock.getpeername()[0])
-    kind, limit = tcp_store(), _delta(HEARD_SECONDS)
+    kind = tcp_store()
 
     def connect() -> Any:
-        return kind(master, node.master_port, is_master=False, wait_for_workers=False, timeout=limit)
+        return kind(master, node.master_port, is_master=False, wait_for_workers=False, timeout=_delta(limit))
 
-    store = Store(connect, key=node.key, seconds=HEARD_SECONDS + CONNECT_SECONDS)
+    store = Store(connect, key=node.key, seconds=limit)
     try:
         store.ask(lambda raw: raw.get("session"))
         store.ask(lambda raw: raw.set_timeout(_delta(REQUEST_SECONDS)))
@@ -283,7 +291,7 @@ def _check(store: Store, node: Node, name: str, run: str) -> dict[str, Any]:
     return dict(found)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line; what others sent may be in it."""
     print(printable(text[:500]), file=sys.stderr, flush=True)
 

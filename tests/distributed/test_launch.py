@@ -122,6 +122,7 @@ def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
     [
         (("NUM_NODES=2",), 2, ("`NODE_RANK`, `MASTER_ADDR`, `RUN_NAME`",)),
         (("NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=127.0.0.1", "RUN_NAME=x", "SOURCE=probe"), 2, ("on one machine",)),
+        (("NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=pc:29500", "RUN_NAME=x"), 2, ("MASTER_ADDR=pc:29500: ", "MASTER_PORT")),
         (("MASTER_PORT={busy}",), 3, ("port {busy} is taken",)),
         (("ACCELERATE_CONFIG={folder}/three.yaml", "NUM_GPUS=2"), 2, ("`NUM_GPUS` is 2", "says 3")),
         (("DATA_TRAIN_PATH={folder}/empty.jsonl",), 4, ("empty.jsonl",)),
