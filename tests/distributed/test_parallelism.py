@@ -161,8 +161,8 @@ def test_noise_is_the_same_on_all_ranks_after_a_resume(config: Path, cache: Path
     """NEFTune draws for all tokens; ranks with other noise would train other inputs."""
     noisy = config.parent / "noisy.yaml"
     noisy.write_text(config.read_text().replace("train: {", "train: {neftune_noise_alpha: 5, "))
-    whole = train(noisy, session_runs / "noisy-whole", cache, [*SAVED, "TRAIN_BATCH_SIZE=8"])
-    train(noisy, session_runs / "noisy", cache, [*SAVED, "TRAIN_BATCH_SIZE=8", "TRAIN_MAX_STEPS=2"])
+    whole = train(noisy, session_runs / "noisy-whole", cache, SAVED)
+    train(noisy, session_runs / "noisy", cache, [*SAVED, "TRAIN_MAX_STEPS=2"])
     done = run_program(["resume", "RUN=noisy", *LAYERS, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))
     assert done.code == 0, done.err + done.out
     same(session_runs / "noisy", whole, first=2)
@@ -180,7 +180,8 @@ def test_a_row_of_32768_tokens_on_four_ranks(tmp_path: Path, cache: Path) -> Non
     whole = train(config, tmp_path / "runs" / "whole", cache, [])
     sliced = train(config, tmp_path / "runs" / "sliced", cache, ["NUM_GPUS=4", "LAUNCH_SEQUENCE_PARALLEL=4"])
     same(sliced, whole)
-    assert all(max(row["rank_tokens"]) - min(row["rank_tokens"]) <= 1 for row in metrics(sliced))
+    # a line is padded to equal slices
+    assert all(max(row["rank_tokens"]) - min(row["rank_tokens"]) <= 4 for row in metrics(sliced))
 
 
 def test_stages_compute_in_bf16_with_adapters_in_fp32(config: Path, cache: Path, session_runs: Path, tmp_path: Path) -> None:

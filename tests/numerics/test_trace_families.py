@@ -24,9 +24,9 @@ def deeper(name: str) -> Any:
         return tiny_config(name)  # it has four kinds
     own = OWN.get(COMPOSITE[name][0] if name in COMPOSITE else name, {})
     kinds = {
-        key: value * 3
+        key: value * (LAYERS // len(value))
         for key, value in own.items()
-        if isinstance(value, list) and len(value) == 2 and not isinstance(value[0], tuple)
+        if isinstance(value, list) and len(value) in {2, 3} and not isinstance(value[0], tuple)
     }
     return tiny_config(name, num_hidden_layers=LAYERS, **kinds)
 
