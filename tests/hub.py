@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs
 
 COMMIT = "a" * 40
 TOKEN = "hf_a_token_that_may_write"
@@ -65,8 +64,7 @@ class FilesHandler(HubHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        paths = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body).get("paths", [])
-        self.json([self._entry(path) for path in paths if path in self.files or path in self._folders()])
+        self.json([self._entry(path) for path in json.loads(body)["paths"] if path in self.files or path in self._folders()])
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
@@ -99,15 +97,8 @@ class FilesHandler(HubHandler):
             self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             return
         content = self.files[path]
-        headers = {"ETag": f'"{self._entry(path)["oid"]}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        wanted = self.headers.get("Range")
-        if wanted is None:
-            self.send(200, content, headers)
-            return
-        first, _, last = wanted.split("=")[1].partition("-")
-        part = content[int(first) : int(last) + 1 if last else None]
-        end = int(first) + len(part) - 1
-        self.send(206, part, {**headers, "Content-Range": f"bytes {first}-{end}/{len(content)}"})
+        headers = {"ETag": f'"{self._entry(path)["oid"]}"', "X-Repo-Commit": COMMIT}
+        self.send(200, content, headers)
 
 
 @dataclass

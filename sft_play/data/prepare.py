@@ -225,15 +225,6 @@ class Gatherer:
                 f"no {kind}row is left of {self.examples:,}: {_list_reasons(reasons)}", place=place or None, hint=hint
             )
 
-    def manifest(self, template: str | None) -> dict[str, Any]:
-        writer = self.writer
-        found = split_manifest(
-            self.part.sources, self.tallies, lengths=writer.lengths, of_source=writer.sources, trained=writer.trained,
-            contents=self.part.contents, fingerprint=writer.fingerprint(),
-        )  # fmt: skip
-        found["split"]["template"] = template
-        return found
-
 
 def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
     """Read the sources once, and publish `parts` from them; `train` is published already or among them.
@@ -268,12 +259,16 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
             gatherer.take_left_out(left)
             gatherer.refuse_what_cannot_be_trained(sum(one.examples for one in gatherers))
         for gatherer in gatherers:
-            manifest = gatherer.manifest(template_sha256(tokenizer))
-            if gatherer.part.name == "validation":
+            part, writer = gatherer.part, gatherer.writer
+            manifest = split_manifest(
+                part.sources, gatherer.tallies, lengths=writer.lengths, of_source=writer.sources, trained=writer.trained,
+                contents=part.contents, fingerprint=writer.fingerprint(),
+            )  # fmt: skip
+            manifest["split"]["template"] = template_sha256(tokenizer)
+            if part.name == "validation":
                 trained = set(_keys((train.folder / KEYS).read_bytes()))
-                shared = sum(key in trained for key in _keys(bytes(gatherer.writer.keys)))
-                manifest["overlap"] = {"with": "train", "rows": shared}
-            gatherer.writer.publish(manifest)
+                manifest["overlap"] = {"with": "train", "rows": sum(key in trained for key in _keys(bytes(writer.keys)))}
+            writer.publish(manifest)
 
 
 def _keys(content: bytes) -> Iterator[bytes]:

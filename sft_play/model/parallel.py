@@ -271,23 +271,18 @@ def sliced_attention(
     ranks, dtype = group.size(), attention_dtype(query, value)
     parts = [_by_rank(states.to(dtype), ranks) for states in (query, key, value)]
     sizes = [part.shape[2:] for part in parts]
-    line = _exchange(torch.cat([part.flatten(2) for part in parts], 2), group).flatten(0, 1)
+    line = _AllToAll.apply(torch.cat([part.flatten(2) for part in parts], 2), group).flatten(0, 1)
     states = line.split([size.numel() for size in sizes], 1)
     query, key, value = (one.unflatten(1, size).transpose(0, 1)[None] for one, size in zip(states, sizes, strict=True))
     sinks = None if s_aux is None else s_aux.chunk(ranks)[group.rank()]
     found, _ = varlen_attention(module, query, key, value, attention_mask, s_aux=sinks, **settings)
-    return _exchange(found[0].unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
+    return _AllToAll.apply(found[0].unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
 
 
 def _by_rank(states: Tensor, ranks: int) -> Tensor:
     """Return [N, t, H / N, D] of [1, H, t, D]: each rank's heads, repeated where N does not divide them, as grouped attention would."""
     heads = states[0].repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], 0)
     return heads.unflatten(0, (ranks, -1)).transpose(1, 2)
-
-
-def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
-    found: Tensor = _AllToAll.apply(parts, group)
-    return found
 
 
 class _AllToAll(torch.autograd.Function):

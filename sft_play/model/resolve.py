@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
-from sft_play.model.convert import LABEL, embedded_folder, expand_mxfp4, is_embedded
+from sft_play.model.convert import embedded_folder, expand_mxfp4, is_embedded
 from sft_play.plan.architecture import hub_reachable, in_mxfp4
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
@@ -66,14 +66,6 @@ def _trainable(folder: Path) -> Path:
         "config.json",
         lambda target: expand_mxfp4(folder, files, target),
     )
-
-
-def describe_source(model: ResolvedModel) -> str:
-    """Return one line for the user: which model, from where."""
-    if model.source == "embedded":
-        return f"model: {LABEL}, from a package: the hub cannot be reached"
-    origin = f"from the hub at commit {(model.revision or '')[:12]}" if model.source == "hub" else f"from the folder {model.path}"
-    return f"model: {model.name}, {origin}"
 
 
 def _folder(name: str) -> Path | None:

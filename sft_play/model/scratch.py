@@ -15,9 +15,8 @@ from sft_play.data.formats import understand
 from sft_play.data.sources import identify, read_source
 from sft_play.errors import DataError
 from sft_play.files import make_once, read_json, text_sha256, write_json
-from sft_play.model.convert import byte_level
+from sft_play.model.convert import LABEL, byte_level
 from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
-from sft_play.model.resolve import describe_source as describe_pretrained
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
 from sft_play.runs.folder import cache_folder
@@ -37,8 +36,13 @@ def resolve(config: Config) -> ResolvedModel:
 
 def describe_source(config: Config, model: ResolvedModel) -> str:
     """Return one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
+    if model.source == "embedded":
+        return f"model: {LABEL}, from a package: the hub cannot be reached"
     if model.source != "scratch":
-        return describe_pretrained(model)
+        origin = (
+            f"from the hub at commit {(model.revision or '')[:12]}" if model.source == "hub" else f"from the folder {model.path}"
+        )
+        return f"model: {model.name}, {origin}"
     weights = count_numbers(Path(model.path))
     named = f"the tokenizer of {config.model.tokenizer or config.model.name}"
     tokenizer = "a tokenizer trained on the training data" if trains_tokenizer(config.model) else named

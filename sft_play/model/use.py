@@ -77,14 +77,19 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     """
     device = str(device or best_device())
     folder = checkpoint or run.model
-    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    base = check_base(folder, config, plan, prepared, "infer")
+    config, plan, prepared, base = _read_run(run, folder, "infer")
     if base is None:
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:
         model = add_trained_adapter(read_base(config, plan, base, device), folder)
     tokenizer = tokenizer_of(folder, prepared.model, config)
     return to_answer(model, device), tokenizer
+
+
+def _read_run(run: RunFolder, folder: Path, purpose: Purpose) -> tuple[Config, Plan, Prepared, ResolvedModel | None]:
+    """Return what a run was trained by, and its base as `check_base` does for the weights in `folder`."""
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    return config, plan, prepared, check_base(folder, config, plan, prepared, purpose)
 
 
 def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
@@ -251,6 +256,7 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
     Written aside, read again, compared and renamed. `out` must not exist. Raise `HardwareError` for too little disk
     or memory, `CheckpointError` when the merged model answers otherwise than the adapter model.
     """
+    config, plan, prepared, base = _read_run(run, weights, "merge")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -258,7 +264,7 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place") from error
     try:
-        merged = _copy_full(run, weights, partial) if kind_of(weights) == "full" else _merge_adapter(run, weights, partial)
+        merged = _merge_adapter(config, plan, base, weights, partial) if base else _copy_full(config, prepared, weights, partial)
         _stamp(run, weights, partial)
         for path in partial.iterdir():
             if path.is_file():
@@ -275,10 +281,7 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
     return {"folder": str(out), **merged}
 
 
-def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
-    prepared = Prepared.load(run.prepared)
-    settled = read_config(run.config).config
-    check_base(weights, settled, Plan.load(run.plan), prepared, "merge")
+def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path) -> dict[str, Any]:
     _require_disk(partial, _size(weights))
     for path in model_files(weights):
         shutil.copy2(path, partial / path.name)
@@ -295,10 +298,7 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     return {"dtype": stored_dtype(weights), "parameters": count_numbers(weights), "size_bytes": _size(partial), **compared}
 
 
-def _merge_adapter(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
-    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    base = check_base(weights, config, plan, prepared, "merge")
-    assert base is not None
+def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Path, partial: Path) -> dict[str, Any]:
     folder = Path(base.path)
     tokenizer = tokenizer_of(weights, base, config)
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]

@@ -51,20 +51,18 @@ def test_loss_and_gradients_are_those_of_peft(folder: Path, checkpointing: bool)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
+@torch.no_grad()
 def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
     model = adapted(folder).eval()
     ids = torch.arange(300, 320)[None]
-    with torch.no_grad(), model.disable_adapter():
+    with model.disable_adapter():
         bare = model(input_ids=ids).logits
-    with torch.no_grad():
-        tuned = model(input_ids=ids).logits
+    tuned = model(input_ids=ids).logits
     fuse_adapters(model)
-    with torch.no_grad(), model.disable_adapter():
+    with model.disable_adapter():
         assert torch.equal(model(input_ids=ids).logits, bare)
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids).logits, tuned, rtol=1e-4, atol=1e-5)
-        merged = model.merge_and_unload()
-        torch.testing.assert_close(merged(input_ids=ids).logits, tuned, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model(input_ids=ids).logits, tuned, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.merge_and_unload()(input_ids=ids).logits, tuned, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float32])

@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 
-from sft_play.config.load import load_config
+from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.model.load import load_for_training
 from sft_play.model.lora import expert_names
 from tests.families import build_family, tiny_model
@@ -22,10 +22,8 @@ IDS = torch.randint(10, 1000, (2, 40), generator=torch.Generator().manual_seed(1
 def load(folder: Path, name: str, **changes: Any) -> Any:
     """Returns the model that training of `mode: qlora` gets."""
     build_family(folder / name, name)
-    document = folder / f"{name}.yaml"
-    document.write_text(f"model:\n  name: {folder / name}\ntuning:\n  mode: qlora\ndata:\n  train_path: unused.jsonl\n")
-    plan = simple_plan(nf4_experts=True, **changes)
-    return load_for_training(load_config(document).config, plan, prepared_model(folder / name))[0]
+    config = Config(model=ModelConfig(name=str(folder / name)), tuning=TuningConfig(mode="qlora"))
+    return load_for_training(config, simple_plan(nf4_experts=True, **changes), prepared_model(folder / name))[0]
 
 
 def plain_of(model: Any, name: str) -> Any:

@@ -106,15 +106,16 @@ Ask = Callable[..., subprocess.CompletedProcess[str]]
 
 PROGRAM = """
 import sys
-from sft_play.config.schema import ModelConfig
+from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import UserError
-from sft_play.model.resolve import describe_source, resolve_model
+from sft_play.model.scratch import describe_source, resolve
+config = Config(model=ModelConfig(name="someone/small", revision=sys.argv[1] or None))
 try:
-    found = resolve_model(ModelConfig(name="someone/small", revision=sys.argv[1] or None))
+    found = resolve(config)
 except UserError as error:
     print(error.render(), file=sys.stderr)
     sys.exit(error.exit_code)
-print(describe_source(found))
+print(describe_source(config, found))
 print(found.path)
 """
 
