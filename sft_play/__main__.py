@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     try:
         from sft_play.config.call import parse_call
-        from sft_play.launch.process import console_may_go, ended_by_signals
+        from sft_play.launch.process import console_may_go, end_by_signals
         from sft_play.runs.folder import forget_consent, give_consent
 
         forget_consent()
@@ -245,7 +245,7 @@ def _run(arguments: list[str]) -> int:
         with contextlib.ExitStack() as stack:
             if "RUN_NAME" in COMMANDS[call.command].options:  # a training
                 stack.enter_context(console_may_go())
-                stack.enter_context(ended_by_signals())
+                stack.enter_context(end_by_signals())
             return int(getattr(importlib.import_module(module), function)(call))
     except UserError as error:
         print(error.render(), file=sys.stderr)

@@ -26,7 +26,7 @@ from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.files import read_json, translate_disk_errors
-from sft_play.launch.process import console_may_go, ended_by_signals
+from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
 from sft_play.runs.folder import RunFolder, cache_folder
@@ -70,7 +70,7 @@ def data(call: Call) -> int:
 def _stopped_in_order() -> Iterator[None]:
     """Let signals end the preparation so that its processes end and nothing half-written stays; report a disk's error in one line."""
     here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody handle signals
-    with ended_by_signals() if here else nullcontext(), translate_disk_errors(cache_folder(), place_hint):
+    with end_by_signals() if here else nullcontext(), translate_disk_errors(cache_folder(), place_hint):
         yield
 
 

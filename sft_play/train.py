@@ -16,7 +16,7 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.files import write_json
 from sft_play.launch.liveness import MARK
-from sft_play.launch.process import woken_with_parent
+from sft_play.launch.process import wake_with_parent
 from sft_play.launch.recovery import restarts
 from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import clean_up
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
     options = parser.parse_args(arguments)
-    woken_with_parent()
+    wake_with_parent()
     return contain(program or work_with_heartbeat, RunFolder(options.run), options.resume)
 
 

@@ -44,7 +44,7 @@ from sft_play.errors import HardwareError, UserError, printable
 from sft_play.files import translate_disk_errors
 from sft_play.launch.environment import VARIABLE, key_here, new_word
 from sft_play.launch.node import Stop, hear_signals
-from sft_play.launch.process import ended_by_signals, stop_code
+from sft_play.launch.process import end_by_signals, stop_code
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import LOST
 from sft_play.launch.watch import is_terminal, live_panel
@@ -70,7 +70,7 @@ def main(call: Call) -> int:
     """Train on the machines of `CLUSTER` and return the exit code: that of node 0's launcher."""
     task = read_task(call)
     with (
-        ended_by_signals(),
+        end_by_signals(),
         translate_disk_errors(
             task.run.path, lambda full, _: "`df` says what is full" if full else "`mount` and `dmesg` may say why"
         ),

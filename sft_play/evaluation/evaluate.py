@@ -326,17 +326,17 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
 def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
     """Return what preparation finds for a configuration, from the cache's index (no torch) or by a separate process."""
     from sft_play.config.load import save_config
-    from sft_play.launch.attempt import prepare
-    from sft_play.launch.process import ended_by_signals
+    from sft_play.launch.attempt import obtain_prepared
+    from sft_play.launch.process import end_by_signals
     from sft_play.runs.prepared import lookup
 
     if known := lookup(loaded.config):
         return known
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
+    with end_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
-        prepare(run, *words)
+        obtain_prepared(run, *words)
         return Prepared.load(run.prepared)
 
 

@@ -23,7 +23,7 @@ from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH, ended_elsewhere_of
 from sft_play.launch.node import supervise
-from sft_play.launch.process import bound_to_parent, raise_what_was_heard, say
+from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
 from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.settings import accelerate_yaml
@@ -123,7 +123,7 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     return notices
 
 
-END_SECONDS = 6.0
+PREPARATION_END_SECONDS = 6.0
 """Three times this, and everything has ended within the 25 s of a stop on request."""
 
 
@@ -134,7 +134,7 @@ def run_preparation(words: Sequence[str]) -> None:
     killed, the kernel stops it.
     """
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
-    bound = bound_to_parent(signal.SIGTERM)
+    bound = bind_to_parent(signal.SIGTERM)
     with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509 - its thread only writes to sockets
         try:
             code = process.wait()
@@ -155,14 +155,14 @@ def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
     for ask in (*(() if told else (process.terminate,)), process.poll, process.terminate, process.kill):
         ask()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
+            process.wait(PREPARATION_END_SECONDS)
             return
 
 
 DELIVERED = "SFT_PLAY_PREPARED"
 """Variable that names a file: model and data were prepared on another machine and brought to this one (`cluster`)."""
 
-WISH_SECONDS = 0.2
+FETCH_POLL_SECONDS = 0.2
 
 
 def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
@@ -171,11 +171,11 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
         wish = run.path / f".fetch-node{node_rank}"
         wish.touch()
         while wish.exists():
-            time.sleep(WISH_SECONDS)
+            time.sleep(FETCH_POLL_SECONDS)
             raise_what_was_heard()
 
 
-def prepare(run: RunFolder, *words: str) -> None:
+def obtain_prepared(run: RunFolder, *words: str) -> None:
     """Resolve the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
 
     Where another machine has done so for this one, what it brought is taken.
@@ -249,12 +249,12 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
     while held := _held(before, detect(), devices):
         words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
         if time.monotonic() > deadline:
-            say(
+            announce(
                 f"warning: {words} still held after {LIMITS.free_memory:.0f} s; continuing\n\nhint: `nvidia-smi` shows the programs that hold it"
             )
             return
         if not told:
-            say(f"waiting until the memory of the processes that have ended is free: {words}")
+            announce(f"waiting until the memory of the processes that have ended is free: {words}")
         told = True
         time.sleep(LIMITS.look)
 

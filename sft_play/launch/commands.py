@@ -18,11 +18,11 @@ from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import remove_half_written
 from sft_play.launch import recovery
-from sft_play.launch.attempt import fetch_checkpoint, prepare, probe, run_attempt, wait_until_free
+from sft_play.launch.attempt import fetch_checkpoint, obtain_prepared, probe, run_attempt, wait_until_free
 from sft_play.launch.environment import indices_of
 from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
 from sft_play.launch.machines import FETCH, agree, join_machines, meet, remove_own_part
-from sft_play.launch.process import ended_by_signals
+from sft_play.launch.process import end_by_signals
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
     as_resume,
@@ -96,12 +96,12 @@ def start_run(
     if existing := existing_run(options, loaded):
         again = as_resume(call, options, loaded, existing)
         check_overrides(again)
-        with ended_by_signals(), lock_run(existing, node_rank=options.request.node_rank):
+        with end_by_signals(), lock_run(existing, node_rank=options.request.node_rank):
             return existing, _resume(again, existing, loaded)
     job = job_of(call, loaded, options)
     refuse_early(job)
     name, rank, again_too = choose_name(options.run_name, loaded.path), job.node.rank, loaded.config.launch.auto_resume
-    with ended_by_signals(), contextlib.ExitStack() as stack:
+    with end_by_signals(), contextlib.ExitStack() as stack:
         if rank > 0:  # on a shared disk node 0 makes the folder
             job = stack.enter_context(join_machines(job, RunFolder(runs_folder() / name)))
         run = stack.enter_context(reserve_folder(name, node_rank=rank, never_started_too=again_too))
@@ -112,7 +112,7 @@ def start_run(
         if job.has_met:
             refuse_early(job)
         save_config(loaded, job.home(run).config)
-        prepare(job.home(run))
+        obtain_prepared(job.home(run))
         if before_launch:
             before_launch(job, run)
         outcome = run_attempts(job, run, event="started", checkpoint=None)
@@ -126,7 +126,7 @@ def resume(call: Call) -> int:
         raise UserError("`make resume` needs `RUN=name-or-folder`", hint="make resume RUN=NAME")
     run = find_run(name)
     check_overrides(call)
-    with ended_by_signals(), lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
+    with end_by_signals(), lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
         outcome = _resume(call, run, call.load_config())
     return finish(call, run, outcome)
 
@@ -168,7 +168,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         if job.shared:
             save_config(loaded, home.config)
         with restore_on_error(home.prepared):
-            prepare(home)
+            obtain_prepared(home)
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)

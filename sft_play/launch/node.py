@@ -24,9 +24,9 @@ import psutil
 
 from sft_play.files import remove_half_written
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
-from sft_play.launch.process import STOPS, bound_to_parent, say, signals_to_hear
+from sft_play.launch.process import STOPS, announce, bind_to_parent, signals_to_hear
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import Loss, Outcome, hang, judge, launcher_log, standing, tail
+from sft_play.launch.verdict import Loss, Outcome, hang, launcher_log, outcome_of, standing, tail
 from sft_play.runs.folder import RunFolder
 
 LONGEST_LOOK = 1.0
@@ -35,7 +35,7 @@ WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
 AGENT_MODULE = "accelerate.commands.launch"
 BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_TRACING_STOP})
 """States in which a silent process is not dead: it computes, or a debugger holds it."""
-FRESH_SECONDS = 5.0
+SAVING_BEAT_SECONDS = 5.0
 """A worker that has said for longer than this that it saves may be frozen."""
 
 
@@ -108,7 +108,7 @@ class Watch:
     def saves(self, rank: int) -> bool:
         """Whether a rank said just now that it writes a checkpoint."""
         beat = self.beats.latest.get(rank)
-        return beat is not None and beat.phase == "saving" and time.monotonic() - self.beats.heard[rank] < FRESH_SECONDS
+        return beat is not None and beat.phase == "saving" and time.monotonic() - self.beats.heard[rank] < SAVING_BEAT_SECONDS
 
     def _find_workers(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -178,7 +178,7 @@ def is_worker(arguments: Sequence[str]) -> bool:
     return AGENT_MODULE not in modules and not WORKER_MODULES.isdisjoint(modules)
 
 
-POLL_SECONDS = 0.1
+AGENT_POLL_SECONDS = 0.1
 EndedElsewhere = Callable[[bool], Outcome | int | None]
 """Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the workers; told whether this
 machine was asked to stop."""
@@ -211,7 +211,7 @@ def supervise(
             stdout=console,
             stderr=agent_log,
             start_new_session=True,
-            preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
+            preexec_fn=bind_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
         )
         watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats, share_standings=share_standings)
         ended = None
@@ -221,11 +221,11 @@ def supervise(
             kill_descendants(process, others)
             beats.close()
             remove_empty(run, ranks)
-    outcome = judge(
+    outcome = outcome_of(
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
         memory_kill=kills.evidence(), log_starts=log_starts,
     )  # fmt: skip
-    # Where another machine ended it, this one's workers were killed for that: what `judge` says of them is only the effect.
+    # Where another machine ended it, this one's workers were killed for that: what `outcome_of` says of them is only the effect.
     return ended if ended and outcome.code else outcome
 
 
@@ -243,7 +243,7 @@ def _wait(
                 stop.ask(process, watch)
         if stop.wanted and not told:
             told = True
-            say("stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
+            announce("stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
         found = None if killed or ended_elsewhere is None else ended_elsewhere(stop.wanted)
         if isinstance(found, int):
             stop.note(found)
@@ -252,9 +252,9 @@ def _wait(
         if not killed and (why := _reason_to_kill(stop, watch, ended)) is not None:
             killed = True
             if why:
-                say(why)
+                announce(why)
             kill_descendants(process, others)
-        time.sleep(POLL_SECONDS)
+        time.sleep(AGENT_POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.wanted:
         name = signal.Signals(-process.returncode).name  # the workers leave with it, so no rank is to blame
         text = f"the process that had started the workers (`accelerate launch`) was killed by {name}; all ranks were stopped"
@@ -283,7 +283,7 @@ def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch
     return stop.wanted and any(is_alive(worker) for worker in watch.workers)
 
 
-SAME_SECONDS = 0.5
+SAME_SIGNAL_SECONDS = 0.5
 """A Ctrl-C that comes again within this time is the same one, heard twice (by make, by a wrapper)."""
 
 
@@ -302,7 +302,7 @@ class Stop:
         if not self.signals:
             self.signals.append(number)
             self.since = now
-        elif number == signal.SIGINT and now - self.since > SAME_SECONDS:
+        elif number == signal.SIGINT and now - self.since > SAME_SIGNAL_SECONDS:
             self.signals.append(number)
 
     @property
@@ -381,7 +381,7 @@ def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Proces
             break
     else:
         names = ", ".join(f"process {member.pid}" for member in left)
-        say(
+        announce(
             f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
         )
     with contextlib.suppress(subprocess.TimeoutExpired):

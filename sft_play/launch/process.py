@@ -19,7 +19,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 REPEATED_SECONDS = 2.0
 """A signal that comes again within this time is the same request, sent to us and to all our processes."""
 _heard: list[int] = []
-"""Signals that came inside `ended_by_signals` and have not ended it yet."""
+"""Signals that came inside `end_by_signals` and have not ended it yet."""
 
 
 def signals_to_hear() -> list[signal.Signals]:
@@ -41,7 +41,7 @@ class StoppedBySignal(SystemExit):
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def end_by_signals() -> Iterator[None]:
     """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
 
     Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser): long loops ask
@@ -78,7 +78,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
+def bind_to_parent(number: signal.Signals) -> Callable[[], None] | None:
     """Return a `preexec_fn` for `subprocess.Popen`: the child gets the signal `number` when this process has gone.
 
     Call it in the main thread: the kernel goes by the thread that made the child. `None` where there is no such thing.
@@ -95,7 +95,7 @@ def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
     return bind
 
 
-def woken_with_parent() -> None:
+def wake_with_parent() -> None:
     """Make the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
     stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves."""
     if _libc is not None:
@@ -177,6 +177,6 @@ def end_make(code: int) -> int:
     return 0
 
 
-def say(text: str) -> None:
+def announce(text: str) -> None:
     """Tell the user, on stderr."""
     print(f"\n{text}", file=sys.stderr, flush=True)

@@ -15,10 +15,10 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
-from sft_play.launch.attempt import prepare, probe
+from sft_play.launch.attempt import obtain_prepared, probe
 from sft_play.launch.deepspeed import refuse_contradictions
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early
-from sft_play.launch.process import ended_by_signals
+from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
@@ -101,10 +101,10 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
     cache_folder().mkdir(parents=True, exist_ok=True)
     job = job_of(call, loaded, options)
     refuse_early(job)
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="probe-", dir=cache_folder()) as folder:
+    with end_by_signals(), tempfile.TemporaryDirectory(prefix="probe-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
-        prepare(run)
+        obtain_prepared(run)
         probe(job, run, Prepared.load(run.prepared))
 
 

@@ -33,7 +33,7 @@ from sft_play.runs.progress import energy_kwh
 from sft_play.text import duration, figure, gib, table
 
 LOCK = re.compile(r"\.launcher-node(\d+)\.lock")
-LONGEST_SECONDS = 3600.0
+STOP_SECONDS = 3600.0
 """How long `make stop` waits; a launcher leaves within 25 s, unless a checkpoint takes longer to write."""
 
 
@@ -71,7 +71,7 @@ def _owner(path: Path) -> psutil.Process | None:
     return None
 
 
-def _named_run(call: Call) -> RunFolder:
+def _find_named_run(call: Call) -> RunFolder:
     if not call.options.get("RUN"):
         raise UserError(f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME")
     return find_run(call.options["RUN"])
@@ -79,7 +79,7 @@ def _named_run(call: Call) -> RunFolder:
 
 def stop(call: Call) -> int:
     """`make stop RUN=`: asks the run's launcher here to save and leave, waits for it and says what is saved."""
-    run = _named_run(call)
+    run = _find_named_run(call)
     known = holders(run)
     if not known:
         raise UserError(f"nothing trains `{run.name}` now", hint="`make runs` shows which runs are under way")
@@ -107,10 +107,10 @@ def ask_to_leave(call: Call, run: RunFolder, launchers: Sequence[psutil.Process]
         begun = launchers[0].create_time() - 0.5  # the kernel counts from the machine's start, in hundredths of a second
     for launcher in launchers:
         _ask(launcher, run)
-    deadline = time.monotonic() + LONGEST_SECONDS
+    deadline = time.monotonic() + STOP_SECONDS
     while left := [launcher.pid for launcher in launchers if is_alive(launcher)]:  # a zombie has left
         if time.monotonic() > deadline:
-            raise HardwareError(f"process {left[0]} has not left within {LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {left[0]}")
+            raise HardwareError(f"process {left[0]} has not left within {STOP_SECONDS:.0f} s", hint=f"kill -KILL {left[0]}")
         time.sleep(0.1)
     return _say_how_it_ended(call, run, ending(run, node_rank, begun), goes_on)
 
@@ -167,7 +167,7 @@ def _say_how_it_ended(call: Call, run: RunFolder, last: Mapping[str, Any], goes_
 
 def logs(call: Call) -> int:
     """`make logs RUN= RANK= FOLLOW=1`: prints the log of a rank, and with `FOLLOW` what is added while the run goes on."""
-    run, rank, follow = _named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
+    run, rank, follow = _find_named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
         ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdigit())
@@ -329,7 +329,7 @@ def main(call: Call) -> int:
     elif not chosen:
         print(f"no runs in `{runs_folder()}`" if not found else "`WHERE` matches no run")
     else:
-        lines = [_shown(one) for one in chosen]
+        lines = [_format_row(one) for one in chosen]
         used = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
         print(*table([used, *([line[name] for name in used] for line in lines)]), sep="\n")
     return 0
@@ -361,7 +361,7 @@ def _word(node: ast.expr, columns: list[str]) -> ast.expr:
     return ast.Constant(node.id) if isinstance(node, ast.Name) and node.id not in (*columns, *FUNCTIONS) else node
 
 
-def _shown(one: Summary) -> dict[str, str]:
+def _format_row(one: Summary) -> dict[str, str]:
     def cell(value: float | None, unit: str = "") -> str:
         return f"{figure(value)}{unit}" if value is not None else "-"
 

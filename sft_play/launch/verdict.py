@@ -91,7 +91,7 @@ class Loss:
     hint: str = ""
 
 
-def judge(
+def outcome_of(
     run: RunFolder,
     ranks: range,
     *,

@@ -24,7 +24,7 @@ from sft_play.text import figure
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SECONDS, SECONDS_BETWEEN_LINES = 1.0, 10.0
+PANEL_SECONDS, LINE_SECONDS = 1.0, 10.0
 ALIVE_SECONDS = 120.0
 """A run whose launcher is on another machine counts as under way while its files change this often."""
 MOST_RANKS = 8
@@ -149,7 +149,7 @@ def show_live(run: RunFolder, console: TextIO, *, wanted: bool) -> Iterator[int]
             yield into
         finally:
             os.close(into)
-            thread.join(2 * SECONDS)
+            thread.join(2 * PANEL_SECONDS)
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Ite
     rows, over = Follower(run.metrics), threading.Event()
 
     def show(live: Live) -> None:
-        while not over.wait(SECONDS):
+        while not over.wait(PANEL_SECONDS):
             live.update(panel(run, rows.look(), state()), refresh=True)
 
     with Live(panel(run, rows.look(), state()), console=Console(file=console), auto_refresh=False) as live:
@@ -171,7 +171,7 @@ def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Ite
             yield live
         finally:
             over.set()
-            thread.join(2 * SECONDS)
+            thread.join(2 * PANEL_SECONDS)
             live.update(panel(run, rows.look(), state()), refresh=True)
 
 
@@ -183,7 +183,7 @@ def main(call: Call) -> int:
     if not call.json and is_terminal(sys.stdout):
         with live_panel(sys.stdout, run, lambda: _state_seen(run)):
             while _state_seen(run) in UNDER_WAY:
-                time.sleep(SECONDS)
+                time.sleep(PANEL_SECONDS)
     else:
         _print_lines(call, run)
     return 0
@@ -203,9 +203,7 @@ def _print_lines(call: Call, run: RunFolder) -> None:
         shown = min(shown, len(found))
         for place in range(shown, len(found)):
             row, last = found[place], place == len(found) - 1 and state not in UNDER_WAY
-            due = row.get("kind") == "eval" or (
-                row.get("kind") == "train" and (last or time.monotonic() - told > SECONDS_BETWEEN_LINES)
-            )
+            due = row.get("kind") == "eval" or (row.get("kind") == "train" and (last or time.monotonic() - told > LINE_SECONDS))
             if call.json:
                 print(json.dumps(row), flush=True)
             elif due:
@@ -214,6 +212,6 @@ def _print_lines(call: Call, run: RunFolder) -> None:
         shown = len(found)
         if state not in UNDER_WAY:
             break
-        time.sleep(SECONDS)
+        time.sleep(PANEL_SECONDS)
     if not call.json:
         print(*(f"warning: {one.text}" for one in findings(found, _spikes(run))), f"`{run.name}`: {state}", sep="\n")

@@ -26,7 +26,7 @@ from typing import Any
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.files import read_object, write_json
-from sft_play.launch.process import ended_by_signals
+from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.settings import NO_FILE
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     counted: Tries | None = None
     try:
-        with ended_by_signals():  # process 1 of a container hears no signal that it has no handler for
+        with end_by_signals():  # process 1 of a container hears no signal that it has no handler for
             command = complete_command(words, os.environ)
             if words and words[0] in LAUNCHED:
                 counted = begin_try(command, os.environ)

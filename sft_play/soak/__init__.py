@@ -26,7 +26,7 @@ import psutil
 from sft_play.config.keys import variable_name
 from sft_play.errors import UserError
 from sft_play.files import read_json, read_json_lines, read_object, write_json, write_text
-from sft_play.launch.process import ended_by_signals
+from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.verdict import LOST
 from sft_play.runs.checkpoints import newest_valid, step_of
@@ -224,7 +224,7 @@ def main(call: Call) -> int:
         raise UserError(f"`STRATEGY` is `{strategy}`; expected {', '.join(f'`{name}`' for name in COMMANDS)}")
     kills, seed = call.integer("KILLS"), call.integer("SEED")
     folder = runs_folder().resolve() / choose_name(call.options.get("RUN_NAME", f"soak-{strategy}"), None)
-    with ended_by_signals():
+    with end_by_signals():
         soak = prepare_soak(call, folder, strategy, SEED if seed is None else seed)
         tell(f"soak {folder}: {len(soak.state.kills)} kills so far")
         ensure_reference(soak)

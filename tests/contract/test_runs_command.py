@@ -20,13 +20,13 @@ from tests.conftest import ROOT, Program
 HOLDER = """
 import sys, time
 from pathlib import Path
-from sft_play.launch.process import ended_by_signals
+from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import lock_run, record_event
 from sft_play.runs.folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
 with lock_run(run):
     try:
-        with ended_by_signals():
+        with end_by_signals():
             print("held", flush=True)
             time.sleep(60)
     finally:

@@ -20,7 +20,7 @@ from torch import distributed
 
 from sft_play.launch.liveness import SCALE, Beat
 from sft_play.launch.recovery import Restarts
-from sft_play.launch.verdict import Outcome, culprits, hang, judge, standing
+from sft_play.launch.verdict import Outcome, culprits, hang, outcome_of, standing
 from sft_play.runs.folder import RunFolder
 from sft_play.training.faults import verdict
 from sft_play.training.metrics import Sampler
@@ -51,14 +51,16 @@ def record(code: int, moment: float, error: str = "") -> dict[str, Any]:
 
 def test_the_earliest_permanent_error_is_named_and_no_rank_that_torchrun_ended(tmp_path: Path) -> None:
     run = run_with(tmp_path, {0: record(75, 1.0, "peer gone"), 1: record(4, 3, "error: bad row"), 2: record(1, 4, "Traceback")})
-    outcome = judge(run, range(4), agent_code=1, agent_log=summary({1: 4, 3: -15}))
+    outcome = outcome_of(run, range(4), agent_code=1, agent_log=summary({1: 4, 3: -15}))
     assert (outcome.code, outcome.rank) == (4, 1)
     assert outcome.message.startswith(f"error: bad row\n\nrank 1 ({socket.gethostname()}) failed first")
     assert "rank1.log" in outcome.message
 
 
 def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> None:
-    outcome = judge(run_with(tmp_path, {}), range(1), agent_code=1, agent_log="ModuleNotFoundError: No module named 'accelerate'")
+    outcome = outcome_of(
+        run_with(tmp_path, {}), range(1), agent_code=1, agent_log="ModuleNotFoundError: No module named 'accelerate'"
+    )
     assert outcome.code == 1 and "No module named 'accelerate'" in outcome.message
 
 
@@ -76,7 +78,7 @@ def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Pat
     what = verdict(problem, RunFolder(tmp_path), Activity())
     assert what["code"] == 75
     run, error = run_with(tmp_path, {2: what | {"time": 1.0}}), what["error"]
-    outcome = judge(run, range(2, 3), agent_code=1, agent_log=summary({2: 1}))
+    outcome = outcome_of(run, range(2, 3), agent_code=1, agent_log=summary({2: 1}))
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
     lost = f"rank 2 ({socket.gethostname()}) lost its connection to another rank; the machine of that rank says why; the log of rank 2: "
     assert outcome.message.startswith(f"{error}\n\n{lost}{run.rank_log(2)}; docs/"), "the rank that failed is not this one"
@@ -148,7 +150,7 @@ def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) 
     run.path.rename(tmp_path / "elsewhere")
     leave_record(run, 0, record(3, 1.0, "error: the run's folder is gone"))
     assert not run.path.exists(), "no stub that looks like a run"
-    outcome = judge(run, range(1), agent_code=1, agent_log=summary({0: 3}))
+    outcome = outcome_of(run, range(1), agent_code=1, agent_log=summary({0: 3}))
     assert outcome.code == 3 and f"{run.path}: the run's folder is gone" in outcome.message and "was it moved" in outcome.message
     assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
 

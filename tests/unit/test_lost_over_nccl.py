@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.verdict import Loss, judge
+from sft_play.launch.verdict import Loss, outcome_of
 from tests.documents import on_page
 from tests.unit.test_launch_supervise import record, run_with, summary
 
@@ -100,14 +100,14 @@ def test_a_survivor_alone_has_lost_its_peer(text: str, tmp_path: Path) -> None:
     """The machine of the rank that was lost is another one, and torchrun has asked this machine's other rank to leave."""
     run = logged(tmp_path, {3: record(143, 2.0)}, {2: text})
     for loss in (None, Loss(cause="killed", rank=2)):
-        outcome = judge(run, range(2, 4), agent_code=1, agent_log=summary({3: 143, 2: -6}), loss=loss)
+        outcome = outcome_of(run, range(2, 4), agent_code=1, agent_log=summary({3: 143, 2: -6}), loss=loss)
         assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
         assert on_page("nccl-timeout", outcome.message), outcome.message
 
 
 def test_a_rank_whose_own_gpu_failed_is_the_cause(tmp_path: Path) -> None:
     run = logged(tmp_path, {}, {0: REMOTE, 1: FAULT})
-    outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: -6, 1: -6}))
+    outcome = outcome_of(run, range(2), agent_code=1, agent_log=summary({0: -6, 1: -6}))
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "killed")
 
 
@@ -123,6 +123,6 @@ def test_a_process_that_cpp_ended_for_want_of_memory(words: str, tmp_path: Path)
     run = run_with(tmp_path, {})
     run.rank_log(0).write_text(words)
     code = 1 if words.startswith("Error") else -int(signal.SIGABRT)
-    outcome = judge(run, range(1), agent_code=1, agent_log=json.dumps("died") + summary({0: code}))
+    outcome = outcome_of(run, range(1), agent_code=1, agent_log=json.dumps("died") + summary({0: code}))
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 0, "out_of_memory")
     assert words.splitlines()[0] in outcome.message
