@@ -57,6 +57,7 @@ from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import end_text, notify, wait_until_sent
+from sft_play.text import plural
 
 
 def train(call: Call) -> int:
@@ -163,6 +164,9 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
                 print(note, file=sys.stderr)
             refuse_fewer_steps(loaded.config, before, checkpoint)
         if job.node.rank == 0:  # it plans for all
+            if (world := job.world_size(before)) != before.world_size and "NUM_GPUS" not in call.options:
+                had = plural(before.world_size, "process")
+                print(f"note: `{run.name}` ran with {had}, and continues with {world}; `NUM_GPUS` says how many", file=sys.stderr)
             refuse_early(job)
         home = job.home(run)
         if job.shared:

@@ -140,8 +140,8 @@ class Watch:
             with contextlib.suppress(psutil.Error):
                 found = self._stuck(worker, passed, heard=rank in heard, beats_expected=beats_expected)
                 if found and not self.run.rank_exit(rank).exists():
-                    where = f" {self.beats.latest[rank].where()}" if rank in self.beats.latest else ""
-                    text = f"rank {rank} ({socket.gethostname()}) is frozen{where}: {found[0]}"
+                    last = f" (last heard {self.beats.latest[rank].where()})" if rank in self.beats.latest else ""
+                    text = f"rank {rank} ({socket.gethostname()}) is frozen{last}: {found[0]}"
                     return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
         return None
 

@@ -121,7 +121,7 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
     if checkpoint is None and first_node and events and all(event.get("node", 0) for event in events):
         raise CheckpointError(
             f"`{run.name}` trained on several machines, and its checkpoints are on node 0", place=str(run.path),
-            hint="continue there, or copy its `checkpoints/` here first",
+            hint="continue there, or copy the run's folder from node 0 to here first",
         )  # fmt: skip
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint

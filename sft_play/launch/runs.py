@@ -201,6 +201,8 @@ class Summary:
     """`preparing`, `running`, `finished`, `stopped`, `failed`, `killed` (its launcher is gone), `never started`."""
     code: int | None
     """Exit code of its last launch, where that has ended."""
+    node_rank: int
+    """The node whose folder it is: steps and scores are recorded on node 0 alone."""
     step: int
     steps: int | None
     loss: float | None
@@ -250,7 +252,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     planned, forecast = plan.get("energy_kwh"), plan.get("total_seconds")
     return Summary(
         name=run.name, state=state, code=events[-1].get("code") if state in FINAL_EVENTS else None,
-        step=int(train[-1].get("step", 0)), steps=plan.get("steps"), loss=train[-1].get("loss"),
+        node_rank=node_of(run), step=int(train[-1].get("step", 0)), steps=plan.get("steps"), loss=train[-1].get("loss"),
         best=scores.get(f"eval_{metric}"), metric=metric if f"eval_{metric}" in scores else None, scores=scores,
         model=short_path(str(read_object(run.prepared).get("model", {}).get("name") or config.get("model", {}).get("name") or "")) or None,
         method=config.get("tuning", {}).get("mode"), data=_data(config.get("data", {})), strategy=plan.get("strategy"),
@@ -280,8 +282,15 @@ def age_of(run: RunFolder) -> float:
     return max(0.0, time.time() - max(touched)) if touched else 0.0
 
 
+def node_of(run: RunFolder) -> int:
+    """Return the first of the nodes that keep something in this folder: 0, unless this machine is another of several by hand."""
+    events, launchers = read_events(run), holders(run)
+    return min((*(int(event.get("node", 0)) for event in events), *(one.node_rank for one in launchers)), default=0)
+
+
 def _first_nodes_events(run: RunFolder) -> list[dict[str, Any]]:
-    return [event for event in read_events(run) if event.get("node", 0) == 0]
+    first = node_of(run)
+    return [event for event in read_events(run) if event.get("node", 0) == first]
 
 
 def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
@@ -368,7 +377,11 @@ def _format_row(one: Summary) -> dict[str, str]:
     return {
         "run": one.name,
         "state": f"{one.state} ({one.code})" if one.code and one.state == "failed" else one.state,
-        "step": f"{one.step}/{one.steps}" if one.steps else str(one.step),
+        "step": f"on node 0; this is node {one.node_rank}"
+        if one.node_rank
+        else f"{one.step}/{one.steps}"
+        if one.steps
+        else str(one.step),
         "loss": f"{one.loss:.4f}" if one.loss is not None else "-",
         "best": f"{one.best:.4f} {one.metric}" if one.best is not None else "-",
         "model": (one.model or "-").rstrip("/").rpartition("/")[2],

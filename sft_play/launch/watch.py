@@ -16,7 +16,7 @@ from sft_play.config.call import Call
 from sft_play.errors import UserError
 from sft_play.files import read_json_lines, read_object
 from sft_play.launch.run_folder import find_run
-from sft_play.launch.runs import age_of, state_of
+from sft_play.launch.runs import age_of, node_of, state_of
 from sft_play.runs.folder import WHOLE_BYTES, RunFolder, metric_rows
 from sft_play.runs.progress import clock, evaluation_line, findings, line_of, seconds_left
 from sft_play.text import figure
@@ -67,7 +67,7 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
     plan = read_object(run.plan)
     train, evaluations = ([row for row in rows if row.get("kind") == kind] for kind in ("train", "eval"))
     last, steps = train[-1] if train else {}, plan.get("steps")
-    phase = read_object(run.phase).get("phase", "loading") if state == "running" else state
+    phase = read_object(run.phase).get("phase", "loading") if state == "running" and not node_of(run) else state
     left = seconds_left(rows, steps)
     top = Table.grid(expand=True, padding=(0, 1))
     top.add_column(ratio=1)
@@ -180,6 +180,11 @@ def main(call: Call) -> int:
     if not call.options.get("RUN"):
         raise UserError("`make watch` needs `RUN=name-or-folder`", hint="make watch RUN=NAME")
     run = find_run(call.options["RUN"])
+    if node := node_of(run):
+        print(
+            f"note: this is node {node} of `{run.name}`; its steps are recorded on node 0: type the command there",
+            file=sys.stderr,
+        )
     if not call.json and is_terminal(sys.stdout):
         with live_panel(sys.stdout, run, lambda: _state_seen(run)):
             while _state_seen(run) in UNDER_WAY:

@@ -298,7 +298,7 @@ def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
         told = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
         raise CheckpointError(
             f"the ranks would continue from different checkpoints: {told}",
-            hint="let RUNS_DIR be a folder that all machines share, or copy the run's `checkpoints/` from node 0 to the others",
+            hint="let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others",
         )
 
 

@@ -65,6 +65,7 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
         make_run(runs, name, *events, best="rougeL" if name == "done" else "loss")
     running = make_run(runs, "now", "started")
     append_json_line(running.metrics, {"kind": "train", "step": 3, "loss": 1.0, "rank_memory_gib": [1.5, 2.25, None]})
+    append_json_line(make_run(runs, "second").events, {"event": "finished", "node": 1, "time": 1.0})  # of two machines by hand
     process = hold(running)
     try:
         listed = {row["name"]: row for row in in_process("runs", "JSON=1", runs=runs).json}
@@ -73,12 +74,14 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert {name: row["state"] for name, row in listed.items()} == {
-        "done": "finished", "broken": "failed", "gone": "killed", "none": "never started", "now": "running"
+        "done": "finished", "broken": "failed", "gone": "killed", "none": "never started", "now": "running", "second": "finished"
     }  # fmt: skip
     assert (listed["done"]["step"], listed["done"]["steps"], listed["done"]["loss"]) == (2, 8, 1.5)
     assert (listed["done"]["best"], listed["gone"]["best"]) == (0.2, 3.0)
     assert "failed (3)" in text and "0.2000 rougeL" in text and "2/8" in text
     assert listed["now"]["peak_memory_bytes"] == 2.25 * 2**30 and "2.25 GiB" in text, "of a run that still trains"
+    assert "on node 0; this is node 1" in text
+    assert "its steps are recorded on node 0" in in_process("watch", "RUN=second", runs=runs).err
     assert in_process("runs", runs=tmp_path / "empty").out.startswith("no runs in")
 
 

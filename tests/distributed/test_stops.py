@@ -138,6 +138,8 @@ def stop(launch: Started, moment: Callable[[Started], bool], number: int, target
             for one in everybody:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.send_signal(number)
+        elif target == "agent":
+            launch.agent().send_signal(number)
         else:
             launch.workers()[int(target)].send_signal(number)
         code, said = launch.end(within=IN_TIME)
@@ -145,13 +147,14 @@ def stop(launch: Started, moment: Callable[[Started], bool], number: int, target
     return code
 
 
-def test_two_ranks_stop_in_an_evaluation_and_the_same_command_goes_on(double: Place) -> None:
-    launch = double.start("evaluation")
-    assert stop(launch, evaluating, signal.SIGTERM, "1") == 143, launch.output.read_text()
+@pytest.mark.parametrize("target", ["1", "agent"])
+def test_two_ranks_stop_in_an_evaluation_and_the_same_command_goes_on(double: Place, target: str) -> None:
+    launch = double.start(f"evaluation-{target}")
+    assert stop(launch, evaluating, signal.SIGTERM, target) == 143, launch.output.read_text()
     last = launch.events()[-1]
     assert (last["event"], last["signal"], last["step"], last["saved"]) == ("stopped", "SIGTERM", EVERY, "step-000003")
     assert not rows(launch, "eval"), "an evaluation that did not end leaves no figures"
-    again = double.again("evaluation")
+    again = double.again(launch.run.name)
     assert "step-000003" in again.output.read_text()
     assert_same(again)
 
