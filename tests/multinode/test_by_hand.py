@@ -31,12 +31,12 @@ class Lan2:
         self.launcher = Launcher(folder, model)
         self.started: list[tuple[subprocess.Popen[str], Path]] = []
 
-    def start(self, k: int, *words: str, nodes: int = 2, master: str | None = None, **env: str) -> None:
+    def start(self, k: int, *words: str, nodes: int = 2, name: str = "by_hand", master: str | None = None, **env: str) -> None:
         address = master or self.net.hosts[0].address
         place = (f"NUM_NODES={nodes}", f"NODE_RANK={k}", f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}")
         command = (self.net.python, "-m", "sft_play", *words, *place)
         if words[0] != "resume":
-            command += (f"CONFIG={self.launcher.config}", "RUN_NAME=by_hand")
+            command += (f"CONFIG={self.launcher.config}", f"RUN_NAME={name}")
         path = self.folder / f"said{len(self.started)}"
         with path.open("w") as said:
             process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=self.folder)

@@ -292,24 +292,6 @@ def test_unknown_host_key(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_machine_under_two_names(net: Lan) -> None:
-    """Two names of one address are seen when the machine has answered."""
-    checked = check(net, {"twin": {"address": "node2"}})
-    assert checked.fails()["twin"] == {"same-machine"}
-
-
-@pytest.mark.long
-def test_a_cut_link(net: Lan) -> None:
-    net.link(2, False)
-    try:
-        cut = check(net)
-    finally:
-        net.link(2, True)
-    assert cut.fails() == {"node1": set(), "node2": set(), "node3": {"unreachable"}}
-    assert cut.seconds < 30
-
-
-@pytest.mark.long
 def test_a_machine_that_stops_answering(net: Lan) -> None:
     """It was met, and then reads from a disk that is gone: it is named, the others are compared all the same."""
     dead, target = net.folder / "dead", net.folder / "project" / "sft_play" / "report" / "card.py"

@@ -1,4 +1,4 @@
-"""Speed over three hosts with links of 1 Gb/s: shares that follow what each host computes (B11), bytes as the hosts' interfaces count them (B12)."""
+"""Three hosts with links of 1 Gb/s: shares that follow what each computes (B11); a pipeline's bytes as the interfaces count them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ STEPS = {"off": 14, "auto": 48}
 """Alike devices share out again after three looks, at steps 5, 15 and 25 or later."""
 HEAVIER: Mapping[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
 """Large enough that a rank computes for most of a step, and for the 2 s between two looks that a measure needs."""
-WIDER: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-"""0.8 million weights: gradients of 3.2 MB a step, beside which nothing else that is sent counts."""
 
 
 @contextlib.contextmanager
@@ -93,7 +91,7 @@ def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path)
     assert speeds["auto"] >= 1.3 * speeds["off"], (speeds, told)
 
 
-def bytes_of(hosts: Lan2, name: str, steps: int, *words: str, strategy: str = "ddp") -> int:
+def bytes_of(hosts: Lan2, name: str, steps: int, *words: str, strategy: str) -> int:
     """Returns what the interfaces of three hosts sent in a whole run of full tuning."""
     before = sum(map(hosts.net.sent_bytes, range(3)))
     fixed = ("NUM_GPUS=1", "TUNING_MODE=full", "LAUNCH_BALANCE=off", "TRAIN_SAVE_STRATEGY=no", "TRAIN_GLOBAL_BATCH_SIZE=6")
@@ -103,19 +101,6 @@ def bytes_of(hosts: Lan2, name: str, steps: int, *words: str, strategy: str = "d
     run = hosts.run(name)
     assert Plan.load(run.plan).strategy == strategy and metrics(run.path)[-1]["step"] == steps
     return sum(map(hosts.net.sent_bytes, range(3))) - before
-
-
-def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_path: Path) -> None:
-    """What a start sends, the whole model once, is what ordinary runs of 8 and of 32 steps have in common."""
-    with lan(tmp_path / "lan", nodes=3) as net:
-        hosts = Lan2(net, tmp_path, build_tiny_llama(tmp_path / "wider", **WIDER))
-        ways = {"none": (), "fp16": ("LAUNCH_COMPRESSION=fp16",), "local": ("LAUNCH_LOCAL_STEPS=16",)}
-        sent = {name: bytes_of(hosts, name, 32, *words) for name, words in ways.items()}
-        start = (4 * bytes_of(hosts, "start", 8) - sent["none"]) // 3
-    found = {name: count - start for name, count in sent.items()}
-    assert 0 < start < sent["none"] / 8, (start, sent)
-    assert 0.45 < found["fp16"] / found["none"] < 0.56, (start, found)
-    assert found["none"] / found["local"] > 12, (start, found)
 
 
 def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) -> None:

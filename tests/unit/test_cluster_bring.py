@@ -12,7 +12,7 @@ import pytest
 
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, send_code, send_model
-from sft_play.cluster.hosts import settings_to_forward
+from sft_play.cluster.hosts import last_word, settings_to_forward
 from sft_play.cluster.install import install
 from sft_play.cluster.inventory import Host
 from sft_play.errors import DataError, HardwareError, UserError
@@ -102,7 +102,7 @@ def test_a_folder_that_is_this_very_project_stays_as_it_is(there: Path, monkeypa
     write(there, a="edited just now")
     monkeypatch.setattr(bring, "project", lambda: there)
     send(["a.py"])
-    assert [path.name for path in there.iterdir()] == ["a.py", ".cache"] or not list((there / ".cache").iterdir())
+    assert [path.name for path in there.iterdir()] == ["a.py"]
     assert (there / "a.py").read_text() == "edited just now" and not (there / MARKER).exists()
 
 
@@ -213,6 +213,13 @@ def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkey
             bring.code_files()
         assert why in found.value.message
         assert "git clone the project, `make install` in the clone" in (found.value.hint or "")
+
+
+def test_the_line_of_rsyncs_words_that_matters_is_told() -> None:
+    full, follows = "rsync: write failed on `/x`: No space left on device (28)", "rsync: connection unexpectedly closed"
+    summary = "rsync error: error in file IO (code 11) at receiver.c(380)"
+    assert last_word(f"{full}\n{follows}\n{summary}\n") == full
+    assert last_word(f"{follows}\n{summary}\n") == follows and last_word(summary) == summary
 
 
 def test_settings_that_reach_every_machine() -> None:

@@ -60,6 +60,7 @@ def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = 
         ({"doctor": [{"id": "driver-too-old", "severity": "error", "text": "driver 550 is too old", "remedy": "a newer one"}]}, "driver-too-old",
          "fail", "driver 550 is too old | a newer one"),
         ({"gpus": [gpu(3.0)]}, "gpu-memory", "warning", "GPU 0 (NVIDIA GeForce RTX 4070) has 3.0 of 12.0 GiB free"),
+        ({"machine": "boot0 192.168.1.10"}, "same-machine", "fail", "`desktop` and `laptop` are one machine, `laptop`"),
         ({"gpu_count": 0}, "gpus", "fail", "other hosts have GPUs, but its driver shows 0 (1 in the machine)"),
         ({"python": "3.12.1"}, "versions", "fail", "Python 3.12 (there 3.11)"),
         ({"packages": PACKAGES | {"unsloth": "2026.10.9"}}, "versions", "fail", "unsloth 2026.10.9 (there missing)"),

@@ -165,6 +165,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("RUN_NAME=My_Run",), "`RUN_NAME` is `My_Run`"),
         (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which has no `kubernetes.queue`"),
+        (("KUBERNETES_KIND=skypilot", "HARDWARE=24GB"), "a SkyPilot task needs the GPU's name, and `HARDWARE` says `24 GB GPU`"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
     ],
 )  # fmt: skip

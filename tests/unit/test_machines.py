@@ -10,6 +10,8 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.launch.machines import NodeFacts, compare, compare_prepared, config_here, versions_here
+from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.request import LaunchRequest, ranks_of
 from tests.documents import on_page
 
 
@@ -38,13 +40,6 @@ def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError]
     assert "versions" not in change or on_page("different-versions-on-machines", error.render())
 
 
-def test_checkpoints_must_be_the_same() -> None:
-    found = ("step-000004 (aa)", "step-000002 (bb)", None)
-    (error,) = compare([facts(rank, resumed=True, checkpoint=one) for rank, one in enumerate(found)])
-    assert isinstance(error, CheckpointError)
-    assert "node 0 (a): step-000004 (aa), node 1 (b): step-000002 (bb), node 2 (c): its start" in error.message
-
-
 def given(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
     return {"node": f"node {rank} ({'abc'[rank]})", "prepared": {"base model": "m", **prepared}, "apart": apart}
 
@@ -64,6 +59,13 @@ def test_nodes_that_prepared_different_data() -> None:
     assert isinstance(error, DataError)
     assert "`data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
     assert "`not there` on node 2 (c)" in error.message
+
+
+def test_a_full_gpu_is_named_with_its_node() -> None:
+    free, full = (Device(name="L4", memory_bytes=24 * GIB, free_bytes=count * GIB, bf16=True) for count in (23, 1))
+    request = LaunchRequest(num_nodes=2, node_devices=((free,), (free, full)))
+    with pytest.raises(HardwareError, match=r"GPU 1 of node 1 \(L4\) is full: 1.0 of 24.0 GiB free"):
+        ranks_of(Hardware(kind="cuda", devices=(free,), cpu_threads=8, ram_bytes=GIB), request)
 
 
 def test_what_a_node_compares(tmp_path: Path) -> None:

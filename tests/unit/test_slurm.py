@@ -332,6 +332,22 @@ def test_bad_input_is_one_error_and_loses_nothing(
     assert (tmp_path / "runs").exists() == ("SUBMIT=1" in words)
 
 
+@pytest.mark.parametrize(
+    ("word", "refusal", "hint"),
+    [
+        ("SLURM_QOS=best", "Invalid qos specification", "SLURM_QOS=NAME"),
+        ("SLURM_TIME=9-0", "Requested time limit is invalid (missing or exceeds some limit)", "SLURM_TIME="),
+    ],
+)
+def test_what_sbatch_refuses_is_the_users_error(in_process: Program, tmp_path: Path, word: str, refusal: str, hint: str) -> None:
+    program = tmp_path / "sbatch"
+    program.write_text(f"#!/bin/sh\necho 'sbatch: error: {refusal}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    done = command(in_process, tmp_path, "SUBMIT=1", word, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.code == 2 and f"error: {word}: the cluster refuses the job:\nsbatch: error: {refusal}" in done.err, done.err
+    assert f"then {hint}" in done.err
+
+
 def test_a_run_that_has_started_goes_on_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "demo")
     run.path.mkdir(parents=True)
