@@ -14,6 +14,9 @@ from sft_play.errors import UserError
 from tests.conftest import Program
 
 GOOD = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"
+TWO = "model: {name: some/model}\ndata:\n  sources: [{path: a.jsonl, "
+NAMED = TWO + "name: chat}, {path: docs}]\n  validation: 0.1\n"
+WER = ("TRAIN_METRIC_FOR_BEST_MODEL=wer", "TRAIN_PREDICT_WITH_GENERATE=true")
 CASES = {
     "missing file": (None, [], "there is no file `"),
     "YAML syntax": ("model: {name: x\ntrain: 1\n", [], "x.yaml:2:6: not YAML"),
@@ -40,6 +43,30 @@ CASES = {
     "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy`?"),
     "no tracker": (GOOD + "train: {report_to: nonsense}\n", [], "`train.report_to` names `nonsense`, which is not a tracker"),
     "nearly a tracker": (GOOD + "train: {report_to: wandbb}\n", [], "did you mean `wandb`?"),
+    "percent": (GOOD, ["DATA_VALIDATION=10%"], "a share is written `0.1`"),
+    "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
+    "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
+    "a circle": ("extends: x.yaml\n", [], "round in a circle"),
+    "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is ``; expected a number > 0"),
+    "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
+    "a short name": (GOOD, ["TRAIN_OPTIM=adamw"], "did you mean `adamw_torch`?"),
+    "key of a source": (GOOD, ["DATA_SOURCES=[{path: a, formt: b}]"], "did you mean `format`?"),
+    "no module": (GOOD, ["TUNING_LORA_TARGET_MODULES=[]"], "names no module"),
+    "negative share": (TWO + "weight: -1}, {path: b, weight: 1}]\n", [], "x.yaml:3: `data.sources[0].weight` is -1; a share cannot be negative"),
+    "half of the shares": (TWO + "weight: 3}, {path: b}]\n", [], "`data.sources[1]` has no `weight`"),
+    "one name twice": (TWO + "name: x}, {path: b, name: x}]\n", [], "two sources with the name `x`"),
+    "nearly a format": (TWO + "format: sharegtp}]\n", [], "did you mean `sharegpt`"),
+    "mixed validation": (TWO + "}]\n  validation: [{path: b.jsonl, weight: 1}]\n", [], "validation is not mixed"),
+    "half a filter": (TWO + "filter: 'lang =='}]\n", [], "`data.sources[0].filter` cannot be used: invalid syntax"),
+    "nearly a metric": (GOOD, ["EVAL_METRICS=[rougeL, blue]"], "`eval.metrics[1]` is `blue`, which is no metric\n\nhint: did you mean `bleu`?"),
+    "no metric": (GOOD, ["EVAL_METRICS=[happiness]"], ", or evaluate:NAME for one of"),
+    "a metric twice": (GOOD, ["EVAL_METRICS=[f1, 'evaluate:my/f1']"], "2 entries that are called `f1`"),
+    "no list": (GOOD, ["EVAL_METRICS=rogueL,blue"], "did you mean `rougeL` and `bleu`? a list is written `[rougeL, bleu]`"),
+    "nearly a source": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=loss/chats"], "did you mean `eval_loss/chat`?"),
+    "best by answers": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=rougeL"], "set `train.predict_with_generate: true`"),
+    "best of unknown": (NAMED + "eval: {metrics: ['evaluate:wer']}\n", WER, "set `train.greater_is_better: true`"),
+    "never evaluated": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=perplexity", "TRAIN_EVAL_STRATEGY=no"], "`train.eval_strategy` is `no`"),
+    "never saved": (NAMED, ["TRAIN_LOAD_BEST_MODEL_AT_END=true", "TRAIN_SAVE_STRATEGY=no"], "`train.save_strategy` is `no`"),
 }  # fmt: skip
 
 

@@ -109,5 +109,3 @@ def test_a_data_file_as_configuration_is_told_where_it_belongs(in_process: Progr
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     done = in_process("train", f"CONFIG={rows}")
     assert done.code == 2 and f"DATA_TRAIN_PATH={rows}" in done.err
-    percent = in_process("config", "CONFIG=quickstart", "DATA_VALIDATION=10%")
-    assert percent.code == 2 and "a share is written `0.1`" in percent.err

@@ -60,28 +60,6 @@ def test_each_bad_file_is_told_with_its_place_and_all_together(tiny: Path, tmp_p
     assert done.err.count("error: ") == 5
 
 
-def test_each_source_says_its_format_and_what_it_left_out(tiny: Path, tmp_path: Path) -> None:
-    chat = [{"conversations": [{"from": "human", "value": f"q{n}"}, {"from": "gpt", "value": "a"}], "n": n} for n in range(20)]
-    ids = [{"input_ids": [5, 6, 7 + n], "labels": [-100, 6, 7 + n]} for n in range(3)]
-    (tmp_path / "docs").mkdir()
-    write(tmp_path / "docs" / "a.md", b"# Title\n\nSome text.\n")
-    write(tmp_path / "docs" / "b.txt", b"\n")
-    sources: list[dict[str, Any]] = [
-        {"path": write(tmp_path / "a.jsonl.gz", gzip.compress("".join(json.dumps(row) + "\n" for row in chat).encode())),
-         "filter": "n < 12", "rows": 5, "name": "chat"},
-        {"path": write(tmp_path / "ids.jsonl", ids)},
-        {"path": str(tmp_path / "docs")},
-    ]  # fmt: skip
-    done = prepare(tmp_path, tiny, sources, "JSON=1", "TUNING_TASK=mixed")
-    assert done.code == 0, done.err
-    found = done.json["train"]["sources"]
-    assert [source["format"] for source in found] == ["sharegpt", "tokens", "text"]
-    assert [source["kept"] for source in found] == [5, 3, 1]
-    assert found[0]["dropped"] == {"not chosen by `rows`": 7, "not in the filter": 8}
-    assert found[2]["dropped"] == {"no text": 1}
-    assert [source["rows_read"] for source in found] == [20, 3, 2]
-
-
 @pytest.mark.long
 def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: Path, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"question": f"q{n}", "answer": "a", "n": n}) + "\n" for n in range(9)).encode()

@@ -89,16 +89,9 @@ def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Wri
     assert loaded.config.train.epochs == 1 and loaded.config.model.name == "mine" and loaded.config.model.max_seq_len == 256
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("extends: quikstart\n", "did you mean `quickstart`?"),
-        ("extends: sub/nothing.yaml\n", "neither a preset nor a file"),
-        ("extends: x.yaml\n", "round in a circle"),
-    ],
-)
-def test_parents_that_are_none(write: Write, text: str, expected: str) -> None:
-    assert expected in refused(write(text))
+def test_the_loss_of_one_source_may_choose_the_best_model(write: Write) -> None:
+    text = "data: {sources: [{path: a, name: chat}, {path: docs}], validation: 0.1}\n"
+    assert load(write(text), "TRAIN_METRIC_FOR_BEST_MODEL=eval_perplexity/docs")
 
 
 # ---- Environment
@@ -115,27 +108,6 @@ def test_parents_that_are_none(write: Write, text: str, expected: str) -> None:
 )
 def test_ambient_variables_that_nearly_are_keys(write: Write, name: str, expected: str) -> None:
     assert expected in refused(write(""), environ={name: "1"})
-
-
-# ---- Values typed as text
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("TRAIN_EPOCHS=", "expected a number > 0"),
-        ("TRAIN_MAX_STEPS=99999999999999999999", "-1 or an integer >= 1"),
-        ("TRAIN_OPTIM=adamw", "did you mean `adamw_torch`?"),
-        ("DATA_SOURCES=[{path: a, formt: b}]", "did you mean `format`?"),
-        ("TUNING_LORA_TARGET_MODULES=[]", "names no module"),
-        ("TRAIN_LOAD_BEST_MODEL_AT_END=true", "nothing is evaluated"),
-    ],
-    ids=lambda text: text[:40],
-)
-def test_typed_values_that_do_not_fit(write: Write, word: str, expected: str) -> None:
-    shown = refused(write("train: {max_steps: 5}\n"), word)
-    assert expected in shown, shown
-    assert word[:40] in shown  # its origin
 
 
 # ---- Interpolation

@@ -34,16 +34,18 @@ def test_a_link_within_the_run_is_followed(run: RunFolder) -> None:
     assert weights_folder(run, "last") == find("demo@last") == run.checkpoint(30).resolve()
     assert weights_folder(run, "20") == weights_folder(run, "step-20") == find("demo@20") == run.checkpoint(20).resolve()
     assert checkpoint_names(run) == ["last", "step-000020", "step-000030"], "there is no best"
+    for path in ("../../other", "/etc", "step-000020/.."):
+        with pytest.raises(CheckpointError, match="has no checkpoint"):
+            weights_folder(run, path)
 
 
 @pytest.mark.parametrize("name", ["last", "step-000040"])
-@pytest.mark.parametrize("target", ["elsewhere/step-000007", "/nowhere/step-000007", ".."])
+@pytest.mark.parametrize("target", ["../../elsewhere/step-000007", "/nowhere/step-000007", ".."])
 def test_a_link_out_of_the_run_is_refused_with_its_target(run: RunFolder, name: str, target: str) -> None:
-    elsewhere = run.path.parent / "elsewhere" / "step-000007"
-    elsewhere.mkdir(parents=True)
+    (run.path.parent / "elsewhere" / "step-000007").mkdir(parents=True)
     link = run.checkpoints / name
     link.unlink(missing_ok=True)
-    link.symlink_to(target if target.startswith(("/n", ".", "step")) else elsewhere)
+    link.symlink_to(target)
     asks: list[Callable[[], object]] = [lambda: weights_folder(run, name), lambda: find(f"demo@{name}")]
     for ask in asks:
         with pytest.raises(CheckpointError, match="is a link to") as refused:

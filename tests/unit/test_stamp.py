@@ -18,41 +18,29 @@ from sft_play.launch.resume import compare_early
 from sft_play.plan.plan import make_stamp
 from sft_play.runs.manifest import FORMAT, StatesFacts
 from sft_play.runs.origin import git_state
-from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, SourceFacts
+from sft_play.runs.prepared import Prepared, SourceFacts
 from sft_play.runs.stamp import RULES, Purpose, Stamp, compare, refuse
 from tests.documents import ROOT, on_page
-from tests.plans import rank_plan, simple_plan
+from tests.plans import prepared_rows, rank_plan, simple_plan
 
 PURPOSES: tuple[Purpose, ...] = ("resume", "merge", "infer", "eval")
 
 
-def prepared(**model: Any) -> Prepared:
-    values = {
-        "name": "m",
-        "path": "p",
-        "source": "folder",
-        "revision": None,
-        "fingerprint": "a" * 64,
-        "tokenizer_fingerprint": "t",
-    }
+def prepared() -> Prepared:
     source = SourceFacts(name="rows.jsonl", rows=4, tokens=40, label_tokens=20, content="c" * 64)
-    split = PreparedSplit(
-        path="d", rows=4, dropped=0, tokens=40, label_tokens=20, longest=12, median=10, fingerprint="d" * 64, sources=(source,),
-        template="e" * 64,
-    )  # fmt: skip
-    return Prepared(model=ResolvedModel(**(values | model)), train=split, validation=None)
+    return prepared_rows(4, sources=(source,), template="e" * 64)
 
 
-def stamp(backend: Any = "bnb", mode: Any = "qlora", plan: dict[str, Any] | None = None, **model: Any) -> Stamp:
+def stamp(backend: Any = "bnb", mode: Any = "qlora", **plan: Any) -> Stamp:
     config = Config(
         model=ModelConfig(name="m"), tuning=TuningConfig(backend=backend, mode=mode, lora=LoraSettings(r=8)), data=DataConfig()
     )
-    return make_stamp(config, simple_plan(**(plan or {})), prepared(**model))
+    return make_stamp(config, simple_plan(**plan), prepared())
 
 
 def test_a_stamp_holds_what_a_reproduction_needs() -> None:
     ranks = [rank_plan(rank, device_name="a card", micro_batch=4, accumulation=2) for rank in range(2)]
-    made = stamp(plan={"ranks": tuple(ranks), "optim": "adamw_torch_fused", "loss_chunk": 7})
+    made = stamp(ranks=tuple(ranks), optim="adamw_torch_fused", loss_chunk=7)
     assert made.optimizer == "adamw_torch", "fused kernels keep the same states"
     assert made.template == "e" * 64
     assert made.data_files == {"train:rows.jsonl": "c" * 64}
@@ -75,24 +63,14 @@ def run_git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *names, *words], cwd=folder, capture_output=True, text=True, timeout=30, check=True).stdout
 
 
-def test_the_git_state_is_the_commit_and_a_hash_of_what_differs(tmp_path: Path) -> None:
+def test_the_git_state_is_the_commit_and_a_hash_of_what_differs_and_a_repository_starts_no_program(tmp_path: Path) -> None:
     run_git(tmp_path, "init", "-q")
     assert git_state(tmp_path) is None, "there is no commit yet"
-    (tmp_path / "a.yaml").write_text("one")
+    (tmp_path / "a").write_text("one")
     run_git(tmp_path, "add", ".")
     run_git(tmp_path, "commit", "-qm", "first")
     commit = run_git(tmp_path, "rev-parse", "HEAD").strip()
     assert git_state(tmp_path) == {"commit": commit, "dirty": False}
-    (tmp_path / "a.yaml").write_text("two")
-    changed = git_state(tmp_path)
-    assert changed is not None and changed["commit"] == commit and changed["dirty"] and changed["diff_sha256"]
-
-
-def test_a_repository_starts_no_program(tmp_path: Path) -> None:
-    run_git(tmp_path, "init", "-q")
-    (tmp_path / "a").write_text("one")
-    run_git(tmp_path, "add", ".")
-    run_git(tmp_path, "commit", "-qm", "first")
     (tmp_path / "a").write_text("two")
     program = tmp_path / "program.sh"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
@@ -101,8 +79,8 @@ def test_a_repository_starts_no_program(tmp_path: Path) -> None:
         run_git(tmp_path, "config", key, str(program))
     (tmp_path / ".git" / "info").mkdir(exist_ok=True)
     (tmp_path / ".git" / "info" / "attributes").write_text("* diff=mine\n")
-    state = git_state(tmp_path)
-    assert state is not None and state["dirty"]
+    changed = git_state(tmp_path)
+    assert changed is not None and changed["commit"] == commit and changed["dirty"] and changed["diff_sha256"]
     assert not (tmp_path / "ran").exists()
 
 
