@@ -11,7 +11,8 @@ from sft_play.config.load import load_config
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.launch.machines import NodeFacts, compare, compare_prepared, config_here, versions_here
 from sft_play.plan.hardware import GIB, Device, Hardware
-from sft_play.plan.request import LaunchRequest, ranks_of
+from sft_play.plan.plan import LaunchRequest
+from sft_play.plan.request import ranks_of
 from tests.documents import on_page
 
 
@@ -63,7 +64,7 @@ def test_nodes_that_prepared_different_data() -> None:
 
 def test_a_full_gpu_is_named_with_its_node() -> None:
     free, full = (Device(name="L4", memory_bytes=24 * GIB, free_bytes=count * GIB, bf16=True) for count in (23, 1))
-    request = LaunchRequest(num_nodes=2, node_devices=((free,), (free, full)))
+    request = LaunchRequest(command_strategy="auto", num_nodes=2, node_devices=((free,), (free, full)))
     with pytest.raises(HardwareError, match=r"GPU 1 of node 1 \(L4\) is full: 1.0 of 24.0 GiB free"):
         ranks_of(Hardware(kind="cuda", devices=(free,), cpu_threads=8, ram_bytes=GIB), request)
 
