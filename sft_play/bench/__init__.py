@@ -372,8 +372,8 @@ def fit_steps(steps: Steps, hardware: Hardware, calibration: Calibration) -> Ste
     devices = tuple(hardware.devices[index % len(hardware.devices)] for index in range(plan.world_size))
     link = link_of(hardware, devices, 1, calibration)
     accumulation = plan.ranks[0].accumulation
-    beside = optimizer_seconds(config, shape, setup, hardware, devices, calibration)
-    beside += exchange_seconds(config, shape, setup, accumulation, link) if link else 0.0
+    request = Request(config=config, hardware=hardware, shape=shape, calibration=calibration)
+    beside = optimizer_seconds(request, setup, devices) + (exchange_seconds(request, setup, accumulation, link) if link else 0.0)
     points = [(step.flops / accumulation, max(step.seconds - beside, 0.1 * step.seconds) / accumulation) for step in steps.steps]
     line = fit_line(points)
     per_token = flops_per_token(

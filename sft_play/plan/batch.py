@@ -247,7 +247,7 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
         reasons.append(f"micro-batch {micros[0]} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
     else:
         micros, why = ((given,) * len(fitting), ", as configured") if given != "auto" else _auto(wanted, fitting, most)
-        reasons.append(f"micro-batch {_words(micros)} per {unit}{why}")
+        reasons.append(f"micro-batch {in_words(micros)} per {unit}{why}")
         steps = math.ceil(wanted / sum(micros))
         total, empty = f"{micros[0]} per {unit} x {units}", steps * sum(micros) - wanted
         total = total if len(set(micros)) == 1 else " + ".join(map(str, micros))
@@ -309,7 +309,7 @@ def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
     if slots == batch.slots:
         return batch
     halved = replace(batch, slots=slots)
-    before, after = ((_words(one.micro_batches), _words(one.own_steps or (one.accumulation,))) for one in (batch, halved))
+    before, after = ((in_words(one.micro_batches), in_words(one.own_steps or (one.accumulation,))) for one in (batch, halved))
     reason = (
         f"memory ran out: micro-batch {before[0]} x accumulation {before[1]} became {after[0]} x {after[1]} on every {unit}, "
         f"the global batch {batch.global_batch} as before"
@@ -365,7 +365,8 @@ def even_micro_batches(wanted: int, room: Sequence[int]) -> tuple[int, ...]:
     return tuple(max(1, -(-rows * wanted // slots)) for rows in room)
 
 
-def _words(micros: tuple[int, ...]) -> str:
+def in_words(micros: tuple[int, ...]) -> str:
+    """Return what each rank has, once where it is the same."""
     return str(micros[0]) if len(set(micros)) == 1 else ", ".join(map(str, micros))
 
 

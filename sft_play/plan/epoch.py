@@ -26,7 +26,7 @@ from typing import Any, Literal
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError
 from sft_play.plan import choices
-from sft_play.plan.batch import Batch, even_micro_batches, rank_rows, spans
+from sft_play.plan.batch import Batch, even_micro_batches, in_words, rank_rows, spans
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request, global_rows
 from sft_play.plan.shape import FLATTENED_TOKENS
@@ -459,7 +459,7 @@ def choose_packing(
             times = f"a step would take {figure(slower)} s instead of {figure(faster)} s by forecast"
             return off(f"{arithmetic}, but {times}: the mask between rows")
     reasons.extend([*plain.reasons[:1], f"packing on: {arithmetic}" + (", as configured" if wish == "on" else "")])
-    micro = str(micros[0]) if len(set(micros)) == 1 else ", ".join(map(str, micros))
+    micro = in_words(micros)
     reasons.append(
         f"micro-batch {micro} {'pack' if micro == '1' else 'packs'} of up to {setup.row_tokens} tokens per {request.unit}: "
         f"{plural(min(fitting), 'pack')} would fit; accumulation {accumulation} = at most {plural(bound, 'pack')} / {slots}, and "

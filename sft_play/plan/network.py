@@ -144,13 +144,13 @@ def trained_matrices(config: Config, shape: ModelShape) -> list[tuple[int, int, 
     return [(one.count, *size) for one in adapted for size in ((r, one.inputs), (one.outputs, r))]
 
 
-def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, accumulation: int, link: Link) -> float:
+def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: Link) -> float:
     """Return the time of an optimizer step's communication, with the latencies of its messages.
 
     Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce and scatter them in
     every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather what the update made of them.
     """
-    ranks, speed = setup.world_size // setup.copies, link.bytes_per_second
+    config, shape, ranks, speed = request.config, request.shape, setup.world_size // setup.copies, link.bytes_per_second
     gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / max(1, len(setup.stages))
     if setup.strategy not in REDUCING:
         seconds = communication_seconds(gradients, ranks, speed)
@@ -208,22 +208,21 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
     names = {
         "none": f"none ({'fp32' if width == 4 else '16 bits'})", "fp16": "fp16", "bf16": "bf16", "powersgd": f"powersgd, rank {launch.powersgd_rank}",
     }  # fmt: skip
-    steps = launch.local_steps if launch.local_steps > 1 else EXAMPLE_LOCAL_STEPS
-    choices = [
-        (
-            f"compression: {name}",
-            launch.local_steps == 1 and launch.compression == kind,
-            compressed_bytes(config, shape, width, kind),
-        )
-        for kind, name in names.items()
-    ]
-    choices.append((f"local_steps: {steps}", launch.local_steps > 1, local_bytes(config, shape, steps)))
-    found = []
-    for choice, chosen, sent in choices:
+    local = launch.local_steps > 1
+    steps = launch.local_steps if local else EXAMPLE_LOCAL_STEPS
+
+    def row(choice: str, chosen: bool, sent: float) -> Mapping[str, Any]:
         seconds = communication_seconds(sent, ranks, link)
         share = None if computing_seconds is None else seconds / (seconds + computing_seconds)
-        found.append({"choice": choice, "chosen": chosen, "bytes": sent, "seconds": seconds, "share": share})
-    return tuple(found)
+        return {"choice": choice, "chosen": chosen, "bytes": sent, "seconds": seconds, "share": share}
+
+    return (
+        *(
+            row(f"compression: {name}", launch.compression == kind and not local, compressed_bytes(config, shape, width, kind))
+            for kind, name in names.items()
+        ),
+        row(f"local_steps: {steps}", local, local_bytes(config, shape, steps)),
+    )
 
 
 def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -242,7 +241,7 @@ def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> list[s
     config, speed = request.config, request.hardware.network_bytes_per_second
     if speed is None or setup.world_size == 1:
         return []
-    seconds = exchange_seconds(config, request.shape, setup, micro_steps, _link(speed))
+    seconds = exchange_seconds(request, setup, micro_steps, _link(speed))
     what = "weights and gradients" if setup.strategy in GATHERING else "gradients"
     if config.launch.local_steps > 1:
         what = f"trained weights, once in {config.launch.local_steps} steps,"

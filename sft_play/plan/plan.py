@@ -285,6 +285,7 @@ def setup_of(plan: Plan) -> Setup:
 def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
     """Return the stamp of a run, from what is known before it starts."""
     tuning, devices = config.tuning, Counter(rank.device_name for rank in plan.ranks)
+    splits = {"train": prepared.train, "validation": prepared.validation}
     return Stamp(
         backend=tuning.backend,
         mode=tuning.mode,
@@ -307,10 +308,12 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
         mixture=_mixture(config, prepared),
         recoveries=tuple(plan.recoveries),
         optimizer=plan.optim.removesuffix("_fused").removeprefix("paged_"),  # neither changes its states
-        template=next((split.template for split in (prepared.train, prepared.validation) if split), None),
+        template=next((split.template for split in splits.values() if split), None),
         plan={name: getattr(plan, name) for name in PLANNED} | {"batches": describe_batches(plan.ranks)},
         settings=kept_settings(config),
-        data_files=_data_files(prepared),
+        data_files={
+            f"{name}:{source.name}": source.content for name, split in splits.items() if split for source in split.sources
+        },
         code=code_sha256(),
         git=git_state(),
         machine=machine([f"{count} x {name}" for name, count in devices.items()], cuda=plan.device == "cuda"),
@@ -328,11 +331,6 @@ def describe_batches(ranks: Sequence[RankPlan]) -> list[str]:
     """Return how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
     found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
     return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]
-
-
-def _data_files(prepared: Prepared) -> dict[str, str | None]:
-    splits = {"train": prepared.train, "validation": prepared.validation}
-    return {f"{name}:{source.name}": source.content for name, split in splits.items() if split for source in split.sources}
 
 
 def _mixture(config: Config, prepared: Prepared) -> dict[str, Any] | None:

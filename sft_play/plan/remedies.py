@@ -41,15 +41,35 @@ def with_remedies(request: Request, decide: Decide, error: DoesNotFitError) -> D
 
 def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:
     """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then the cheapest in speed."""
+
+    def remedy_of(text: str, changed: Request) -> Remedy | None:
+        """Return what an override comes to; `None` where it is refused for another reason, or needs no less."""
+        plan = try_plan(request, changed, decide)
+        if plan is None:
+            return None
+        if isinstance(plan, DoesNotFitError):
+            need, capacity, other, each, fits = plan.need_bytes, plan.capacity_bytes, plan.setup, plan.micro_batch, False
+        else:
+            rank = least_room(plan.ranks)
+            need, capacity, other, each, fits = rank.peak_bytes, rank.capacity_bytes, plan, rows, not plan.remedies
+        if need >= before:
+            return None
+        slower = None
+        alike = (other.strategy, other.copies, other.sequence_parallel) == (setup.strategy, setup.copies, setup.sequence_parallel)
+        if alike and not other.offload_parameters:
+            device = min(request.hardware.devices, key=lambda one: one.peak_flops or 0.0)
+            now = token_cost(request.config, request.shape, setup, each, device)
+            slower = token_cost(changed.config, request.shape, other, each, device) / now
+        return Remedy(override=text, need_bytes=need, saving_bytes=before - need, fits=fits and need <= capacity, slower=slower)
+
     found = []
     for text, changed in _overrides(request, setup, rows):
-        remedy = _try_override(request, changed, text, decide, setup, rows, before)
+        remedy = remedy_of(text, changed)
         # Recomputation is turned on as well only where it must be.
         if request.config.train.gradient_checkpointing is False and not (remedy and remedy.fits):
             saving = {"train.gradient_checkpointing": True}
             if (option := _typed(saving)) not in text:
-                both = changed.with_keys(saving)
-                remedy = _try_override(request, both, f"{text} {option}", decide, setup, rows, before) or remedy
+                remedy = remedy_of(f"{text} {option}", changed.with_keys(saving)) or remedy
         found += [remedy] if remedy else []
     found.sort(key=lambda r: (not r.fits, _price(r), r.need_bytes))
     return tuple(found[:MOST_REMEDIES])
@@ -66,29 +86,6 @@ def remedies_for_loading(request: Request, decide: Decide) -> list[str]:
         options.append(("make train-deepspeed LAUNCH_STRATEGY=zero3", shards))
     found = ((text, try_plan(request, changed, decide)) for text, changed in options)
     return [text for text, plan in found if isinstance(plan, Plan) and not plan.remedies]
-
-
-def _try_override(
-    request: Request, changed: Request, text: str, decide: Decide, setup: Setup, rows: int, before: int
-) -> Remedy | None:
-    """Return what an override comes to; `None` where it is refused for another reason, or needs no less."""
-    plan = try_plan(request, changed, decide)
-    if plan is None:
-        return None
-    if isinstance(plan, DoesNotFitError):
-        need, capacity, other, rows, fits = plan.need_bytes, plan.capacity_bytes, plan.setup, plan.micro_batch, False
-    else:
-        rank = least_room(plan.ranks)
-        need, capacity, other, fits = rank.peak_bytes, rank.capacity_bytes, plan, not plan.remedies
-    if need >= before:
-        return None
-    slower = None
-    alike = (other.strategy, other.copies, other.sequence_parallel) == (setup.strategy, setup.copies, setup.sequence_parallel)
-    if alike and not other.offload_parameters:
-        device = min(request.hardware.devices, key=lambda one: one.peak_flops or 0.0)
-        now = token_cost(request.config, request.shape, setup, rows, device)
-        slower = token_cost(changed.config, request.shape, other, rows, device) / now
-    return Remedy(override=text, need_bytes=need, saving_bytes=before - need, fits=fits and need <= capacity, slower=slower)
 
 
 def _typed(keys: Mapping[str, Any]) -> str:

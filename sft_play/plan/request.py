@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from sft_play.config.rules import check_rules
@@ -52,10 +51,6 @@ class Ranks:
         """Return the devices of a machine in words."""
         names = [self.devices[rank].name for rank in self.ranks_of(node)]
         return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
-
-    def on_node_of(self, rank: int) -> int:
-        """Return how many ranks the machine of `rank` has."""
-        return self.nodes[bisect_right(list(accumulate(self.nodes)), rank)]
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
@@ -257,21 +252,20 @@ class Request:
     @cached_property
     def room(self) -> tuple[int, ...]:
         """Bytes that each rank of a group may use, for each group."""
-        found = self.rank_room
-        return tuple(min(found[start : start + self.group_size]) for start in range(0, len(found), self.group_size))
+        return self._least_of_groups(self.rank_room)
+
+    def _least_of_groups(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(min(of_ranks[start : start + self.group_size]) for start in range(0, len(of_ranks), self.group_size))
 
     @cached_property
     def rank_room(self) -> tuple[int, ...]:
         """Bytes that each rank may use; processes on a CPU share its memory."""
-        share = HEADROOM[self.hardware.kind]
-        found = []
-        for rank, device in enumerate(self.ranks.devices):
-            together = self.ranks.on_node_of(rank)
-            if self.hardware.kind == "cpu":
-                found.append(int(device.free_bytes * share / together))
-            else:
-                switched = together >= SWITCHED_RANKS and (device.compute_capability or (0, 0)) in SWITCHED_CHIPS
-                found.append(int(device.free_bytes * share) - (SWITCHED_BYTES if switched else 0))
+        share, found = HEADROOM[self.hardware.kind], list[int]()
+        together = [count for count in self.ranks.nodes for _ in range(count)]
+        for device, near in zip(self.ranks.devices, together, strict=True):
+            switched = near >= SWITCHED_RANKS and device.compute_capability in SWITCHED_CHIPS
+            sharing = near if self.hardware.kind == "cpu" else 1
+            found.append(int(device.free_bytes * share / sharing) - (SWITCHED_BYTES if switched else 0))
         return tuple(found)
 
     @property
@@ -336,7 +330,7 @@ class Request:
         """Return the most rows that fit each rank, or all stages of each pipeline; 0 where not even one does."""
         if setup.stages:
             each = [self.largest_in(self.on(setup, rank), room) for rank, room in enumerate(self.rank_room)]
-            return tuple(min(each[start : start + self.group_size]) for start in range(0, len(each), self.group_size))
+            return self._least_of_groups(each)
         known = {room: self.largest_in(setup, room) for room in set(self.room)}
         return tuple(known[room] for room in self.room)
 

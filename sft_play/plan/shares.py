@@ -115,14 +115,13 @@ def _fastest(request: Request, setup: Setup, whole: Batch, fitting: tuple[int, .
     if unknown and request.hardware.kind == "cuda" and len(set(fitting)) > 1:
         return whole  # the larger of unequal cards are mostly the faster ones
     tried = {whole.micro_batches: whole}
-    most = 1
-    while most < largest:
-        batch = choose_batch(request.config.train, fitting, most, request.unit)
+    for power in range((largest - 1).bit_length()):
+        batch = choose_batch(request.config.train, fitting, 2**power, request.unit)
         tried.setdefault(batch.micro_batches, batch)
-        most *= 2
-    times = {}
-    for micros, batch in tried.items():
-        times[micros] = seconds(Division(setup=_with_layout(request, setup, batch, seconds, []), batch=batch))
+    times = {
+        micros: seconds(Division(setup=_with_layout(request, setup, batch, seconds, []), batch=batch))
+        for micros, batch in tried.items()
+    }
     chosen = max((micros for micros in tried if times[micros] <= GAIN * min(times.values())), key=sum)
     if chosen == whole.micro_batches:
         return whole
@@ -297,17 +296,11 @@ def _machines(request: Request) -> Mapping[str, tuple[int, ...]]:
 
 def _beside_computing(request: Request, setup: Setup, staying: tuple[int, ...], micro_steps: int) -> float:
     """Return the seconds of a step's exchange and update where these ranks take part."""
-    config, shape, ranks = request.config, request.shape, request.ranks
+    ranks, hardware, devices = request.ranks, request.hardware, tuple(request.ranks.devices[rank] for rank in staying)
     nodes = len({node for node in range(len(ranks.nodes)) if set(ranks.ranks_of(node)) & set(staying)})
-    devices, hardware, setup = (
-        tuple(ranks.devices[rank] for rank in staying),
-        request.hardware,
-        replace(setup, world_size=len(staying)),
-    )
     if nodes == 1 and len(ranks.nodes) > 1:
         hardware = replace(hardware, network_bytes_per_second=None)
     link = link_of(hardware, devices, nodes, request.calibration)
     assert link is not None, "a link that several machines have"
-    return exchange_seconds(config, shape, setup, micro_steps, link) + optimizer_seconds(
-        config, shape, setup, hardware, devices, request.calibration
-    )
+    fewer = replace(setup, world_size=len(staying))
+    return exchange_seconds(request, fewer, micro_steps, link) + optimizer_seconds(request, fewer, devices)

@@ -160,16 +160,15 @@ def _share_model(request: Request, setup: Setup, fitting: tuple[int, ...], decid
             found[way] = plan
     if not found:
         return shards
-    seconds = {way: plan.seconds_per_step or plan.communication_seconds for way, plan in found.items()}
-    known = [way for way in found if seconds[way] is not None]
-    best = min(known, key=lambda way: seconds[way] or 0.0, default=next(iter(found)))
-    if "fsdp2" in found and (seconds["fsdp2"] is None or seconds["fsdp2"] < MUCH_FASTER * (seconds[best] or 0.0)):
+    seconds = {way: plan.seconds_per_step or plan.communication_seconds or math.inf for way, plan in found.items()}
+    best = min(found, key=lambda way: seconds[way])
+    if seconds.get("fsdp2") == math.inf or seconds.get("fsdp2", math.inf) < MUCH_FASTER * seconds[best]:
         best = "fsdp2"
     plan, why = found[best], f"{best}, since {_replica(request, setup, fitting)}"
     if best == "fsdp2":
         why = f"{_replica(request, setup, fitting)}, so weights are shared out" + _if_quantised(request, setup)
     measure = "a step" if plan.seconds_per_step else "of sending a step"
-    rates = [f"{way} {figure(spent)} s" for way in found if (spent := seconds[way]) is not None]
+    rates = [f"{way} {figure(spent)} s" for way, spent in seconds.items() if spent < math.inf]
     if len(rates) > 1 or (rates and best != "fsdp2"):
         why += f"; by forecast {measure}: {', '.join(rates)}"
     if network := slow_network(request):
@@ -180,14 +179,11 @@ def _share_model(request: Request, setup: Setup, fitting: tuple[int, ...], decid
 def _ways(request: Request) -> Iterator[tuple[str, Request]]:
     """Yield how neighbouring ranks could share layers, lines or the model, the smallest groups first, each as if it were typed."""
     near = math.gcd(*request.ranks.nodes)
-    keys: list[tuple[str, str, object]] = [
-        (f"{key} {size}", key, size)
-        for key in ("tensor_parallel", "sequence_parallel")
-        for size in range(2, near + 1)
-        if near % size == 0
-    ]
-    for way, key, value in [*keys, ("pipeline", "strategy", "pipeline")]:
-        yield way, request.with_keys({f"launch.{key}": value})
+    for key in ("tensor_parallel", "sequence_parallel"):
+        for size in range(2, near + 1):
+            if near % size == 0:
+                yield f"{key} {size}", request.with_keys({f"launch.{key}": size})
+    yield "pipeline", request.with_keys({"launch.strategy": "pipeline"})
 
 
 def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:

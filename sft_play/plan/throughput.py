@@ -17,9 +17,8 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.plan.batch import rank_rows, spans
-from sft_play.plan.calibration import Calibration
 from sft_play.plan.epoch import Data, Division, rows_data
-from sft_play.plan.hardware import Device, Hardware, fp32_share
+from sft_play.plan.hardware import Device, fp32_share
 from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
 from sft_play.plan.network import exchange_seconds, link_of, slices_seconds, stage_shares
 from sft_play.plan.plan import Setup
@@ -169,21 +168,15 @@ def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, devic
 
 def forecast(request: Request, division: Division, data: Data | None = None) -> Forecast:
     """Return the expected speed of optimizer steps that are divided so; `data`: what the average row is like, if not as prepared."""
-    config, shape, setup, hardware, calibration = (
-        request.config,
-        request.shape,
-        division.setup,
-        request.hardware,
-        request.calibration,
-    )
+    config, shape, setup, hardware = request.config, request.shape, division.setup, request.hardware
     devices, micro_steps = request.ranks.devices, division.micro_steps
     data = data or rows_data(request, division)
-    link = link_of(hardware, devices, request.launch.num_nodes, calibration)
+    link = link_of(hardware, devices, request.launch.num_nodes, request.calibration)
     if link is None:
         return Forecast()
     micros, own_steps = division.batch.micro_batches, division.own_steps
     counts = spans(division.rows, tuple(zip(micros, own_steps, strict=True))) if own_steps else rank_rows(division.rows, micros)
-    exchange = exchange_seconds(config, shape, setup, micro_steps, link)
+    exchange = exchange_seconds(request, setup, micro_steps, link)
     exchange += slices_seconds(request, setup, max(counts) * data.row_tokens, micro_steps)
     paces = paces_of(request, setup, data)
     if paces is None:
@@ -197,7 +190,7 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
         return max(paces[one].seconds(share * len(parts) * flops, share * steps) for one, share in parts)
 
     spent = tuple(map(computing, request.data_devices, counts, own_steps or (micro_steps,) * len(counts)))
-    seconds = max(spent) + optimizer_seconds(config, shape, setup, hardware, devices, calibration) + exchange
+    seconds = max(spent) + optimizer_seconds(request, setup, devices) + exchange
     speed = division.rows * data.row_tokens / seconds
     return Forecast(
         tokens_per_second=speed, communication_share=exchange / seconds, communication_seconds=exchange, seconds_per_step=seconds,
@@ -276,23 +269,16 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
     return flops * (accumulation + stages - 1) / stages / setup.sequence_parallel
 
 
-def optimizer_seconds(
-    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, devices: tuple[Device, ...], calibration: Calibration | None
-) -> float:  # fmt: skip
+def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...]) -> float:
     """Return the time of clipping and the update: they do almost no arithmetic and read and write every trained weight."""
     shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
-    measured = calibration.bandwidth if calibration else None
-    if hardware.kind == "cpu":
+    measured = request.calibration.bandwidth if request.calibration else None
+    if setup.device == "cpu":
         bandwidth = (measured or CPU_BANDWIDTH) / len(devices)  # processes of one CPU share its memory
     else:
         bandwidth = measured or min((device.bandwidth for device in devices if device.bandwidth), default=None) or 3e11
-    return (
-        OPTIMIZER_TRAFFIC
-        * trainable_parameters(config, shape.take_slice(setup.tensor_parallel))
-        / shards
-        / max(1, len(setup.stages))
-        / bandwidth
-    )
+    trained = trainable_parameters(request.config, request.shape.take_slice(setup.tensor_parallel))
+    return OPTIMIZER_TRAFFIC * trained / shards / max(1, len(setup.stages)) / bandwidth
 
 
 def _utilisation(request: Request, tokens_per_second: float) -> float | None:
