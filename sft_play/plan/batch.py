@@ -231,32 +231,52 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
     `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch depends on the number of
     ranks only where it is not given, and a micro-batch is: together with an accumulation, or with more rows at once than the default.
     """
-    units = plural(len(fitting), unit)
-    given, accumulation = train.batch_size, train.grad_accum
+    world, given, accumulation = len(fitting), train.batch_size, train.grad_accum
+    units, wanted, typed = plural(world, unit), global_rows(train, world), train.global_batch_size != "auto"
+    raised = explain_global_batch(train, world, unit)
     if given != "auto" and accumulation != "auto":
-        return _both(train, given, accumulation, len(fitting), unit)
-    wanted = global_rows(train, len(fitting))
-    reasons = [_whole(train, wanted, len(fitting), unit)]
+        arithmetic = f"{given} per {unit} x {accumulation} accumulation x {units} = {wanted}"
+        if typed and train.global_batch_size != wanted:
+            raise UserError(
+                f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
+                hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
+            )
+        reason = raised or f"global batch {arithmetic}, as configured"
+        return Batch(slots=((given, accumulation),) * world, global_batch=wanted, reasons=(reason,))
+    if typed and given != "auto" and given > rows_each(wanted, world):
+        at_once = given * world
+        raise UserError(
+            f"{given} per {unit} x {units} = {at_once} rows at once, but `train.global_batch_size` is {wanted}: "
+            f"{at_once - wanted} of them would stay empty",
+            hint=f"TRAIN_BATCH_SIZE={rows_each(wanted, world)} at most, or TRAIN_GLOBAL_BATCH_SIZE={at_once}",
+        )
+    whole = f"global batch {wanted} rows per optimizer step ({'as configured' if typed else 'the default'}), on any number of {_units(unit)}"
+    reasons = [raised or whole]
     if accumulation != "auto":
         if accumulation > wanted:
             raise UserError(
                 f"`train.grad_accum` is {accumulation}, but a step has {wanted} rows: {accumulation - wanted} micro-steps would be empty",
                 hint=f"TRAIN_GRAD_ACCUM={wanted} at most, or TRAIN_GLOBAL_BATCH_SIZE={accumulation}",
             )
-        micros, steps = (_around(wanted, accumulation, fitting, unit),) * len(fitting), accumulation
-        reasons.append(f"micro-batch {micros[0]} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
+        micro, steps, least = rows_each(wanted, accumulation * world), accumulation, min(fitting)
+        if micro > least:
+            raise UserError(
+                f"`train.grad_accum` {accumulation} needs {micro} rows per {unit} = {wanted} global / "
+                f"({accumulation} x {units}), but only {least} fit",
+                hint=f"set TRAIN_GRAD_ACCUM to {rows_each(wanted, least * world)} or more, or leave it to `auto`",
+            )
+        micros = (micro,) * world
+        reasons.append(f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
     else:
-        micros, why = ((given,) * len(fitting), ", as configured") if given != "auto" else _auto(wanted, fitting, most)
+        micros, why = ((given,) * world, ", as configured") if given != "auto" else _auto(wanted, fitting, most)
         reasons.append(f"micro-batch {in_words(micros)} per {unit}{why}")
         steps = math.ceil(wanted / sum(micros))
         total, empty = f"{micros[0]} per {unit} x {units}", steps * sum(micros) - wanted
         total = total if len(set(micros)) == 1 else " + ".join(map(str, micros))
         slots = f", {empty} of the {wanted + empty} slots stay empty" if empty else ""
         reasons.append(f"accumulation {steps} = {wanted} global / ({total}){slots}")
-    if len(fitting) > wanted:
-        reasons.append(
-            f"{len(fitting) - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
-        )
+    if world > wanted:
+        reasons.append(f"{world - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE")
     return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=wanted, reasons=tuple(reasons))
 
 
@@ -278,22 +298,6 @@ def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -
     if rows == DEFAULT_GLOBAL_BATCH:
         return ""
     return f"global batch {rows} = {train.batch_size} per {unit} x {plural(world, unit)}: more at once than the default of {DEFAULT_GLOBAL_BATCH}"
-
-
-def _whole(train: TrainConfig, wanted: int, world: int, unit: str) -> str:
-    """Return where the rows of a step come from. Raise `UserError` for a micro-batch of which a smaller one makes the same step."""
-    if raised := explain_global_batch(train, world, unit):
-        return raised
-    if train.global_batch_size == "auto":
-        return f"global batch {wanted} rows per optimizer step (the default), on any number of {_units(unit)}"
-    if train.batch_size != "auto" and train.batch_size > rows_each(wanted, world):
-        at_once = train.batch_size * world
-        raise UserError(
-            f"{train.batch_size} per {unit} x {plural(world, unit)} = {at_once} rows at once, but `train.global_batch_size` is {wanted}: "
-            f"{at_once - wanted} of them would stay empty",
-            hint=f"TRAIN_BATCH_SIZE={rows_each(wanted, world)} at most, or TRAIN_GLOBAL_BATCH_SIZE={at_once}",
-        )
-    return f"global batch {wanted} rows per optimizer step (as configured), on any number of {_units(unit)}"
 
 
 def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
@@ -320,31 +324,6 @@ def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
 def halve(rows: int, times: int) -> int:
     """Return `rows` halved and rounded up, `times` times over; 1 at least."""
     return (rows + (1 << times) - 1) >> times
-
-
-def _around(wanted: int, accumulation: int, fitting: tuple[int, ...], unit: str) -> int:
-    """Return the micro-batch that a given accumulation leaves. Raise `UserError` when it does not fit."""
-    micro = math.ceil(wanted / (accumulation * len(fitting)))
-    if micro > min(fitting):
-        least = math.ceil(wanted / (min(fitting) * len(fitting)))
-        raise UserError(
-            f"`train.grad_accum` {accumulation} needs {micro} rows per {unit} = {wanted} global / "
-            f"({accumulation} x {plural(len(fitting), unit)}), but only {min(fitting)} fit",
-            hint=f"set TRAIN_GRAD_ACCUM to {least} or more, or leave it to `auto`",
-        )
-    return micro
-
-
-def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: str) -> Batch:
-    product = micro * accumulation * world
-    arithmetic = f"{micro} per {unit} x {accumulation} accumulation x {plural(world, unit)} = {product}"
-    if train.global_batch_size not in ("auto", product):
-        raise UserError(
-            f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
-            hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
-        )
-    reason = explain_global_batch(train, world, unit) or f"global batch {arithmetic}, as configured"
-    return Batch(slots=((micro, accumulation),) * world, global_batch=product, reasons=(reason,))
 
 
 def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, ...], str]:

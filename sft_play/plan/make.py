@@ -42,20 +42,6 @@ def make_plan(request: Request) -> Plan:
     return replace(plan, remedies=(*map(str, found), *plan.remedies))
 
 
-def ways_out(config: Config, shape: ModelShape, plan: Plan, launch: LaunchRequest, rank: RankPlan) -> tuple[Remedy, ...]:
-    """Return what would need less than a rank of this plan, where memory ran out although it should have fitted; by formula."""
-    devices = devices_of(plan)
-    here = devices[0][:1] if plan.device == "cpu" else devices[0]  # its processes share it
-    free = sum(device.free_bytes for device in here)
-    hardware = Hardware(
-        kind=plan.device, devices=here, cpu_threads=len(devices[0]), ram_bytes=free, ram_known=False, described=True
-    )
-    launch = replace(launch, node_devices=devices if plan.num_nodes > 1 else ())
-    request = Request(config=config, hardware=hardware, shape=shape, launch=launch)
-    need = rank_memory(config, shape, plan, rank.micro_batch)
-    return remedies.remedies(request, _decide, plan, rank.micro_batch, sum(need.values()))
-
-
 def _decide(request: Request) -> Plan:
     """Return the plan without the remedies of what does not fit. Raise as `make_plan`.
 
@@ -245,3 +231,17 @@ def _check_loading(request: Request, setup: Setup) -> None:
             f"memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
             hint="; or ".join(remedies.remedies_for_loading(request, _decide)) or "a machine with more memory",
         )
+
+
+def ways_out(config: Config, shape: ModelShape, plan: Plan, launch: LaunchRequest, rank: RankPlan) -> tuple[Remedy, ...]:
+    """Return what would need less than a rank of this plan, where memory ran out although it should have fitted; by formula."""
+    devices = devices_of(plan)
+    here = devices[0][:1] if plan.device == "cpu" else devices[0]  # its processes share it
+    free = sum(device.free_bytes for device in here)
+    hardware = Hardware(
+        kind=plan.device, devices=here, cpu_threads=len(devices[0]), ram_bytes=free, ram_known=False, described=True
+    )
+    launch = replace(launch, node_devices=devices if plan.num_nodes > 1 else ())
+    request = Request(config=config, hardware=hardware, shape=shape, launch=launch)
+    need = rank_memory(config, shape, plan, rank.micro_batch)
+    return remedies.remedies(request, _decide, plan, rank.micro_batch, sum(need.values()))

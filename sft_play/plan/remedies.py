@@ -13,7 +13,7 @@ from sft_play.plan.choices import with_chunks
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import OPTIMIZER_BYTES, rank_memory, rank_moments
 from sft_play.plan.network import slow_network
-from sft_play.plan.plan import Plan, RankPlan, Setup, least_room, tightest
+from sft_play.plan.plan import Plan, Setup, least_room, tightest
 from sft_play.plan.request import SHORTEST_ROW, Decide, DoesNotFitError, Remedy, Request, try_plan
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import token_cost
@@ -161,28 +161,29 @@ NAMES = {"recompute": "the layer that is computed again", "casts": "the cast wei
 
 
 def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", operation: str = "") -> Plan:
-    """Return the plan with its peak in words; `moment` and `operation` as a trace found them, else the formula's worst moment."""
+    """Return the plan with its peak in words, what it is mostly made of, and what would lower it, with the saving by formula.
+
+    `moment` and `operation`: as a trace found them; else the formula's worst moment.
+    """
     rank = tightest(plan.ranks)
     setup = replace(plan, stage=rank.rank % len(plan.stages) if plan.stages else None)
     if not moment:
         moments = rank_moments(config, shape, setup, rank.worst_rows)
         moment = max(moments, key=lambda name: sum(moments[name].values()))
-    remedy = _remedy(config, shape, setup, rank, moment)
-    return replace(plan, peak_at=peak_in_words(moment, operation), peak_remedy=remedy)
-
-
-def _remedy(config: Config, shape: ModelShape, setup: Setup, rank: RankPlan, moment: str) -> str | None:
-    """Return what the peak is mostly made of and what would make that smaller, with the saving by formula."""
+    at, name = MOMENTS.get(moment, moment), operation.removeprefix("aten.").removesuffix(".default")
+    plan = replace(plan, peak_at=at + (f" (`{name}`)" if name else ""), peak_remedy=None)
     part = max(CHANGEABLE.get(moment, CHANGEABLE[""]), key=lambda name: rank.memory_bytes.get(name, 0))
     if rank.memory_bytes.get(part, 0) < WORTH_SAYING:
-        return None
+        return plan
     before = sum(rank_memory(config, shape, setup, rank.worst_rows).values())
     for words, other, rows in _changes(config, shape, setup, rank.worst_rows, part):
         saving = before - sum(rank_memory(config, shape, other, rows).values())
         if saving >= WORTH_SAYING:
             shrinks = f"largest part that can shrink: {NAMES.get(part, f'the {part}')}"
-            return f"{shrinks}; with {words} the whole peak is {saving / GIB:.1f} GiB lower, by formula"
-    return None
+            return replace(
+                plan, peak_remedy=f"{shrinks}; with {words} the whole peak is {saving / GIB:.1f} GiB lower, by formula"
+            )
+    return plan
 
 
 def _changes(config: Config, shape: ModelShape, setup: Setup, rows: int, part: str) -> list[tuple[str, Setup, int]]:
@@ -212,9 +213,3 @@ MOMENTS = {
     "backward middle": "in the backward pass", "backward first": "at the end of the backward pass, all gradients held",
     "update": "in the optimizer's update",
 }  # fmt: skip
-
-
-def peak_in_words(moment: str, operation: str) -> str:
-    """Return where in the step the peak stands: the moment, and the operation of torch that reached it."""
-    name = operation.removeprefix("aten.").removesuffix(".default")
-    return MOMENTS.get(moment, moment) + (f" (`{name}`)" if name else "")
