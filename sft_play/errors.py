@@ -81,10 +81,10 @@ class UserError(Exception):
 
     def render(self) -> str:
         """Return the text that is printed on stderr, without a final newline."""
-        place = _safe(self.place or "").replace("\n", "\\n")
+        place = safe_text(self.place or "").replace("\n", "\\n")
         where = f"{place}: " if self.place else ""
-        text = f"error: {where}{_safe(self.message)}"
-        return f"{text}\n\nhint: {_safe(self.hint)}" if self.hint else text
+        text = f"error: {where}{safe_text(self.message)}"
+        return f"{text}\n\nhint: {safe_text(self.hint)}" if self.hint else text
 
 
 class HardwareError(UserError):
@@ -140,7 +140,7 @@ def raise_all(problems: Sequence[UserError]) -> None:
         raise Problems(problems)
 
 
-def _safe(text: str) -> str:
+def safe_text(text: str) -> str:
     """Return `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape."""
     return printable(without_tokens(text))
 

@@ -131,7 +131,7 @@ def append_text(path: Path, text: str, *, sync: bool) -> None:
         if sync:
             os.fsync(stream.fileno())
     if sync and not size:
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def file_sha256(path: Path) -> str:
@@ -185,8 +185,8 @@ def lock(path: Path, *, shared: bool = False) -> int | None:
     return descriptor
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames inside `path` durable."""
+def sync_path(path: Path) -> None:
+    """Bring a file, or the names inside a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -318,7 +318,7 @@ def make_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
     try:
         make(aside / "made")
         (aside / "made").rename(folder)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     except OSError:
         if not (folder / mark).is_file():  # else another process was first; its folder is the same
             raise

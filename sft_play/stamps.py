@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.errors import CheckpointError, UserError, printable, without_tokens
+from sft_play.errors import CheckpointError, UserError, safe_text
 from sft_play.files import read_json, typed_path
 from sft_play.launch.run_folder import find_run, launches
 from sft_play.plan.plan import COMMANDS
@@ -198,4 +198,4 @@ def _text(value: Any) -> str:
 
 def _one_line(text: str) -> str:
     """A stamp may be a stranger's: nothing in it controls the terminal, breaks a line, or shows a token."""
-    return printable(without_tokens(text)).replace("\n", "\\n")
+    return safe_text(text).replace("\n", "\\n")

@@ -139,14 +139,8 @@ def variables() -> Mapping[str, str]:
 
 
 ROW_ORDER = "`train.seed` fixes the order of rows for any number of processes"
-WHOLE = "a checkpoint is always complete, so that a run can be resumed"
-UPLOAD = "nothing is uploaded while training; `make merge` writes a folder that `hf upload` takes"
 COMMAND = "the command decides this"
-DEVICE = "hide GPUs with `CUDA_VISIBLE_DEVICES=`"
 SCORES = "evaluation is token-weighted over all ranks, with the scores of `make eval`"
-LAUNCHED = "the launcher sets it"
-
-COMPILES = "batches differ in length, and torch compiles again for each"
 
 REFUSED: Mapping[str, tuple[str | None, str]] = {
     "output_dir": ("RUN_NAME", "a run's files are in `runs/RUN_NAME/`, and `RUNS_DIR` moves `runs/`"),
@@ -155,8 +149,10 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "num_train_epochs": ("train.epochs", "it is named differently here"),
     "gradient_accumulation_steps": ("train.grad_accum", "it is named differently here"),
     "activation_checkpointing": ("train.gradient_checkpointing", "it is named differently here"),
-    "activation_checkpointing_kwargs": ("train.gradient_checkpointing", "the plan decides how activations are recomputed"),
-    "gradient_checkpointing_kwargs": ("train.gradient_checkpointing", "the plan decides how activations are recomputed"),
+    **dict.fromkeys(
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        ("train.gradient_checkpointing", "the plan decides how activations are recomputed"),
+    ),
     "auto_find_batch_size": ("train.batch_size", "it would change the global batch; `auto` finds what fits and keeps it"),
     "average_tokens_across_devices": (None, "it is always on: the loss is exact over all tokens of the global batch"),
     "label_smoothing_factor": (None, "the loss is the cross entropy of the label tokens"),
@@ -165,47 +161,44 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "fp16_full_eval": ("train.fp16", "evaluation computes as training does"),
     "log_on_each_node": (None, "every rank has its log; rank 0 writes to the console"),
     "prediction_loss_only": ("train.predict_with_generate", SCORES),
-    "eval_use_gather_object": (None, SCORES),
-    "include_for_metrics": (None, SCORES),
-    "batch_eval_metrics": (None, SCORES),
+    **dict.fromkeys(("eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"), (None, SCORES)),
     "logging_nan_inf_filter": (None, "a loss that is not a number stops the run"),
-    "dataloader_in_order": (None, ROW_ORDER),
+    **dict.fromkeys(("dataloader_in_order", "train_sampling_strategy", "length_column_name"), (None, ROW_ORDER)),
     "dataloader_multiprocessing_context": (None, "workers start as torch starts them on this system"),
-    "save_only_model": (None, WHOLE),
+    **dict.fromkeys(
+        ("save_only_model", "enable_jit_checkpoint"), (None, "a checkpoint is always complete, so that a run can be resumed")
+    ),
     "save_on_each_node": (None, "rank 0 writes to the run folder"),
-    "enable_jit_checkpoint": (None, WHOLE),
-    "push_to_hub": (None, UPLOAD),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+        (None, "nothing is uploaded while training; `make merge` writes a folder that `hf upload` takes"),
+    ),
     "hub_token": (None, "give the token as the environment variable `HF_TOKEN`, which is not kept in the run folder"),
-    "hub_private_repo": (None, UPLOAD),
-    "hub_model_id": (None, UPLOAD),
-    "hub_strategy": (None, UPLOAD),
-    "hub_always_push": (None, UPLOAD),
-    "hub_revision": (None, UPLOAD),
     "ignore_data_skip": (None, "a resumed run continues with the next row"),
     "restore_callback_states_from_checkpoint": (None, "a resumed run gives the same losses as an uninterrupted one"),
     "data_seed": ("train.seed", ROW_ORDER),
-    "use_cpu": (None, DEVICE),
+    "use_cpu": (None, "hide GPUs with `CUDA_VISIBLE_DEVICES=`"),
     "use_liger_kernel": ("train.kernels", "it would also replace the loss, which is computed in chunks here"),
     "liger_kernel_config": ("train.kernels", "the kernels are chosen by model family"),
-    "torch_compile": ("train.kernels", COMPILES),
-    "torch_compile_backend": ("train.kernels", COMPILES),
-    "torch_compile_mode": ("train.kernels", COMPILES),
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+        ("train.kernels", "batches differ in length, and torch compiles again for each"),
+    ),
     "accelerator_config": (None, "the plan decides; `make plan` shows it"),
     "parallelism_config": ("launch.sequence_parallel", "the plan decides; its context parallelism attends across packed rows"),
     "dataloader_drop_last": (None, "no row is skipped; " + ROW_ORDER),
     "remove_unused_columns": (None, "rows are prepared before the run and hold only what the model takes"),
     "label_names": (None, "labels are the tokens of the answers"),
-    "train_sampling_strategy": (None, ROW_ORDER),
-    "length_column_name": (None, ROW_ORDER),
     "ddp_backend": ("launch.backend", "it is named differently here"),
     "ddp_timeout": ("launch.timeout_seconds", "it is named differently here"),
-    "fsdp": ("launch.strategy", "`launch.strategy: fsdp2` or `make train-fsdp` shards the model"),
-    "fsdp_config": ("launch.strategy", "`launch.strategy: fsdp2` or `make train-fsdp` shards the model"),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config"), ("launch.strategy", "`launch.strategy: fsdp2` or `make train-fsdp` shards the model")
+    ),
     "deepspeed": ("DEEPSPEED_CONFIG", "`make train-deepspeed DEEPSPEED_CONFIG=file.json` takes a JSON of your own"),
     "do_train": (None, COMMAND),
     "do_eval": ("train.eval_strategy", COMMAND),
     "do_predict": ("train.predict_with_generate", COMMAND),
     "resume_from_checkpoint": (None, "`make resume RUN=` continues from the newest valid checkpoint"),
-    "local_rank": (None, LAUNCHED),
+    "local_rank": (None, "the launcher sets it"),
 }
 """Field -> (name to use, why). The plan or a command decides these, or they are named differently."""

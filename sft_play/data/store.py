@@ -23,7 +23,7 @@ from sft_play.config.schema import DataSource
 from sft_play.data.readers import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import Outcome
-from sft_play.files import new_folder, read_json, sync_folder, write_bytes, write_json
+from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.text import plural
 
@@ -347,7 +347,7 @@ class SplitWriter:
         except OSError:  # another process was first; its rows are the same
             if not (self.folder / MANIFEST).is_file():
                 raise
-        sync_folder(self.folder.parent)
+        sync_path(self.folder.parent)
 
 
 # Prepared rows, read without `datasets`: that package imports pandas, a second of processor time for every rank.

@@ -33,7 +33,7 @@ from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import devices_for
-from sft_play.runs.checkpoints import published, step_of
+from sft_play.runs.checkpoints import list_checkpoints, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import SHARDED, checksum
@@ -169,7 +169,7 @@ def ended_elsewhere_of(job: Job, run: RunFolder) -> EndedElsewhere | None:
         if job.node.rank == 0 and ours.least is not None and not stopping and time.monotonic() - looked > LOOK_SECONDS:
             looked = time.monotonic()
             names = ours.names_of_waiting()
-            step = max(map(step_of, published(run)), default=0) if names else 0
+            step = max(map(step_of, list_checkpoints(run)), default=0) if names else 0
             if names and since is None:
                 since = step
                 print_line(f"{names} has come; it is taken in after the next checkpoint")

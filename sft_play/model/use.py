@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from sft_play.config.load import load_config, read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_folder, write_json
+from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_path, write_json
 from sft_play.launch.environment import visible_cards
 from sft_play.launch.run_folder import find_run
 from sft_play.model import lora
@@ -271,9 +271,9 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
                 path.chmod(0o666 & ~current_umask())  # safetensors writes files that only their owner can read
                 with path.open("rb") as stream:
                     os.fsync(stream.fileno())
-        sync_folder(partial)
+        sync_path(partial)
         partial.rename(out)
-        sync_folder(out.parent)
+        sync_path(out.parent)
     except OSError as error:
         raise HardwareError(f"the merged model cannot be written: {error.strerror or error}", place=str(out)) from error
     finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import sync_folder
+from sft_play.files import sync_path
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import is_state_file, verify
@@ -37,7 +37,7 @@ def step_of(checkpoint: Path) -> int:
     return int(match.group(1))
 
 
-def published(run: RunFolder) -> list[Path]:
+def list_checkpoints(run: RunFolder) -> list[Path]:
     """Return the folders that bear a checkpoint's name, the newest first, checked or not."""
     if not run.checkpoints.is_dir():
         return []
@@ -52,7 +52,7 @@ def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | No
     """
     _give_names_back(run)
     skipped: list[str] = []
-    for checkpoint in published(run):
+    for checkpoint in list_checkpoints(run):
         reason = verify(checkpoint, sizes_only=sizes_only)
         if reason is None:
             return checkpoint, skipped
@@ -74,7 +74,7 @@ def publish(run: RunFolder, step: int) -> Path:
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)  # the next reader gives its name back where this process does not come further
     partial.rename(target)
-    sync_folder(run.checkpoints)
+    sync_path(run.checkpoints)
     shutil.rmtree(aside, ignore_errors=True)
     link(run.last, target)
     return target
@@ -99,7 +99,7 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
         return []
     protected = {path.resolve() for path in (run.best, run.last, verified, best) if path is not None and path.exists()}
     removed = []
-    for checkpoint in published(run)[max(1, keep) :]:
+    for checkpoint in list_checkpoints(run)[max(1, keep) :]:
         if checkpoint.resolve() not in protected and step_of(checkpoint) < step_of(verified):
             doomed = checkpoint.with_name(f".{checkpoint.name}.removed")  # no longer a checkpoint, whatever happens next
             checkpoint.rename(doomed)

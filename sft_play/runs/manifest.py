@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import CheckpointError
-from sft_play.files import file_sha256, read_json, sync_folder, text_sha256, write_json
+from sft_play.files import file_sha256, read_json, sync_path, text_sha256, write_json
 from sft_play.runs.folder import cache_folder
 from sft_play.text import gib
 
@@ -47,11 +47,7 @@ def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
 def sync(files: Iterable[Path]) -> None:
     """Bring files to the disk; return when they are there. Raise `OSError`."""
     for path in sorted(set(files)):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)
 
 
 def write_part(folder: Path, rank: int, files: Mapping[str, Facts]) -> None:
@@ -187,8 +183,7 @@ def _forget(descriptor: int) -> None:
 
 
 def _sync_folders(folder: Path) -> None:
-    for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        sync_folder(inner)
+    sync([*(path for path in folder.rglob("*") if path.is_dir()), folder])
 
 
 def _threads(files: int) -> int:

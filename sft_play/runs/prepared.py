@@ -191,16 +191,14 @@ def _path(config: Config) -> Path | None:
         "validation": [asdict(source) for source in validation] if isinstance(validation, list) else validation,
         "files": files,
         # A model folder that was written again may have another tokenizer; a hub id has no files here.
-        "model_files": [_folder_state(name) for name in (config.model.name, config.model.tokenizer) if name],
+        "model_files": [
+            _stats(Path(name).expanduser().glob("*")) for name in (config.model.name, config.model.tokenizer) if name
+        ],
         "weights_seed": config.train.seed if config.model.init == "random" else None,
         "python": platform.python_version(),
         "code": preparation_code(),
     }
     return cache_folder() / "prepared" / f"{text_sha256(json.dumps(key, sort_keys=True))[:24]}.json"
-
-
-def _folder_state(name: str) -> list[list[object]]:
-    return _stats(Path(name).expanduser().glob("*"))
 
 
 def _state(source: DataSource) -> list[list[object]] | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.config.reader import required_fields
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, printable, without_tokens
+from sft_play.errors import CheckpointError, safe_text
 from sft_play.files import read_json, write_json
 from sft_play.runs.prepared import HUB
 
@@ -83,17 +84,13 @@ class Stamp:
         try:
             value = read_json(path)
             # A stamp of an earlier version lacks the fields that have a default.
-            known = {item.name for item in fields(Stamp) if _needed(item) or item.name in value}
-            stamp = Stamp(**{name: value[name] for name in known})
+            known = {item.name for item in fields(Stamp)} & value.keys()
+            stamp = Stamp(**{name: value[name] for name in known.union(required_fields(Stamp))})
             return replace(stamp, recoveries=tuple(stamp.recoveries))
         except FileNotFoundError:
             raise CheckpointError("there is no stamp, so what made it is unknown", place=str(path)) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"the stamp cannot be read: {error}", place=str(path)) from error
-
-
-def _needed(item: Field[Any]) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +182,7 @@ def refuse(differences: Sequence[Difference], what: str) -> list[str]:
             f"{what} was made by something else: " + "; ".join(str(difference) for difference in refused),
             hint="start a new run for what is new; the old one is unchanged",
         )
-    return [f"note: {printable(without_tokens(str(difference)))}" for difference in differences]
+    return [f"note: {safe_text(str(difference))}" for difference in differences]
 
 
 def _shared(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

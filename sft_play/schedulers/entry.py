@@ -30,7 +30,7 @@ from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.settings import NO_FILE
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
-from sft_play.runs.checkpoints import published, step_of
+from sft_play.runs.checkpoints import list_checkpoints, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 
 TRAINING = frozenset({
@@ -254,7 +254,7 @@ def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
 def _look(run: RunFolder) -> tuple[int, list[dict[str, Any]]]:
     """Return the step of the newest checkpoint, unchecked, or 0, and the run's events."""
     with contextlib.suppress(OSError):
-        return max(map(step_of, published(run)), default=0), read_events(run)
+        return max(map(step_of, list_checkpoints(run)), default=0), read_events(run)
     return 0, []
 
 

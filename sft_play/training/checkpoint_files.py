@@ -20,7 +20,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.files import disk_problem, errno_of, sync_folder, write_text
+from sft_play.files import disk_problem, errno_of, sync_path, write_text
 from sft_play.model.parallel import outline_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
@@ -199,7 +199,7 @@ def _write_model(
     if run.model.exists():  # a run that was made longer
         run.model.rename(replaced)
     partial.rename(run.model)
-    sync_folder(run.path)
+    sync_path(run.path)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

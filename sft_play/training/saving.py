@@ -29,7 +29,7 @@ from transformers.trainer_callback import ExportableState
 from sft_play.errors import HardwareError
 from sft_play.files import disk_problem, free_bytes, is_gone, side_file
 from sft_play.plan.hardware import ram_bytes
-from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
+from sft_play.runs.checkpoints import claim, discard, link, list_checkpoints, partial_folder, publish, rotate
 from sft_play.runs.folder import folder_gone
 from sft_play.runs.manifest import SPARE_MEMORY_BYTES, Room, seal, verify, with_spare
 from sft_play.text import gib
@@ -144,7 +144,7 @@ class Saver(TrainerCallback):
 
     def name_newest(self) -> str:
         """Return which checkpoint there is, in words."""
-        names = [path.name for path in published(self.context.run)[:1]]
+        names = [path.name for path in list_checkpoints(self.context.run)[:1]]
         return f"the last checkpoint, {names[0]}, is as it was" if names else "there is no checkpoint yet"
 
     # ---- The steps of a save

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.runs.checkpoints import published, step_of
+from sft_play.runs.checkpoints import list_checkpoints, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
@@ -188,7 +188,7 @@ def test_an_elastic_run_continues_without_a_machine_and_takes_it_back(tmp_path: 
         ended = three.end()
         assert [code for code, _ in ended] == [143] * 3, ended
         assert "restarting: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for" in ended[0][1]
-        last = max(step_of(path) for path in published(run))
+        last = max(step_of(path) for path in list_checkpoints(run))
         assert [row["step"] for row in metrics(run.path)] == list(range(1, last + 1)), "nothing is trained twice, nothing is lost"
         assert {len(row["rank_tokens"]) for row in metrics(run.path)} == {2, 3}
         assert len({sum(row["rank_rows"]) for row in metrics(run.path)}) == 1, "the global batch stays"
