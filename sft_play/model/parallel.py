@@ -205,17 +205,14 @@ class Slicer:
         """Return a state dict with complete parameters. Collective over all ranks."""
         found = {}
         for name, one in mine.items():
-            tensor = one.detach()
+            tensor, part = one.detach(), slice_of(one)
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            found[name] = self._whole(tensor, slice_of(one))
+            if part is not None:
+                parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
+                distributed.all_gather(parts, tensor.contiguous(), group=self.group)
+                tensor = torch.cat(parts, part.dim)
+            found[name] = tensor
         return found
-
-    def _whole(self, tensor: Tensor, part: Slice | None) -> Tensor:
-        if part is None:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        distributed.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.cat(parts, part.dim)
 
 
 def local_part(tensor: Tensor) -> Tensor:

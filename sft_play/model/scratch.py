@@ -179,12 +179,9 @@ def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 
         print(f"training a tokenizer of {vocab_size:,} tokens on the training data, this once", file=sys.stderr, flush=True)
         _train(sources, vocab_size, seed, folder)
 
-    return make_once(cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed), "tokenizer.json", train)
-
-
-def _content_key(sources: Sequence[DataSource], vocab_size: int, seed: int) -> str:
     used = [[identify(source)[0], seed if source.rows is not None else None] for source in sources]
-    return text_sha256(json.dumps([VERSION, vocab_size, version("tokenizers"), used], ensure_ascii=False, sort_keys=True))[:24]
+    parts = json.dumps([VERSION, vocab_size, version("tokenizers"), used], ensure_ascii=False, sort_keys=True)
+    return make_once(cache_folder() / "tokenizers" / text_sha256(parts)[:24], "tokenizer.json", train)
 
 
 def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:

@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
     """Return the fast tokenizer of `folder` with a padding token and a chat template. No network. Raise `DataError`.
 
     `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a run
-    published: its template holds that already. `trust` is `model.trust_remote_code`.
+    published: its template holds that already. A tokenizer without a template gets ChatML. `trust` is `model.trust_remote_code`.
     """
     from transformers import AutoTokenizer
 
@@ -54,32 +54,18 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
     if chat is not None and chat.template is not None:
         tokenizer.chat_template = fit_template(chat.template, chat.name, tokenizer) if chat.name else chat.template
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = default_template(tokenizer)
+        chatml = _named_text("chatml")
+        if _lacking(chatml, tokenizer):
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so no answer could end", hint="set `eos_token` in its config"
+            )
+        tokenizer.chat_template = fit_template(chatml, "chatml", tokenizer)
     if chat is not None:
         own = tokenizer.chat_template
         tokenizer.chat_template = (
             {n: add_style(t, chat) for n, t in own.items()} if isinstance(own, dict) else add_style(own, chat)
         )
     return tokenizer
-
-
-def default_template(tokenizer: Any) -> str:
-    """Return ChatML for a tokenizer that has no template; its end mark is a token that the vocabulary has.
-
-    Raise `DataError` when there is neither `<|im_end|>` nor an end-of-sequence token.
-    """
-    vocabulary = tokenizer.get_vocab()
-    end = "<|im_end|>" if "<|im_end|>" in vocabulary else tokenizer.eos_token
-    if end is None:
-        raise DataError(
-            "the tokenizer has no end-of-sequence token, so no answer could end", hint="set `eos_token` in its config"
-        )
-    return (
-        (f"{{{{ {jinja_literal(tokenizer.bos_token)} }}}}" if adds_bos(tokenizer) else "")
-        + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-        + jinja_literal(end)
-        + " + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
