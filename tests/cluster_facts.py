@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 
 OWN = Facts(
     host_name="a", machine="a 192.0.2.9", home="/home/a", folder="/srv/sft", runs="/srv/sft/runs", cache="/cache", hub="/hub", python="3.11.2",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import sft_play
 from sft_play.cluster.hosts import HOME, SSH_FAILED, TIMED_OUT, arguments, ask, last_word, mark_in, print_line, run, trouble
 from sft_play.cluster.inventory import Host, plain_path
-from sft_play.cluster.probe import Facts, hub_folder
+from sft_play.cluster.remote import Facts, hub_folder
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.runs.checkpoints import step_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, network_speed
 from sft_play.runs.origin import OPTIONAL, PACKAGES

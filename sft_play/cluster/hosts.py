@@ -23,12 +23,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sft_play.cluster import remote
 from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 from sft_play.errors import HardwareError, UserError, mask
 from sft_play.launch.environment import is_of_this_machine
 from sft_play.runs.folder import cache_folder, runs_folder
@@ -259,10 +259,10 @@ def last_word(err: str, out: str = "") -> str:
 SECONDS = 30.0
 """How long a machine may take to answer."""
 BOOT = (
-    "import json, sys, types\nfor name, text in json.loads(sys.stdin.buffer.readline()):\n"
-    " module = sys.modules[name] = types.ModuleType(name)\n exec(compile(text, name, 'exec'), module.__dict__)\nmodule.main()"
+    "import json, sys, types\nmodule = sys.modules['remote'] = types.ModuleType('remote')\n"
+    "exec(compile(json.loads(sys.stdin.buffer.readline()), 'remote', 'exec'), module.__dict__)\nmodule.main()"
 )
-"""Reads the texts of `probe` and `remote`, and runs them: the same version as here, whatever is installed there."""
+"""Reads the text of `remote` and runs it: the same version as here, whatever is installed there."""
 TALK_SECONDS = 2.0
 """How often a launcher's machine hears that somebody listens."""
 MOST_WAITING = 200
@@ -301,7 +301,8 @@ class Session:
         words, here = ["-u", "-B", "-c", BOOT], is_here(host)
         there = ["python3", *words] if system else in_folder(host, [host.python, *words])
         setup = {"folder": str(Path.cwd()) if here else host.folder, "variables": dict(variables or {})}
-        self._outbox.put(program() + json.dumps(setup) + "\n")
+        text = Path(str(remote.__file__)).read_text(encoding="utf-8")
+        self._outbox.put(json.dumps(text) + "\n" + json.dumps(setup) + "\n")
         argv = [sys.executable, *words] if here else arguments(host, there)
         self.process = start(argv, stdin=subprocess.PIPE, stderr=self._errors, start_new_session=True)
         for target in (self._write, self._read):
@@ -368,13 +369,6 @@ class Session:
 
 
 Inbox = queue.Queue[tuple[Session, dict[str, Any]]]
-
-
-@cache
-def program() -> str:
-    """Return what `BOOT` reads."""
-    texts = {name: (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in ("probe", "remote")}
-    return json.dumps([(f"sft_play.cluster.{name}", text) for name, text in texts.items()]) + "\n"
 
 
 def ask(

@@ -28,7 +28,7 @@ from sft_play.cluster.hosts import (
     start,
 )
 from sft_play.cluster.inventory import Host, inventory_for_call
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError, printable
 from sft_play.runs.origin import OPTIONAL

@@ -17,7 +17,7 @@ from sft_play.cluster.bring import project
 from sft_play.cluster.findings import Examined, Pair, Seen, Summed, Wanted, judge, sum_seconds, verdict
 from sft_play.cluster.hosts import CONNECT_SECONDS, NoAnswer, Session, ask, on_all, require_master_here
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.schema import Config

@@ -26,7 +26,7 @@ from sft_play.cluster.hosts import (
     shared_variables,
 )
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 from sft_play.config.call import Call
 from sft_play.config.keys import variable_name
 from sft_play.config.layers import Override

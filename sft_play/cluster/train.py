@@ -21,7 +21,7 @@ from typing import Any
 from sft_play.cluster import bring
 from sft_play.cluster.hosts import MOST_WAITING, SSH_FAILED, Inbox, Session, is_here, on_all, print_line
 from sft_play.cluster.inventory import Host
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 from sft_play.cluster.status import Board, Logs
 from sft_play.cluster.task import (
     Task,

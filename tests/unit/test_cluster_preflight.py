@@ -12,7 +12,7 @@ import pytest
 from sft_play.cluster.findings import Examined, Pair, Seen, Wanted, judge, sum_seconds
 from sft_play.cluster.hosts import SAYS
 from sft_play.cluster.inventory import Host, Inventory
-from sft_play.cluster.probe import Facts
+from sft_play.cluster.remote import Facts
 from sft_play.plan.hardware import GIB
 from sft_play.text import Finding
 from tests.cluster_facts import OWN
