@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fault_runs import workers_of
+from tests.waiting import until
+
 PERIOD = 10_000
 """Microseconds between two allowances: short, so that each micro-step is slowed evenly."""
 
@@ -45,9 +48,15 @@ def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
 @contextlib.contextmanager
 def memory_limit(most_bytes: int) -> Iterator[Path]:
     """Yields a group whose processes get at most so much memory together: the kernel kills one that asks for more. Skips as `quota`."""
-    with _group("memory") as (group, version):
-        (group / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(str(most_bytes))
+    with _group("memory") as (group, _):
+        limit_memory(group, most_bytes)
         yield group
+
+
+def limit_memory(group: Path, most_bytes: int) -> None:
+    """Sets the limit of a group of `memory_limit` anew."""
+    (limit,) = (group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).is_file())
+    limit.write_text(str(most_bytes))
 
 
 @contextlib.contextmanager
@@ -97,14 +106,7 @@ def slowed(pid: int, share: float) -> Iterator[None]:
         yield
 
 
-def worker_of(launcher: int, rank: int, *, seconds: float = 60.0) -> int:
+def worker_of(launcher: int, rank: int) -> int:
     """Returns the id of a rank's worker among the children of a launcher, when it is there."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(launcher).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if "sft_play.train" in process.cmdline() and process.environ().get("RANK") == str(rank):
-                        return process.pid
-        time.sleep(0.05)
-    raise AssertionError(f"rank {rank} did not start within {seconds} s")
+    until(lambda: rank in workers_of(launcher), seconds=60)
+    return workers_of(launcher)[rank].pid

@@ -103,3 +103,16 @@ def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> N
     assert done.returncode == 3, done.stderr
     assert str(cache) in one_error(done.stderr) and "SFT_PLAY_CACHE" in done.stderr
     assert not (launcher.runs / "none").exists()
+
+
+def test_a_console_that_is_closed_does_not_end_the_run(launcher: Launcher) -> None:
+    process = launcher.start("train", f"CONFIG={launcher.config}", "RUN_NAME=unread", "TRAIN_MAX_STEPS=6")
+    assert process.stdout is not None and process.stderr is not None
+    while not process.stdout.readline().startswith("run "):
+        assert process.poll() is None
+    process.stdout.close()  # as `| head` does; all that the workers say comes after it
+    process.stderr.close()
+    assert process.wait(SECONDS) == 0
+    run = RunFolder(launcher.runs / "unread")
+    assert [event["event"] for event in launcher.events("unread")] == ["started", "finished"]
+    assert len(metrics(run.path)) == 6 and "Broken pipe" not in run.rank_log(0).read_text()

@@ -115,6 +115,8 @@ def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
     for said in on_both(5, "resume", "RUN=nodes", "TRAIN_MAX_STEPS=9"):
         assert f"different checkpoints: node 0 ({host}): step-000002 (" in said and f"), node 1 ({host}): its start" in said
         assert "hint: let RUNS_DIR be a folder that all" in said
+    alone = launcher("resume", "RUN=nodes", "NUM_NODES=1", "TRAIN_MAX_STEPS=3", RUNS_DIR=str(runs[0]))
+    assert alone.returncode == 0 and "ran with 2 processes, and continues with 1;" in alone.stderr, alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from sft_play.launch.liveness import counters_of
-from tests.conftest import environment, metrics, run_program
+from tests.conftest import metrics, run_program
 from tests.fault_runs import Started
 from tests.fault_runs import start as start_launch
 from tests.memory_runs import heavy_config
+from tests.quota import limit_memory, memory_limit, move
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are the kernel's")]
 MIB = 2**20
@@ -27,11 +25,6 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return heavy_config(tmp_path_factory.mktemp("heavy"))
-
-
-@pytest.fixture(scope="module")
-def variables(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return environment(cache, tmp_path_factory.mktemp("runs"), {"OMP_NUM_THREADS": "1"})
 
 
 def start(variables: dict[str, str], config: Path, command: str, *words: str, name: str) -> Started:
@@ -170,37 +163,6 @@ def test_shards_and_parts_go_on_from_their_checkpoint(
     require_same(launch.run, undisturbed[0], copies=2 if way else 1)
 
 
-@pytest.fixture
-def cgroup() -> Iterator[Path]:
-    """A memory cgroup of our own beside this process's, v2 or v1."""
-    counters = counters_of(os.getpid())
-    if not counters:
-        pytest.skip("this process is in no memory cgroup")
-    folder = counters[0].parent / f"sft-play-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made: {error}")
-    try:
-        if not limit_file(folder).is_file():
-            pytest.skip("the memory controller is not handed down to new cgroups")
-        yield folder
-    finally:
-        for pid in (folder / "cgroup.procs").read_text().split():
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(int(pid)).kill()
-        for _ in range(50):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-                break
-            time.sleep(0.1)
-
-
-def limit_file(folder: Path) -> Path:
-    second = folder / "memory.max"
-    return second if second.is_file() else folder / "memory.limit_in_bytes"
-
-
 def held_by(folder: Path) -> int:
     """Returns the bytes of a cgroup's processes, without the page cache."""
     fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -208,13 +170,16 @@ def held_by(folder: Path) -> int:
 
 
 def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
-    config: Path, variables: dict[str, str], undisturbed: tuple[Path, int], cgroup: Path
+    config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
-    with start(variables, config, "train-distributed", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", name="killed") as launch:
-        (cgroup / "cgroup.procs").write_text(str(launch.process.pid))
+    with (
+        memory_limit(2**40) as cgroup,
+        start(variables, config, "train-distributed", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", name="killed") as launch,
+    ):
+        move(launch.process.pid, cgroup)
         launch.wait_for_step(1)
         # Two ranks with four long rows each take 1,500 MiB in step 2, with two each 750.
-        limit_file(cgroup).write_text(str(held_by(cgroup) + 1150 * MIB))
+        limit_memory(cgroup, held_by(cgroup) + 1150 * MIB)
         line = end(launch)
     assert "was killed by SIGKILL because memory ran out (`" in line
     assert str(cgroup) in line

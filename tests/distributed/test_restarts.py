@@ -9,17 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import environment
 from tests.fault_runs import learnt, start, tiny_config
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by what Linux has")]
 TWO = ("train-distributed", "NUM_GPUS=2", "LAUNCH_MAX_RESTARTS=1")
-
-
-@pytest.fixture(scope="module")
-def variables(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return environment(cache, tmp_path_factory.mktemp("runs"), {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,11 @@ import psutil
 import pytest
 
 from sft_play.launch.liveness import SCALE
-from tests.conftest import environment
 from tests.fault_runs import Started, start, tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by what Linux has")]
 TWO = ("train-distributed", "NUM_GPUS=2", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=1000")
 """Two ranks that have enough to do."""
-
-
-@pytest.fixture(scope="module")
-def variables(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return environment(cache, tmp_path_factory.mktemp("runs"), {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +73,20 @@ def test_a_killed_agent_is_named(variables: dict[str, str], config: str) -> None
         assert "`accelerate launch`) was killed by SIGKILL" in error
         assert launch.left() == []
         assert launch.events()[-1] | {"event": "failed", "code": 75, "rank": None} == launch.events()[-1]
+
+
+def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(variables: dict[str, str], config: str) -> None:
+    with start({**variables, SCALE: "1"}, *TWO, config, name="twice") as launch:
+        launch.wait_for_step(2)
+        for worker in launch.workers().values():
+            worker.suspend()
+        for number in (signal.SIGUSR1, signal.SIGTERM):  # the second is a scheduler's next word
+            launch.process.send_signal(number)
+            time.sleep(1)
+        assert launch.process.poll() is None
+        launch.process.send_signal(signal.SIGINT)
+        assert launch.end(within=15)[0] == 143
+        assert launch.left() == []
 
 
 @pytest.mark.parametrize("scale", [0.2, pytest.param(1.0, marks=pytest.mark.long)])

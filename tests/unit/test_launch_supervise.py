@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from torch import distributed
 
-from sft_play.launch.liveness import SCALE, Beat
+from sft_play.launch.liveness import Beat
 from sft_play.launch.recovery import Restarts
 from sft_play.launch.verdict import Outcome, culprits, hang, outcome_of, standing
 from sft_play.runs.folder import RunFolder
@@ -82,67 +78,6 @@ def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Pat
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
     lost = f"rank 2 ({socket.gethostname()}) lost its connection to another rank; the machine of that rank says why; the log of rank 2: "
     assert outcome.message.startswith(f"{error}\n\n{lost}{run.rank_log(2)}; docs/"), "the rank that failed is not this one"
-
-
-SUPERVISOR = """
-import sys
-from pathlib import Path
-from sft_play.launch.node import supervise
-from sft_play.runs.folder import RunFolder
-import os
-agent = [sys.executable, sys.argv[2], sys.argv[1]]
-outcome = supervise(agent, os.environ, RunFolder(Path(sys.argv[1])), range(2), console=1)
-print(outcome.message, file=sys.stderr)
-sys.exit(outcome.code)
-"""
-AGENT = """
-import os, subprocess, sys, time
-folder, worker = sys.argv[1], {worker!r}
-def start(rank):
-    environment = dict(os.environ, RANK=str(rank))
-    return subprocess.Popen([sys.executable, worker, folder, "-m", "sft_play.train"], start_new_session=True, env=environment)
-workers = [start(rank) for rank in range(2)]
-sys.exit(max(abs(w.wait()) for w in workers))  # like torchrun, it says nothing before all have ended
-"""
-WORKER = """
-import json, os, pathlib, signal, subprocess, sys, time
-folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
-def leave(code):
-    record = {"code": code, "time": time.time(), "error": ""}
-    (folder / "logs" / f"exit-rank{rank}.json").write_text(json.dumps(record))
-    sys.exit(code)
-signal.signal(signal.SIGTERM, lambda *_: leave(143))
-child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # a helper that outlives its worker
-(folder / f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}")
-print("worker", rank, "ready", flush=True)
-while True:  # a signal that comes just before a single long sleep would be heard after it
-    time.sleep(0.1)
-"""
-
-
-def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(tmp_path: Path) -> None:
-    """Two workers hang and do not answer; nothing of them or their children is left."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (tmp_path / "worker.py").write_text(WORKER)
-    (tmp_path / "agent.py").write_text(AGENT.format(worker=str(tmp_path / "worker.py")))
-    arguments = [sys.executable, "-c", SUPERVISOR, str(folder), str(tmp_path / "agent.py")]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, SCALE: "1"})
-    files = [folder / f"pids-{rank}" for rank in range(2)]
-    until(lambda: all(file.is_file() and file.read_text() for file in files), seconds=120)
-    pids = [[int(pid) for pid in file.read_text().split()] for file in files]
-    for worker, _ in pids:
-        os.kill(worker, signal.SIGSTOP)
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)  # a scheduler's next word
-    time.sleep(1)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 143
-    left = [pid for family in pids for pid in family if psutil.pid_exists(pid)]
-    assert all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in left)
 
 
 def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) -> None:
