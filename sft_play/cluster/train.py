@@ -43,8 +43,8 @@ from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError, printable
 from sft_play.files import translate_disk_errors
 from sft_play.launch.environment import VARIABLE, key_here, new_word
-from sft_play.launch.node import Stop, hear_signals
-from sft_play.launch.process import end_by_signals, stop_code
+from sft_play.launch.node import Stop
+from sft_play.launch.process import end_by_signals, hear_signals, stop_code
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import LOST
 from sft_play.launch.watch import is_terminal, live_panel
@@ -174,7 +174,7 @@ class Control:
             self.start(rank, host, facts, resume=resume, absent=range(len(crew), self.count))
         problem: tuple[int, str] | None = None
         panel = live_panel(sys.stdout, task.run, lambda: "running") if self.on_terminal else contextlib.nullcontext()
-        with panel, hear_signals(self.stop):
+        with panel, hear_signals(self.stop.note):
             while self.members[0].code is None:
                 self.receive()
                 problem = problem or self.end_where_one_cannot_begin()

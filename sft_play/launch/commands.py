@@ -42,7 +42,7 @@ from sft_play.launch.resume import (
 from sft_play.launch.run_folder import (
     choose_name,
     explain_disk_errors,
-    find_run,
+    find_named_run,
     is_finished,
     last_plan,
     lock_run,
@@ -122,10 +122,7 @@ def start_run(
 
 def resume(call: Call) -> int:
     """Continue from the newest valid checkpoint of `RUN`, under the run's own configuration."""
-    name = call.options.get("RUN")
-    if not name:
-        raise UserError("`make resume` needs `RUN=name-or-folder`", hint="make resume RUN=NAME")
-    run = find_run(name)
+    run = find_named_run(call)
     check_overrides(call)
     with end_by_signals(), lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
         outcome = _resume(call, run, call.load_config())
@@ -307,7 +304,7 @@ def _with_less(
     plan = job.plan(prepared)
     changed = recovery.facts(before, plan, outcome, checkpoint)
     said = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
-    less = {name: getattr(found, name) for name in ("halvings", "force_checkpointing", "unpack")}
+    less = {name: getattr(found, name) for name in recovery.LESS}
     return Following(again=True, said=said, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
 
 
@@ -318,7 +315,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         print(f"\n{outcome.message}", file=sys.stderr)
     if outcome.stop:
         print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
-    if outcome.code in (LOST, 130, 143) and not recovery.is_controlled():
+    if outcome.code in (LOST, 130, 143) and not os.environ.get(recovery.CONTROLLED):
         elsewhere = bool(call.integer("NODE_RANK", minimum=0)) and not run.checkpoints.is_dir()
         where = f"; its checkpoints are on node 0 ({call.options.get('MASTER_ADDR')})" if elsewhere else ""
         print(f"hint: continue with: make resume RUN={run.name}{where}", file=sys.stderr)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import FrameType
@@ -24,7 +24,7 @@ import psutil
 
 from sft_play.files import remove_half_written
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
-from sft_play.launch.process import STOPS, announce, bind_to_parent, signals_to_hear
+from sft_play.launch.process import STOPS, announce, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, Outcome, hang, launcher_log, outcome_of, standing, tail
 from sft_play.runs.folder import RunFolder
@@ -201,7 +201,7 @@ def supervise(
     adopt_orphans()
     stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills(), set(psutil.Process().children())
     beats, log = Listener(mark), launcher_log(run, ranks.start)
-    with log.open("wb") as agent_log, hear_signals(stop):
+    with log.open("wb") as agent_log, hear_signals(stop.note):
         agent_log.write(shown.encode())
         agent_log.flush()
         process = subprocess.Popen(
@@ -340,17 +340,6 @@ class Stop:
         if not self.wanted or time.monotonic() - self.since < LIMITS.leave:
             return []
         return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
-
-
-@contextlib.contextmanager
-def hear_signals(stop: Stop) -> Iterator[None]:
-    """Let `stop` hear the signals meanwhile."""
-    previous = {number: signal.signal(number, stop.note) for number in signals_to_hear()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def adopt_orphans() -> None:

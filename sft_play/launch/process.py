@@ -58,13 +58,22 @@ def end_by_signals() -> Iterator[None]:
             first = time.monotonic()
             raise_what_was_heard()
 
-    previous = {number: signal.signal(number, end) for number in signals_to_hear()}
+    with hear_signals(end):
+        try:
+            yield
+        finally:
+            _heard.clear()
+
+
+@contextlib.contextmanager
+def hear_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let `handler` hear the signals that ask to stop, meanwhile."""
+    previous = {number: signal.signal(number, handler) for number in signals_to_hear()}
     try:
         yield
     finally:
-        _heard.clear()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def raise_what_was_heard() -> None:

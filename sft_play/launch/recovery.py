@@ -7,7 +7,6 @@ the same, so the losses do too.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -189,12 +188,14 @@ def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[st
     return tuple({name: event[name] for name in names if name in event} for event in events)
 
 
-def remedies_so_far(run: RunFolder) -> tuple[int, bool, bool]:
-    """Return the halvings, whether recomputation was forced, and whether packing was given up, that the run's last launch had."""
-    last: Mapping[str, Any] = {}
-    for event in read_events(run):
-        last = event.get("launch") or last
-    return int(last.get("halvings", 0)), bool(last.get("force_checkpointing", False)), bool(last.get("unpack", False))
+LESS: Mapping[str, Any] = {"halvings": 0, "force_checkpointing": False, "unpack": False}
+"""Field of a launch's request by which less is done at a time -> its value before memory has run out."""
+
+
+def remedies_so_far(run: RunFolder) -> dict[str, Any]:
+    """Return `LESS` as the run's last launch had it."""
+    last = next((event["launch"] for event in reversed(read_events(run)) if event.get("launch")), LESS)
+    return {name: last.get(name, value) for name, value in LESS.items()}
 
 
 # ---- Restarts
@@ -236,11 +237,6 @@ class Restarts:
         times = "restart" if self.limit == 1 else "restarts"
         why = f"{self.used} of {self.limit} {times} without a newer checkpoint are used up (`launch.max_restarts`)"
         return replace(outcome, message=f"{outcome.message}\n\n{why}")
-
-
-def is_controlled() -> bool:
-    """Whether `train-cluster` has started this launcher."""
-    return bool(os.environ.get(CONTROLLED))
 
 
 def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
 from sft_play.launch.job import LaunchOptions, set_train, without_batch_numbers
-from sft_play.launch.recovery import remedies_so_far
+from sft_play.launch.recovery import LESS, remedies_so_far
 from sft_play.launch.run_folder import cannot_continue, has_started, launches, read_events
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
@@ -36,10 +36,9 @@ from sft_play.text import plural
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
     """Return what `events.jsonl` keeps about a launch, so that `resume` can repeat it."""
     request = options.request
-    names = ("num_gpus", "num_nodes", "halvings", "force_checkpointing", "unpack")
     return {
         "command": request.command_strategy,
-        **{name: getattr(request, name) for name in names},
+        **{name: getattr(request, name) for name in ("num_gpus", "num_nodes", *LESS)},
         "deepspeed": dict(options.deepspeed.settings) if options.deepspeed else None,
         "fsdp": dict(options.fsdp),
     }
@@ -69,9 +68,9 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
     deepspeed = UserDeepSpeed(path=run.events, settings=facts["deepspeed"]) if facts["deepspeed"] else None
-    halvings, force_checkpointing, unpack = remedies_so_far(run)
+    less = remedies_so_far(run)
     if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
-        halvings = 0  # what is typed now is what memory is to be tried with
+        less["halvings"] = 0  # what is typed now is what memory is to be tried with
     options = LaunchOptions(
         request=LaunchRequest(
             command_strategy=_command(call, run, facts, before),
@@ -79,16 +78,14 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
             **(deepspeed.request if deepspeed else {}),
-            halvings=halvings,
-            force_checkpointing=force_checkpointing,
-            unpack=unpack,
+            **less,
         ),
         master_address=address,
         master_port=call.port("MASTER_PORT"),
         deepspeed=deepspeed,
         fsdp=facts["fsdp"],
     )
-    return without_batch_numbers(options) if halvings or unpack else options
+    return without_batch_numbers(options) if less["halvings"] or less["unpack"] else options
 
 
 def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan) -> Any:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.call import Call
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import append_json_line, lock, read_json, read_json_lines, remove_half_written, translate_disk_errors
@@ -170,6 +171,13 @@ def find_run(name: str) -> RunFolder:
     listing = ", ".join(p.name for p in known[:10]) or "none"
     more = f" and {len(known) - 10} more" if len(known) > 10 else ""
     raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{more}")
+
+
+def find_named_run(call: Call) -> RunFolder:
+    """Return the run that a command's `RUN` names. Raise `UserError` without one, `CheckpointError` as `find_run`."""
+    if not call.options.get("RUN"):
+        raise UserError(f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME")
+    return find_run(call.options["RUN"])
 
 
 def is_finished(run: RunFolder) -> bool:

@@ -25,7 +25,7 @@ from sft_play.config.metrics import LABELS, OF_LOSS
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.files import lock, read_object
 from sft_play.launch.node import is_alive
-from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
+from sft_play.launch.run_folder import FINAL_EVENTS, find_named_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
@@ -71,15 +71,9 @@ def _owner(path: Path) -> psutil.Process | None:
     return None
 
 
-def _find_named_run(call: Call) -> RunFolder:
-    if not call.options.get("RUN"):
-        raise UserError(f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME")
-    return find_run(call.options["RUN"])
-
-
 def stop(call: Call) -> int:
     """`make stop RUN=`: asks the run's launcher here to save and leave, waits for it and says what is saved."""
-    run = _find_named_run(call)
+    run = find_named_run(call)
     known = holders(run)
     if not known:
         raise UserError(f"nothing trains `{run.name}` now", hint="`make runs` shows which runs are under way")
@@ -167,7 +161,7 @@ def _say_how_it_ended(call: Call, run: RunFolder, last: Mapping[str, Any], goes_
 
 def logs(call: Call) -> int:
     """`make logs RUN= RANK= FOLLOW=1`: prints the log of a rank, and with `FOLLOW` what is added while the run goes on."""
-    run, rank, follow = _find_named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
+    run, rank, follow = find_named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
         ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdigit())
@@ -284,8 +278,8 @@ def age_of(run: RunFolder) -> float:
 
 def node_of(run: RunFolder) -> int:
     """Return the first of the nodes that keep something in this folder: 0, unless this machine is another of several by hand."""
-    events, launchers = read_events(run), holders(run)
-    return min((*(int(event.get("node", 0)) for event in events), *(one.node_rank for one in launchers)), default=0)
+    recorded = {int(event.get("node", 0)) for event in read_events(run)}
+    return min(recorded or {one.node_rank for one in holders(run)}, default=0)
 
 
 def _first_nodes_events(run: RunFolder) -> list[dict[str, Any]]:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sft_play.config.call import Call
-from sft_play.errors import UserError
 from sft_play.files import read_json_lines, read_object
-from sft_play.launch.run_folder import find_run
+from sft_play.launch.run_folder import find_named_run
 from sft_play.launch.runs import age_of, node_of, state_of
 from sft_play.runs.folder import WHOLE_BYTES, RunFolder, metric_rows
 from sft_play.runs.progress import clock, evaluation_line, findings, line_of, seconds_left
@@ -177,9 +176,7 @@ def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Ite
 
 def main(call: Call) -> int:
     """`make watch RUN=`: the panel of a run until it ends; on no terminal its lines of progress, with `JSON=1` its rows."""
-    if not call.options.get("RUN"):
-        raise UserError("`make watch` needs `RUN=name-or-folder`", hint="make watch RUN=NAME")
-    run = find_run(call.options["RUN"])
+    run = find_named_run(call)
     if node := node_of(run):
         print(
             f"note: this is node {node} of `{run.name}`; its steps are recorded on node 0: type the command there",
