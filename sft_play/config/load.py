@@ -248,11 +248,6 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
     if "model.name" not in found.values and values.get("model.init") != "random":
         hint = "set MODEL_NAME, or write it in the file"
         found.problems.append(UserError("`model.name` is missing", place=str(path) if path else None, hint=hint))
-    if values.get("data.train_path") and values.get("data.sources") == []:
-        place = found.values["data.train_path"].origin
-        found.problems.append(
-            UserError("`data.train_path` and `data.sources` are both given", place=place, hint="keep one of them")
-        )
     raise_all(found.problems)
     origins = {key: found.values[key].origin if key in found.values else DEFAULT for key in schema_keys()}
     origins |= {key: value.origin for key, value in found.values.items() if key in extra_keys()}

@@ -61,15 +61,6 @@ def test_any_text_survives_make_and_shell(cache: Path, tmp_path: Path, value: st
     assert not (ROOT / "pwned").exists()
 
 
-def test_json_holds_every_key_with_its_origin(program) -> None:
-    done = program("config", "CONFIG=configs/quickstart.yaml", "JSON=1")
-    shown = done.json
-    assert shown["model.name"]["origin"].startswith("configs/run_cpu.yaml:")
-    assert shown["train.max_steps"]["origin"].startswith("configs/quickstart.yaml:")
-    assert shown["train.weight_decay"] == {"value": 0.0, "origin": "default"}
-    assert done.err == ""
-
-
 @pytest.mark.parametrize("words", [("config", "CONFIG=configs/quickstart.yaml"), ("gpu-info",)], ids=["config", "gpu-info"])
 def test_quick_commands_answer_within_half_a_second(program, words: tuple[str, ...]) -> None:
     """By their processor time: `import torch` takes 1.8 s on a quiet machine, and more on a busy one, as they do."""

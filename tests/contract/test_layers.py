@@ -12,30 +12,15 @@ import pytest
 from tests.documents import ROOT
 from tests.training_runs import Trial, command, make_run
 
-HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "bitsandbytes")
 UNUSED = ("bitsandbytes", "deepspeed", "datasets", "pandas", "nltk", "rouge_score", "sacrebleu", "tensorflow", "trafilatura")
 """What a plain worker must not import: seconds of processor time for each rank."""
-LIGHT_PACKAGES = ("config", "runs", "plan", "launch")
 
 
-def light_modules() -> list[str]:
-    found = ["sft_play.errors", "sft_play.files", "sft_play.__main__"]
-    for package in LIGHT_PACKAGES:
-        for path in sorted((ROOT / "sft_play" / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found.append(name.removesuffix(".__init__"))
-    return found
-
-
-def test_importing_every_light_module_loads_no_heavy_package() -> None:
-    code = (
-        "import importlib, sys\n"
-        f"for name in {light_modules()!r}: importlib.import_module(name)\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+def test_a_launcher_starts_without_torch() -> None:
+    """That no module of layers 0 to 2 imports a heavy package, but the store of several machines, is import-linter's contract."""
+    code = "import sys, sft_play.__main__, sft_play.launch.commands; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.slow

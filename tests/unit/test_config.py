@@ -189,11 +189,6 @@ def test_values_as_other_tools_write_them(write: Write) -> None:
     assert "`RUN=a`" in problem(["eval", "RUNS=a"])
 
 
-def test_a_missing_file_suggests_one_that_exists() -> None:
-    shown = problem(["config", "CONFIG=configs/quikstart.yaml"])
-    assert "configs/quickstart.yaml" in shown
-
-
 def test_settings_of_an_evaluation_that_keeps_logits_are_said_to_have_no_effect(write: Write) -> None:
     typed = "train: {eval_accumulation_steps: 4, eval_do_concat_batches: true}\n"
     loaded = override_config(load(write(typed)), [])
