@@ -18,7 +18,7 @@ from sft_play.plan.network import check_gathering, exchange_seconds, link_of
 from sft_play.plan.plan import RankPlan, Setup
 from sft_play.plan.request import MOST_ROWS, Request
 from sft_play.plan.shape import BY_LENGTHS
-from sft_play.plan.throughput import Forecast, describe_unequal, forecast, optimizer_seconds, paces_of, padded_tokens, step_flops
+from sft_play.plan.throughput import Forecast, forecast, optimizer_seconds, paces_of, padded_tokens, step_flops
 from sft_play.text import figure, plural
 
 SHARED = "shares by speed and memory"
@@ -27,6 +27,8 @@ WORTH = 1.01
 """Shares that a forecast does not find faster by more than this factor stay as they are."""
 GAIN = 1.02
 """What is not faster than this is as fast: then the larger micro-batch is taken, and rows in one line; and no machine is left out."""
+UNEQUAL = 1.1
+"""Ranks of which one computes longer than another by more than this factor are worth a warning."""
 NAMED = 8
 """Ranks whose shares are told one by one, at most."""
 LEAST_PADDING = 0.01
@@ -251,7 +253,7 @@ def tell_unequal(
         told = _shares_in_words(division, [rank.most_rows for rank in ranks])
         reasons[:] = [told if reason.startswith(SHARED) else reason for reason in reasons]
     else:
-        reasons += describe_unequal(speed.rank_seconds, division.shares, [device.name for device in request.data_devices])
+        reasons += _describe_unequal(request, division, speed)
     everyone = tuple(range(len(ranks)))
     machines = _machines(request)
     link = link_of(request.hardware, request.ranks.devices, request.launch.num_nodes, request.calibration)
@@ -282,6 +284,20 @@ def tell_unequal(
     best, words = min(options, default=(math.inf, ""))
     if now > GAIN * best:
         reasons.append(f"FASTER {words}: {figure(best)} s a step instead of {figure(now)} s, the network included")
+
+
+def _describe_unequal(request: Request, division: Division, speed: Forecast) -> list[str]:
+    """Return a warning where some ranks wait for a slower one, with what sharing out the rows by speed would save."""
+    each = zip(speed.rank_seconds, division.shares, request.data_devices, strict=False)
+    working = sorted((spent, rows, device.name) for spent, rows, device in each if rows)
+    if not working or working[-1][0] <= UNEQUAL * working[0][0]:
+        return []
+    (fast, _, faster), (slow, _, slower) = working[0], working[-1]
+    even = sum(rows for _, rows, _ in working) / sum(rows / spent for spent, rows, _ in working)
+    return [
+        f"unequal GPUs: {slower} computes {figure(slow)} s of each step and {faster} {figure(fast)} s, so a step is "
+        f"{slow / even - 1:.0%} longer than rows shared out by speed would"
+    ]
 
 
 def _machines(request: Request) -> Mapping[str, tuple[int, ...]]:

@@ -64,22 +64,27 @@ def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
 
 def _check(request: Request, chosen: str) -> None:
     """Raise `UserError` for what does not go with a strategy, `HardwareError` for what is not installed."""
-    config, hardware = request.config, request.hardware
+    config, hardware, tensor, world = (
+        request.config,
+        request.hardware,
+        request.config.launch.tensor_parallel,
+        len(request.ranks.devices),
+    )
     needs_backend = config.tuning.mode == "qlora" or config.tuning.backend == "unsloth"
     # What is installed here says nothing about a machine that is only described.
     if needs_backend and not hardware.described and (missing := missing_for(config.tuning.backend, hardware)):
         raise HardwareError(missing, hint=UNSLOTH_HINT if config.tuning.backend == "unsloth" else None)
     if conflict := conflict_for(config.tuning, chosen):
         raise UserError(conflict)
-    if config.launch.tensor_parallel > 1 and chosen.startswith("zero"):
+    if tensor > 1 and chosen.startswith("zero"):
         raise UserError(
-            f"`launch.tensor_parallel` is {config.launch.tensor_parallel}, but {chosen} shares out the weights itself",
+            f"`launch.tensor_parallel` is {tensor}, but {chosen} shares out the weights itself",
             hint="use make train-distributed or make train-fsdp, or LAUNCH_TENSOR_PARALLEL=1",
         )
-    columns, ranks = (request.shape.heads * request.shape.head_dim, request.shape.ffn_size), len(request.ranks.devices)
-    if config.launch.tensor_parallel > 1 and chosen == "fsdp2" and any(width % ranks for width in columns):
+    columns = request.shape.heads * request.shape.head_dim, request.shape.ffn_size
+    if tensor > 1 and chosen == "fsdp2" and any(width % world for width in columns):
         raise UserError(
-            f"`launch.tensor_parallel` with fsdp2 shares out columns among all {ranks} ranks, and {columns[0]} of attention or {columns[1]} of "
+            f"`launch.tensor_parallel` with fsdp2 shares out columns among all {world} ranks, and {columns[0]} of attention or {columns[1]} of "
             "the feed-forward layers cannot be divided so",
             hint="a number of ranks that divides both, or LAUNCH_STRATEGY=ddp",
         )
@@ -88,7 +93,7 @@ def _check(request: Request, chosen: str) -> None:
             f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is known",
             hint="TRAIN_SPIKE_GUARD=report, or leave updates out with make train-distributed or make train-fsdp",
         )
-    profile, world = config.train.profile, len(request.ranks.devices)
+    profile = config.train.profile
     if profile.memory and hardware.kind == "cpu":
         raise UserError("`train.profile.memory` records allocations of GPUs, and this plan has none", hint="leave it out")
     if absent := [rank for rank in profile.ranks if rank >= world]:

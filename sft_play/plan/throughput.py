@@ -24,7 +24,6 @@ from sft_play.plan.network import exchange_seconds, link_of, slices_seconds, sta
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
-from sft_play.text import figure
 
 GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
@@ -41,8 +40,6 @@ OPTIMIZER_TRAFFIC = 40
 TYPICAL_BALANCE = 60.0
 """Operations that training does in the time in which memory moves a byte, on cards whose figures are not known (an A100 54, an RTX 4090
 57, an H200 72: 0.35 of the peak over the bandwidth)."""
-UNEQUAL = 1.1
-"""Ranks of which one computes longer than another by more than this factor are worth a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,19 +227,6 @@ def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace] |
         else:
             return None
     return found
-
-
-def describe_unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return a warning where some ranks wait for a slower one, with what sharing out the `rows` by speed would save."""
-    working = [(spent, share, name) for spent, share, name in zip(seconds, rows, names, strict=False) if share]
-    if not working or max(working)[0] <= UNEQUAL * min(working)[0]:
-        return []
-    slow, fast = max(working), min(working)
-    even = sum(share for _, share, _ in working) / sum(share / spent for spent, share, _ in working)
-    return [
-        f"unequal GPUs: {slow[2]} computes {figure(slow[0])} s of each step and {fast[2]} {figure(fast[0])} s, so a step is "
-        f"{slow[0] / even - 1:.0%} longer than rows shared out by speed would"
-    ]
 
 
 def padded_tokens(data: Data, micro: float) -> float:
