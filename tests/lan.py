@@ -1,6 +1,6 @@
 """Several machines on one: each host is a network namespace with its own address, host name, mounts and sshd, on a switch of given speed.
 
-    with lan(tmp_path, nodes=3, rate_mbit=1000) as net:
+    with lan(tmp_path, nodes=3) as net:
         net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={net.inventory(tmp_path / 'c.yaml')}"])
 
 Hosts are counted from 0 (`node1` is host 0, at 192.168.77.11). All see the same files, except the folders named in `private`. The test
@@ -141,27 +141,20 @@ class Lan:
 
 
 @contextlib.contextmanager
-def lan(
-    folder: Path,
-    nodes: int = 3,
-    rate_mbit: float | None = 1000,
-    *,
-    private: Sequence[Path] = (),
-    variables: Mapping[str, str] | None = None,
-) -> Iterator[Lan]:
-    """Yields `nodes` hosts on one switch, each behind a cable of `rate_mbit` (`None`: as fast as the machine).
+def lan(folder: Path, nodes: int = 3, *, private: Sequence[Path] = ()) -> Iterator[Lan]:
+    """Yields `nodes` hosts on one switch, each behind a cable of 1 Gb/s.
 
     `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host k's).
-    `variables` come on top of `tests.conftest.environment` (cache and runs under `folder`), in SSH sessions too. Skips without root.
+    Cache and runs are under `folder`. Skips without root.
     """
     _require()
     folder = folder.resolve()
     (folder / "ssh").mkdir(parents=True, exist_ok=True)
-    env = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1", **(variables or {})})
+    env = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1"})
     net = Lan(folder=folder, ssh_config=folder / "ssh" / "config", variables=env)
     try:
-        _build(net, nodes, rate_mbit, private)
-        _serve_ssh(net, variables or {})
+        _build(net, nodes, private)
+        _serve_ssh(net)
         yield net
     finally:
         _end(net)
@@ -176,7 +169,7 @@ def _require() -> None:
         unavailable(f"no namespaces here: {tried.stderr.strip()}")
 
 
-def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path]) -> None:
+def _build(net: Lan, nodes: int, private: Sequence[Path]) -> None:
     names = [(f"node{k}", f"192.168.77.{10 + k}") for k in range(1, nodes + 1)]
     hosts_file = net.folder / "hosts"
     hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
@@ -191,9 +184,8 @@ def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path
         _plug(keeper, net.switch, f"p{k}", address)
         found.append(LanHost(name=name, address=address, keeper=keeper, private=own))
     net.hosts = tuple(found)
-    if rate_mbit is not None:
-        for k in range(nodes):
-            net.rate(k, rate_mbit)
+    for k in range(nodes):
+        net.rate(k, 1000)
 
 
 def _plug(keeper: int, switch: int, end: str, address: str, device: str = "eth0", bridge: str = "br0") -> None:
@@ -218,14 +210,14 @@ def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, P
     return keeper.pid
 
 
-def _serve_ssh(net: Lan, variables: Mapping[str, str]) -> None:
+def _serve_ssh(net: Lan) -> None:
     """Writes keys and configurations, starts one sshd a host and waits until each listens."""
     ssh = net.folder / "ssh"
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, for the process without rights
     _key(ssh / "id")
     shutil.copyfile(ssh / "id.pub", ssh / "authorized_keys")
     known, client = "", ""
-    kept = ("SFT_PLAY_CACHE", "RUNS_DIR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", *variables)
+    kept = ("SFT_PLAY_CACHE", "RUNS_DIR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
     for host in net.hosts:
         key = _key(ssh / f"{host.name}_key")
         known += f"{host.name},{host.address} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}\n"

@@ -30,7 +30,7 @@ QUIET = 3
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
     folder = tmp_path_factory.mktemp("check")
-    with lan(folder, nodes=3, rate_mbit=1000, private=[folder / "data"]) as made:
+    with lan(folder, nodes=3, private=[folder / "data"]) as made:
         for host in made.hosts:
             (host.private[folder / "data"] / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 20)
         copy_project(folder / "project")

@@ -66,6 +66,7 @@ hosts:
         ("hosts: {a: '192.168.77.11:22'}", "`address` is `192.168.77.11:22`; expected a name or an IPv4 address"),
         ("hosts: {a: root@192.168.77.11}", "hint: a user goes into `user:`, a port into `port:`"),
         ("hosts: {a: 192.168.1.300}", "`address` is `192.168.1.300`; expected a name or an IPv4 address"),
+        *((f"hosts: {{a: {{address: 10.0.0.1, folder: '{one}'}}}}", "`folder` is ") for one in ("~/", "//", "/..", "~/../x")),
         ("hosts: {a: 'fd00::2'}", "ranks meet over IPv4 only"),
         ("hosts: {a: {address: 10.0.0.1, ssh: me@jump}}", "`ssh` is `me@jump`; expected a name or an IP address"),
     ],

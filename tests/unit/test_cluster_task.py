@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.cluster.inventory import Host, read_inventory
+from sft_play.cluster.inventory import Host
 from sft_play.cluster.status import run_named
 from sft_play.cluster.task import Task, control_run, controlled_runs, node_variables, read_task, take_over, unfit
 from sft_play.config.call import parse_call
@@ -92,14 +92,6 @@ def test_the_inventorys_interface_is_named_to_the_letter(tmp_path: Path, run: Ru
     given = node_variables(task, replace(WORKER, interface="eth1"), OWN)
     assert (given["GLOO_SOCKET_IFNAME"], given["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(node_variables(task, WORKER, OWN))
-
-
-@pytest.mark.parametrize("folder", ["~/", "//", "/..", "~/../x"])
-def test_folders_that_are_a_whole_home_or_disk_are_refused(tmp_path: Path, folder: str) -> None:
-    path = tmp_path / "home.yaml"
-    path.write_text(f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}\n")
-    with pytest.raises(UserError, match="`folder` is "):
-        read_inventory(path)
 
 
 def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: Path, run: RunFolder) -> None:
