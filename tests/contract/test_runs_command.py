@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from sft_play.files import append_json_line, write_json
-from sft_play.launch.runs import holders
 from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, Program
 
@@ -119,19 +118,10 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
         assert refused.code == 2 and said in refused.err and "Traceback" not in refused.err, refused.err
 
 
-def test_stop_asks_the_process_that_holds_the_lock(program: Program, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", "now", "started")
-    process = hold(run)
-    assert holders(run)[0].process is not None
-    done = program("stop", "RUN=now")
-    assert process.wait(10) == 143
-    assert done.code == 0 and "stopped by SIGTERM after step 4; checkpoint step-000004 is complete" in done.out, done.err
-    again = program("stop", "RUN=now")
-    assert again.code == 2 and "nothing trains `now` now" in again.err
-
-
 @pytest.mark.parametrize("by_script", [True, False])
-def test_stop_says_that_a_batch_script_goes_on(program: Program, tmp_path: Path, by_script: bool) -> None:
+def test_stop_asks_the_process_that_holds_the_lock_and_says_that_a_batch_script_goes_on(
+    program: Program, tmp_path: Path, by_script: bool
+) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     script = {"SFT_PLAY_CAUSE_FILE": str(tmp_path / "0.cause")} if by_script else {}  # without it: typed inside an allocation
     process = hold(run, SLURM_JOB_ID="4711", **script)
@@ -140,6 +130,9 @@ def test_stop_says_that_a_batch_script_goes_on(program: Program, tmp_path: Path,
     turn = "takes another turn, as often as `slurm.max_requeues` allows; `scancel 4711` ends it for good"
     assert (turn in done.out and "hint: Slurm job 4711 trains `now`" in done.err) == by_script
     assert ("make resume RUN=now continues it" in done.out) != by_script
+    assert "stopped by SIGTERM after step 4; checkpoint step-000004 is complete" in done.out
+    again = program("stop", "RUN=now")
+    assert again.code == 2 and "nothing trains `now` now" in again.err
 
 
 def test_stop_continues_a_launcher_that_is_suspended(program: Program, tmp_path: Path) -> None:
