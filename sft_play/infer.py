@@ -20,7 +20,7 @@ from sft_play.files import write_text
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder
-from sft_play.text import bar
+from sft_play.text import bar, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -116,7 +116,7 @@ def _load(call: Call, run: RunFolder, folder: Path) -> Ready:
     from sft_play.plan.plan import Plan
 
     settings = _settings(read_config(run.config, call.overrides).config, Plan.load(run.plan).eval_batch_size)
-    print(f"loading {label_of(run, folder)} of the run {run.name} ...", file=sys.stderr, flush=True)
+    tell(f"loading {label_of(run, folder)} of the run {run.name} ...")
     return Ready(*load_for_use(run, folder), settings)
 
 
@@ -124,7 +124,7 @@ def _load_plain(call: Call, name: str) -> Ready:
     from sft_play.model.use import find_plain, load_plain
 
     config, model = find_plain(call, name)
-    print(f"loading {name} ...", file=sys.stderr, flush=True)
+    tell(f"loading {name} ...")
     return Ready(*load_plain(config, model), _settings(config, BATCH_SIZE))
 
 
@@ -161,7 +161,7 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
         print(json.dumps({"rows": len(rows), "output": str(output), "cut": cut}))
     else:
         empty = f", {len(rows) - len(asked)} of them to empty lines" if len(rows) > len(asked) else ""
-        print(f"{len(rows)} answers in {output}{empty}", file=sys.stderr)
+        tell(f"{len(rows)} answers in {output}{empty}")
     return 0
 
 
@@ -170,9 +170,8 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     cut = sum(not answer.stopped for answer in answers)
     if cut:
         limit = ready.settings.max_new_tokens
-        print(
-            f"note: {cut} of {len(answers)} answers were cut at {limit} tokens; TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} allows more",
-            file=sys.stderr,
+        tell(
+            f"note: {cut} of {len(answers)} answers were cut at {limit} tokens; TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} allows more"
         )
     return cut
 
@@ -217,7 +216,7 @@ class Conversation:
         """Read lines until the end or `/quit`; return the exit code."""
         interactive = stdin.isatty()
         if interactive:
-            print(COMMANDS, file=sys.stderr)
+            tell(COMMANDS)
         while True:
             if interactive:
                 print("> ", end="", file=sys.stderr, flush=True)
@@ -226,9 +225,9 @@ class Conversation:
                 return 0
             if line.strip() == "/reset":
                 self.messages.clear()
-                print("the conversation is forgotten", file=sys.stderr)
+                tell("the conversation is forgotten")
             elif line.strip().startswith("/"):
-                print(f"unknown command; {COMMANDS}", file=sys.stderr)
+                tell(f"unknown command; {COMMANDS}")
             elif line.strip():
                 self.ask(line.strip())
 
@@ -241,7 +240,7 @@ class Conversation:
             prompt = self._fitting_prompt()
         except DataError as error:
             self.messages.pop()
-            print(error.render(), file=sys.stderr)
+            tell(error.render())
             return
         if self.as_json or self.settings.num_beams > 1:  # beams decide on the text only at the end
             text = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].text
@@ -279,7 +278,7 @@ class Conversation:
             forgotten += 1
             prompt = prompt_ids(self.tokenizer, self.messages)
         if forgotten:
-            print(f"note: the {forgotten} oldest exchanges no longer fit into the model's context", file=sys.stderr)
+            tell(f"note: the {forgotten} oldest exchanges no longer fit into the model's context")
         if len(prompt) >= context_length(self.model):
             raise DataError(f"this turn has {len(prompt)} tokens, and the model takes at most {context_length(self.model) - 1}")
         return prompt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
@@ -23,6 +22,7 @@ from sft_play.errors import UserError, printable
 from sft_play.files import write_text
 from sft_play.plan.epoch import mixture_of
 from sft_play.prepare import prepare
+from sft_play.text import tell
 
 IN_TERMINAL, IN_PAGE = 3, 200
 """Rows that are shown unless `ROWS` says how many."""
@@ -91,7 +91,7 @@ def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, w
         holding = (at for at, ids in enumerate(rows["input_ids"]) if wanted in tokenizer.decode(ids).casefold())
         indices = list(islice(holding, count))
         if not indices:
-            print(f"no row holds `{words}`", file=sys.stderr)
+            tell(f"no row holds `{words}`")
     else:
         indices = choose_rows(count, seed, list(rows["source"]))
     return [sample_of(index, rows[index], names, tokenizer, special) for index in indices]

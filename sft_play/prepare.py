@@ -31,6 +31,7 @@ from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel, remember
+from sft_play.text import tell
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         with console_may_go(), _stopped_in_order():
             prepare_run(RunFolder(options.run), scored=options.scored)
     except UserError as error:
-        print(error.render(), file=sys.stderr)
+        tell(error.render())
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -57,7 +58,7 @@ def data(call: Call) -> int:
         prepared, manifests = prepare(config)
     mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
     for line in mixture.describe() if mixture else []:
-        _tell(f"mixture: {line}")
+        tell(f"mixture: {line}")
     if call.json:
         found = {"model": asdict(prepared.model), "train": manifests["train"], "validation": manifests.get("validation")}
         print(json.dumps(found, indent=2, ensure_ascii=False))
@@ -108,14 +109,14 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     from sft_play.model.tokenizer import chat_format, with_chat
 
     model = with_chat(resolve(config), chat_format(config.data))
-    _tell(describe_source(config, model))
+    tell(describe_source(config, model))
     check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)
     prepared, manifests = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)))
     for name, manifest in manifests.items():
-        _tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
+        tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     remember(config, prepared)
     return prepared, manifests
 
@@ -127,7 +128,7 @@ def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
     tokenizer = load_tokenizer(model.path, model.chat, trust=trust)
     note = end_note(model.chat.name, tokenizer) if model.chat and model.chat.name else None
     if note:
-        _tell(note)
+        tell(note)
     return tokenizer
 
 
@@ -141,10 +142,6 @@ def _offline_when_unreachable(config: Config) -> None:
     wanted = any(not Path(name).expanduser().is_dir() for name in names) or any(is_hub(source) for source in sources)
     if wanted:
         offline_unless_reachable()
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _quiet() -> None:

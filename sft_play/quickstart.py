@@ -22,6 +22,7 @@ from sft_play.launch.commands import finish, start_run
 from sft_play.launch.job import Job
 from sft_play.runs.folder import PREDICTIONS, RunFolder, read_predictions
 from sft_play.runs.prepared import Prepared
+from sft_play.text import tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -110,11 +111,6 @@ def report(result: Mapping[str, Any]) -> str:
         lines.append(f"(n = {after['rougeL']['n']} answers, 95 % bootstrap intervals)")
     lines += [f"answers {name:<7}{path}" for name, path in result["predictions"].items()]
     return "\n".join(lines)
-
-
-def tell(text: str) -> None:
-    """Print progress where it does not disturb `JSON=1`."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _require_validation(run: RunFolder) -> None:

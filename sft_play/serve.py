@@ -33,6 +33,7 @@ from sft_play.model.resolve import check_trained
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.runs.checkpoints import kind_of, label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.text import tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -63,7 +64,7 @@ def main(call: Call) -> int:
     wanted = call.port("PORT") or DEFAULT_PORT
     port = next_free_port(wanted, address, "PORT")
     if port != wanted:
-        print(f"port {wanted} is taken; using {port}", file=sys.stderr)
+        tell(f"port {wanted} is taken; using {port}")
     folder, name = (
         (whole_model(run, weights), name_for_clients(run, label_of(run, weights)))
         if run and weights
@@ -111,7 +112,7 @@ def whole_model(run: RunFolder, weights: Path) -> Path:
     if not (folder / "stamp.json").is_file():
         from sft_play.model.use import merge
 
-        print("the server needs whole weights: merging the adapters into a copy in the cache ...", file=sys.stderr, flush=True)
+        tell("the server needs whole weights: merging the adapters into a copy in the cache ...")
         with contextlib.redirect_stdout(sys.stderr):
             merge(run, weights, folder)
     return folder
@@ -195,7 +196,7 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
             config.app = Guard(config.app, token=place.token, address=place.address, pages=PAGES)
             super().start_server()
 
-    print(f"loading {name} ...", file=sys.stderr, flush=True)
+    tell(f"loading {name} ...")
     from sft_play.model.use import best_device
 
     device = best_device()
@@ -209,10 +210,7 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
         if not server._thread.is_alive():
             raise HardwareError(f"the server could not open port {place.port} of {place.address}", hint="choose another PORT=")
         if not is_loopback(place.address):
-            print(
-                "note: what is sent is not encrypted: beyond a network that you trust put it behind TLS or `ssh -L`",
-                file=sys.stderr,
-            )
+            tell("note: what is sent is not encrypted: beyond a network that you trust put it behind TLS or `ssh -L`")
         if as_json:
             facts = {"url": place.url, "model": name, "pid": os.getpid(), "token": place.token is not None}
             print(json.dumps(facts), flush=True)

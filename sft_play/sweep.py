@@ -35,7 +35,7 @@ from sft_play.plan.show import parse_price
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.schedulers.slurm import is_queued, write_job
-from sft_play.text import duration, figure, table
+from sft_play.text import duration, figure, table, tell
 
 STOPPED = (130, 143)
 OF_SLURM = ("SUBMIT", "HARDWARE", "NUM_NODES")
@@ -135,18 +135,18 @@ def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int
         if number > 1:
             chosen = [one.trial for one in rank_results(results, metric) if one.score is not None][:count]
             if not chosen:
-                print("sweep: no run of this round finished, so none is trained longer", file=sys.stderr)
+                tell("sweep: no run of this round finished, so none is trained longer")
                 break
             trials = [replace(one, name=f"{one.name.partition('.')[0]}.{number}") for one in chosen]
         results = []
         for place, trial in enumerate((replace(one, steps=steps) for one in trials), 1):
-            print(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}", file=sys.stderr, flush=True)
+            tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}")
             _, outcome = start_run(_call(call, trial.name, *trial.overrides()), "auto")
             if outcome.code in STOPPED:
-                print("stopped; the same command continues the sweep", file=sys.stderr)
+                tell("stopped; the same command continues the sweep")
                 return outcome.code
             if outcome.message:
-                print(outcome.message, file=sys.stderr)
+                tell(outcome.message)
             results.append(result_of(trial))
         metric = usable_metric(metric, results)
     show(call, rank_results(results, metric), metric)
@@ -195,7 +195,7 @@ def usable_metric(metric: str, results: Sequence[Result]) -> str:
     """Return the metric by which the runs can be ranked; says so where it is another."""
     if metric == "loss" or any(metric in one.summary.scores for one in results):
         return metric
-    print(f"note: no run has `{metric}`; ranked by the loss of training", file=sys.stderr)
+    tell(f"note: no run has `{metric}`; ranked by the loss of training")
     return "loss"
 
 

@@ -26,6 +26,7 @@ from sft_play.launch import commands
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import runs_folder
+from sft_play.text import tell
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 6006
@@ -74,7 +75,7 @@ def train(call: Call) -> int:
     if code:
         return code
     code = TRAININGS[call.command](call)
-    print("TensorBoard keeps running; `make tensorboard-stop` ends it", file=sys.stderr)
+    tell("TensorBoard keeps running; `make tensorboard-stop` ends it")
     return code
 
 

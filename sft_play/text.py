@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 
+def tell(text: str) -> None:
+    """Print on stderr, where it does not disturb `JSON=1`."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str]:
     """Yield left-aligned lines; a cell longer than `widest` pushes the rest of its line to the right rather than being cut."""
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]

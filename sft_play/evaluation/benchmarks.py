@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +17,7 @@ from sft_play.files import file_sha256, text_sha256, write_json
 from sft_play.plan.architecture import offline_unless_reachable
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import BENCHMARKS, RunFolder, read_benchmarks
+from sft_play.text import tell
 
 if TYPE_CHECKING:
     from sft_play.config.schema import Config
@@ -88,7 +88,7 @@ def measure(
             found["tasks"] = {name: value for one in found["requests"].values() for name, value in one["tasks"].items()}
             write_json(folder / BENCHMARKS, found)  # after each task: a later one that fails costs only itself
     else:
-        print("measured before: weights, tasks and versions are the same", file=sys.stderr)
+        tell("measured before: weights, tasks and versions are the same")
     wanted = {name: value for task in tasks for name, value in found["requests"][task]["tasks"].items()}
     return {"lm_eval": found["lm_eval"], "tasks": wanted}
 

@@ -20,6 +20,7 @@ from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, metrics_of, read_benchmarks, read_predictions, read_scores, run_path
 from sft_play.runs.prepared import Prepared
+from sft_play.text import tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -152,7 +153,7 @@ def show(result: Mapping[str, Any]) -> None:
             console.print(Text(f"  {label}: {indented}"))
         console.print()
     for note in result["notes"]:
-        print(f"note: {note}", file=sys.stderr)
+        tell(f"note: {note}")
 
 
 def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from sft_play.runs.folder import (
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
+from sft_play.text import tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -105,7 +105,7 @@ def main(call: Call) -> int:
     scores = read_scores(folder)
     # Scores that a time budget cut short are never taken for all.
     if scores and scores.get("complete") is not False and scores.get("settings", {}).get("key") == settings["key"]:
-        print("scored before: weights, data and settings are the same", file=sys.stderr)
+        tell("scored before: weights, data and settings are the same")
     else:
         from sft_play.evaluation.held_out import score_run
 
@@ -192,7 +192,7 @@ def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose)
     """Print what differs from what made `weights`. Raise `CheckpointError` for another base, tokenizer, backend or adapter shape."""
     now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
     for warning in refuse(compare(Stamp.load(weights), now, purpose), f"`{label_of(run, weights)}`"):
-        print(warning, file=sys.stderr)
+        tell(warning)
 
 
 def check_options(call: Call) -> None:
@@ -299,7 +299,7 @@ def _own_rows(run: RunFolder) -> Rows | None:
     if not Path(split.path).is_dir():
         from sft_play.config.load import read_config
 
-        print(f"the prepared rows are gone from `{split.path}`: they are prepared again", file=sys.stderr, flush=True)
+        tell(f"the prepared rows are gone from `{split.path}`: they are prepared again")
         again = _prepare(read_config(run.config)).validation
         if again is None or again.fingerprint != split.fingerprint:
             hint = "restore the data, or score it as it is now: DATA=file.jsonl"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
-from sft_play.text import Show, bar
+from sft_play.text import Show, bar, tell
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.ranks import Ranks
 from sft_play.training.stopping import StopOnRequest
@@ -475,13 +474,13 @@ def score_run(
         held_out = held_out_loss(rows, split, batch_size=batch_size, collate=collate, measure=measure, ranks=alone)
     ready = answerable(rows)
     generate, reason = decide(config, rows=len(rows), ready=len(ready), purpose="eval")
-    print(reason, file=sys.stderr, flush=True)
+    tell(reason)
     result = None
     if generate:
         with bar("answers", "batches") as show:
             result = answer_rows(model, tokenizer, rows, ready, config, batch_size=batch_size, ranks=alone, progress=show)
         for warning in result.warnings:
-            print(f"note: {warning}", file=sys.stderr)
+            tell(f"note: {warning}")
     for name in (SCORES, PREDICTIONS):  # never older scores with newer answers
         (out / name).unlink(missing_ok=True)
     return write_evaluation(out, held_out, result, step=step, settings=settings)

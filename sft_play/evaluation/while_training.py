@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from sft_play.evaluation.held_out import (
 )
 from sft_play.files import side_file
 from sft_play.runs.prepared import PreparedSplit
+from sft_play.text import tell
 from sft_play.training.ranks import TrainContext
 from sft_play.training.stopping import Holdings, StopOnRequest
 
@@ -75,7 +75,7 @@ class WhileTraining:
             slower = held_out.rows_per_second / metrics["eval_answers_per_second"]
             said += f", answers {metrics['eval_answers_per_second']:,.2f} rows/s (1 for {slower:,.1f} of loss alone)"
             for warning in result.warnings if first else ():
-                print(f"evaluation: {warning}", file=sys.stderr, flush=True)
+                tell(f"evaluation: {warning}")
         if how_fast:
             print(said, flush=True)
         return metrics

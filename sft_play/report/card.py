@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_fo
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp
-from sft_play.text import gib
+from sft_play.text import gib, tell
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -236,7 +235,7 @@ def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str,
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()]
-        print(f"uploading {len(files)} files ...", file=sys.stderr, flush=True)
+        tell(f"uploading {len(files)} files ...")
         return str(api.create_commit(repo, operations, commit_message=message).commit_url)
     except HfHubHTTPError as error:
         raise _refused(repo, error) from error

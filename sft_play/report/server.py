@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from sft_play.launch.environment import next_free_port
 from sft_play.launch.runs import summary_of
 from sft_play.report.page import PAGE_POLICY, page_files, page_html, record_of
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.text import tell
 
 DEFAULT_PORT = 8600
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -41,9 +41,9 @@ def main(call: Call) -> int:
     port = next_free_port(wanted, address, "PORT")
     url = f"{own_url(address, port)}/"
     if port != wanted:
-        print(f"port {wanted} is taken; using {port}", file=sys.stderr)
+        tell(f"port {wanted} is taken; using {port}")
     if not is_loopback(address):
-        print("note: nothing is encrypted: beyond a network that you trust put it behind TLS or `ssh -L`", file=sys.stderr)
+        tell("note: nothing is encrypted: beyond a network that you trust put it behind TLS or `ssh -L`")
     if call.json:
         print(json.dumps({"url": url, "runs": str(runs_folder()), "token": token is not None}), flush=True)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sft_play.soak.report import differing_rows
+from sft_play.soak import differing_rows
 
 
 def row(step: int, kind: str = "train", **values: Any) -> dict[str, Any]:

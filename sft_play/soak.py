@@ -10,20 +10,21 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-import uuid
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from sft_play.config.keys import variable_name
+from sft_play.config.reader import record_of
 from sft_play.errors import UserError
 from sft_play.files import read_json, read_json_lines, read_object, write_json, write_text
 from sft_play.launch.process import end_by_signals
@@ -31,7 +32,7 @@ from sft_play.launch.run_folder import choose_name
 from sft_play.launch.verdict import LOST
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.soak.report import EVERYTHING, SAVING, STARTING, Comparison, Kill, State, as_json, as_text, compare_runs, load_state
+from sft_play.text import markdown_table, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -41,7 +42,10 @@ COMMANDS = {
     "single": ("train",), "ddp": ("train-distributed", "NUM_GPUS=2", "LAUNCH_STRATEGY=ddp"), "fsdp2": ("train-fsdp", "NUM_GPUS=2"),
     **{zero: ("train-deepspeed", "NUM_GPUS=2", f"LAUNCH_STRATEGY={zero}") for zero in ("zero1", "zero2", "zero3")},
 }  # fmt: skip
-TRAINING, LAUNCHER, AGENT = "training", "launcher", "agent"
+STARTING, TRAINING, SAVING = "starting", "training", "saving"
+PHASES = (STARTING, "loading", TRAINING, "evaluating", SAVING, "leaving")
+"""What rank 0 writes to `phase.json`, in the order of a run; before it does, `starting`."""
+LAUNCHER, AGENT, EVERYTHING = "launcher", "agent", "everything"
 AIMS = {"time": 40, TRAINING: 25, SAVING: 25, "evaluating": 10}
 """Weights: a random moment of the whole launch, most of which is its start; or one after its first step, or inside a phase that is waited for."""
 WITHIN = {SAVING: 0.05, "evaluating": 0.6}
@@ -58,6 +62,80 @@ LAUNCH_SECONDS = 900.0
 """No launch of a soak may take longer than this."""
 MOST_FAILURES = 3
 """Launches in a row that may fail by themselves before the soak gives up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """One kill -9 and what came of it."""
+
+    aim: str
+    """`time` (a random moment), or the phase that was waited for."""
+    phase: str
+    """What the run was doing as the signal was sent."""
+    target: str
+    """`launcher`, `agent`, `rank 0`, ..., or `everything`."""
+    seconds: float
+    """After the launch began."""
+    number: int = 0
+    run: int = 0
+    """Number of the disturbed run, from 1."""
+    step: int = 0
+    """Last step in `metrics.jsonl`."""
+    checkpoint: int = 0
+    """Step of the newest valid checkpoint afterwards; 0 without one."""
+    code: int | None = None
+    """The launcher's exit code; `None` where it was killed itself."""
+    over_seconds: float = 0.0
+    """From the kill until no process of the launch was left."""
+
+    @property
+    def lost(self) -> int:
+        """Steps that are trained again."""
+        return max(0, self.step - self.checkpoint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A disturbed run that was completed, compared with the undisturbed one."""
+
+    run: int
+    kills: int
+    rows: int
+    """Rows of `metrics.jsonl` that were compared."""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return not self.problems
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """The whole soak. `save` after every change."""
+
+    settings: dict[str, Any]
+    """What every chunk must share: strategy, seed, configuration, overrides."""
+    kills: list[Kill] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Everything that was not as promised, with the number of its kill."""
+    launches: int = 0
+    run: int = 0
+    """Number of the disturbed run that is under way or was the last."""
+    marks: dict[str, Any] = field(default_factory=dict)
+    """Seconds from a launch until each phase began, from undisturbed starts: for choosing moments."""
+    seconds: float = 0.0
+    """Time that all chunks took."""
+
+    @property
+    def run_over(self) -> bool:
+        """Whether that run has been compared."""
+        return len(self.comparisons) == self.run
+
+    def problem(self, text: str) -> None:
+        """Keep something that is not as promised."""
+        self.problems.append(text)
+        tell(f"PROBLEM: {text}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +177,9 @@ class Soak:
         """The run that is under way."""
         return RunFolder(self.folder / "runs" / f"disturbed-{self.state.run:03d}")
 
+    def save(self) -> None:
+        write_json(self.folder / "state.json", asdict(self.state))
+
     def clear(self, run: RunFolder) -> None:
         """Remove a run and what was prepared for the one before it."""
         for path in (run.path, *map(Path, self.cache.values())):
@@ -108,7 +189,7 @@ class Soak:
         """Start `run` by the same command as always, kill it at a moment of `aim`, and wait until nothing is left."""
         self.state.launches += 1
         run.phase.unlink(missing_ok=True)  # an earlier launch's
-        mark, log = uuid.uuid4().hex, self.folder / "launch.log"
+        mark, log = f"{os.getpid()}-{self.state.launches}", self.folder / "launch.log"
         inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -213,8 +294,8 @@ def choose_target(roles: Sequence[str], chance: random.Random) -> str | None:
 def send_sigkill(processes: Sequence[psutil.Process]) -> None:
     """Send SIGKILL to processes, the first of them first."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def main(call: Call) -> int:
@@ -242,12 +323,22 @@ def prepare_soak(call: Call, folder: Path, strategy: str, seed: int) -> Soak:
     config = call.options.get("CONFIG")
     if config:
         call.load_config()  # a mistake in it is reported before anything starts
-    path = folder / "state.json"
-    state = load_state(path, {"strategy": strategy, "seed": seed, "config": config, "overrides": overrides})
-    if not path.is_file():
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"`{folder}` exists and is no soak", hint="choose another RUN_NAME")
-        state.save(path)
+    path, settings = folder / "state.json", {"strategy": strategy, "seed": seed, "config": config, "overrides": overrides}
+    other = "choose another RUN_NAME, or remove that folder"
+    if path.is_file():
+        try:
+            state = record_of(read_json(path), State)
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"the soak's state cannot be read: {error}", place=str(path), hint=other) from error
+        differ = sorted(name for name in settings if settings[name] != state.settings.get(name))
+        if differ:
+            said = ", ".join(f"`{name}` was `{state.settings.get(name)}` and is `{settings[name]}`" for name in differ)
+            raise UserError(f"another soak's results are there: {said}", place=str(folder), hint=other)
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(f"`{folder}` exists and is no soak", hint=other)
+    else:
+        state = State(settings=settings)
+        write_json(path, asdict(state))
     source = config or str(write_material(folder, seed))
     words = [*COMMANDS[strategy], f"CONFIG={source}", "LAUNCH_AUTO_RESUME=true", "LAUNCH_BALANCE=off", *overrides]
     return Soak(folder=folder, state=state, words=words, cache={} if config else {"SFT_PLAY_CACHE": str(folder / "cache")})
@@ -264,7 +355,7 @@ def ensure_reference(soak: Soak) -> None:
     if ended.code:
         raise UserError(f"the undisturbed run ended with code {ended.code}: {ended.output[-1500:]}", place=str(run.path))
     soak.learn(ended)
-    soak.state.save(soak.folder / "state.json")
+    soak.save()
 
 
 def kill_and_continue(soak: Soak, kills: int) -> None:
@@ -272,7 +363,7 @@ def kill_and_continue(soak: Soak, kills: int) -> None:
     state, goal, failures = soak.state, len(soak.state.kills) + kills, 0
     while len(state.kills) < goal or not state.run_over:
         if state.run_over:
-            state.run, state.run_kills, state.run_over = state.run + 1, 0, False
+            state.run += 1
             soak.clear(soak.disturbed)
         chance = random.Random(f"{state.settings['seed']}-{state.launches}")
         aim = chance.choices(list(AIMS), list(AIMS.values()))[0] if len(state.kills) < goal else None
@@ -285,12 +376,11 @@ def kill_and_continue(soak: Soak, kills: int) -> None:
             soak.learn(ended)
             finish_run(soak, ended)
         else:
-            problem(state, f"launch {state.launches} of run {state.run} ended with code {ended.code}: {last_error(ended.output)}")
-        soak.state.save(soak.folder / "state.json")
+            state.problem(f"launch {state.launches} of run {state.run} ended with code {ended.code}: {last_error(ended.output)}")
+        soak.save()
         if failures >= MOST_FAILURES:
-            raise UserError(
-                f"{failures} launches in a row failed: {ended.output[-1500:]}", place=str(soak.disturbed.path), hint="the runs stay there",
-            )  # fmt: skip
+            place = str(soak.disturbed.path)
+            raise UserError(f"{failures} launches in a row failed: {ended.output[-1500:]}", place=place)
 
 
 def note_kill(soak: Soak, ended: Ended, kill: Kill) -> None:
@@ -303,51 +393,39 @@ def note_kill(soak: Soak, ended: Ended, kill: Kill) -> None:
         checkpoint=step_of(newest) if newest else 0,
     )  # fmt: skip
     state.kills.append(kill)
-    state.run_kills += 1
     where = f"kill {kill.number} ({kill.target} in {kill.phase})"
     tell(
         f"{where}: {kill.seconds:.1f} s after the launch, step {kill.step}, checkpoint {kill.checkpoint}; over after {kill.over_seconds:.1f} s"
     )
     if ended.left:
-        problem(state, f"{where}: alive {NOTICE_SECONDS:.0f} s later: {', '.join(ended.left)}")
+        state.problem(f"{where}: alive {NOTICE_SECONDS:.0f} s later: {', '.join(ended.left)}")
     complete = kill.code == 0 and run.training_metrics.is_file()  # a rank that had done all its work
     if kill.target not in (LAUNCHER, EVERYTHING) and kill.code != LOST and not complete:
-        problem(state, f"{where}: the launcher returned {kill.code}, not {LOST}: {last_error(ended.output)}")
+        state.problem(f"{where}: the launcher returned {kill.code}, not {LOST}: {last_error(ended.output)}")
     train = read_json(soak.reference.config)["config"]["train"]
     by_steps = train["save_strategy"] == "steps"
     interval = int(train["save_steps"] if by_steps else read_json(soak.reference.plan)["steps_per_epoch"])
     if kill.lost > interval:
-        problem(state, f"{where}: {kill.lost} steps lost, more than the save interval of {interval}")
+        state.problem(f"{where}: {kill.lost} steps lost, more than the save interval of {interval}")
     for reason in skipped:
-        problem(state, f"{where}: a published checkpoint is incomplete: {reason}")
+        state.problem(f"{where}: a published checkpoint is incomplete: {reason}")
 
 
 def finish_run(soak: Soak, ended: Ended) -> None:
     """Compare a completed run; remove it when it is equal."""
     state, run = soak.state, soak.disturbed
-    rows, problems = compare_runs(soak.reference, run)
+    expected, kills = read_json_lines(soak.reference.metrics), sum(kill.run == state.run for kill in state.kills)
+    problems = [*differing_rows(expected, read_json_lines(run.metrics)), *leftovers(run)][:MOST_SHOWN]
     problems += [f"alive after the end: {one}" for one in ended.left]
-    state.comparisons.append(Comparison(run=state.run, kills=state.run_kills, rows=rows, problems=tuple(problems)))
-    state.run_over = True
-    tell(f"run {state.run} is complete after {state.run_kills} kills: {'equal' if not problems else 'NOT EQUAL'}, {rows} rows")
+    state.comparisons.append(Comparison(run=state.run, kills=kills, rows=len(expected), problems=tuple(problems)))
+    tell(f"run {state.run} is complete after {kills} kills: {'NOT EQUAL' if problems else 'equal'}, {len(expected)} rows")
     if not problems:
         shutil.rmtree(run.path, ignore_errors=True)
-
-
-def problem(state: State, text: str) -> None:
-    """Keep something that is not as promised."""
-    state.problems.append(text)
-    tell(f"PROBLEM: {text}")
 
 
 def last_error(output: str) -> str:
     """Return the last line that names an error."""
     return next((line[:300] for line in reversed(output.splitlines()) if "rror" in line), output[-200:].strip())
-
-
-def tell(text: str) -> None:
-    """Print progress where it does not disturb `JSON=1`."""
-    print(text, file=sys.stderr, flush=True)
 
 
 # What a soak trains: the user's configuration, or a tiny model from scratch with made-up rows, ready within seconds.
@@ -356,18 +434,7 @@ def tell(text: str) -> None:
 ROWS = {"train": 400, "val": 12}
 SAVE_STEPS, EVAL_STEPS, STEPS = 5, 8, 60
 """A save every 5 steps and an evaluation with answers every 8, so that they fall on one step (40) and mostly on different ones."""
-WORDS = (
-    "the river",
-    "a clock",
-    "my neighbour",
-    "turns",
-    "waits for",
-    "carries",
-    "and",
-    "an old ship",
-    "the second house",
-    "leaves",
-)
+WORDS = ("the river", "a clock", "my neighbour", "turns", "waits for", "carries", "and", "an old ship", "the house", "leaves")
 
 
 def write_material(folder: Path, seed: int) -> Path:
@@ -378,10 +445,7 @@ def write_material(folder: Path, seed: int) -> Path:
         return " ".join(chance.choices(WORDS, k=chance.randint(3, most)))
 
     for name, count in ROWS.items():
-        rows: list[dict[str, Any]] = [
-            {"messages": [{"role": "user", "content": f"{name}-{number}: {say(6)}"}, {"role": "assistant", "content": say(11)}]}
-            for number in range(count)
-        ]
+        rows = [{"prompt": f"{name}-{number}: {say(6)}", "completion": say(11)} for number in range(count)]
         write_text(folder / f"{name}.jsonl", "".join(json.dumps(one) + "\n" for one in rows))
     path = folder / "soak.yaml"  # JSON is YAML
     write_json(path, {
@@ -398,3 +462,90 @@ def write_material(folder: Path, seed: int) -> Path:
         },
     })  # fmt: skip
     return path
+
+
+# What came of it: the comparison with the undisturbed run, metrics to the bit and each step once; a table, JSON.
+
+
+TIMES = re.compile(r"seconds|per_second|memory|_gib|mfu|percent|mb_s|utilisation|temperature|watts|throttled")
+"""Names of figures that a clock or the machine decides."""
+MOST_SHOWN = 9
+
+
+def differing_rows(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
+    """Return the differences between two runs' rows; JSON keeps every bit of a float."""
+    problems = []
+    for kind in ("train", "eval"):
+        before, after = ([row for row in rows if row["kind"] == kind] for rows in (expected, found))
+        steps = [row["step"] for row in before], [row["step"] for row in after]
+        if steps[0] != steps[1]:
+            problems.append(f"{kind} rows: steps {steps[1]} instead of {steps[0]}")
+        by_step = {row["step"]: row for row in after}
+        problems += [
+            f"{kind} rows: step {row['step']}: `{name}` {by_step[row['step']].get(name)} instead of {value}"
+            for row in before
+            if row["step"] in by_step
+            for name, value in row.items()
+            if by_step[row["step"]].get(name) != value and not TIMES.search(name)
+        ]
+    return problems
+
+
+def leftovers(run: RunFolder) -> list[str]:
+    """Return what a completed run should not hold: half-written or temporary files, checkpoints that are not complete."""
+    hidden = [path.relative_to(run.path) for path in sorted(run.path.rglob(".*")) if path.suffix != ".lock"]
+    newest, skipped = newest_valid(run)
+    problems = [*(f"left over: {path}" for path in hidden), *skipped]
+    if newest is None or run.last.resolve() != newest.resolve():
+        problems.append(f"`last` is {run.last.resolve().name}, not the newest valid checkpoint {newest.name if newest else ''}")
+    return problems
+
+
+def as_json(state: State) -> dict[str, Any]:
+    """Return what `JSON=1` prints: the totals of all chunks, and every kill."""
+    unequal = [one for one in state.comparisons if not one.equal]
+    return {
+        "settings": dict(state.settings),
+        "kills": len(state.kills),
+        "inside_a_save": sum(kill.phase == SAVING for kill in state.kills),
+        "by_phase": dict(Counter(kill.phase for kill in state.kills)),
+        "by_target": dict(Counter(kill.target for kill in state.kills)),
+        "launches": state.launches,
+        "runs": len(state.comparisons),
+        "equal": len(state.comparisons) - len(unequal),
+        "unequal": [asdict(one) for one in unequal],
+        "problems": list(state.problems),
+        "steps_lost": spread([kill.lost for kill in state.kills]),
+        "over_seconds": spread([kill.over_seconds for kill in state.kills]),
+        "seconds": round(state.seconds, 1),
+        "every_kill": [asdict(kill) for kill in state.kills],
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return mean and maximum."""
+    return {"mean": round(sum(values) / len(values), 2) if values else 0.0, "max": max(values, default=0)}
+
+
+def as_text(state: State) -> str:
+    """Return the table of kills by phase, and the totals below it, as Markdown."""
+    rows = [["phase", "kills", "steps lost, mean (max)"]]
+    for phase in (*PHASES, "all"):
+        if found := [kill for kill in state.kills if phase in (kill.phase, "all")]:
+            lost = spread([kill.lost for kill in found])
+            rows.append([phase, str(len(found)), f"{lost['mean']:.1f} ({lost['max']:.0f})"])
+    result = as_json(state)
+    over, seed = result["over_seconds"], " ".join([str(state.settings["seed"]), *state.settings["overrides"]])
+    lines = [*markdown_table(rows), ""]
+    lines.append(
+        f"`{state.settings['strategy']}`, seed {seed}: {len(state.kills)} kills, {result['inside_a_save']} of them inside a save; "
+        f"{state.launches} launches in {state.seconds / 60:.0f} min; all processes gone after {over['mean']:.1f} s (at most {over['max']:.1f} s)."
+    )
+    equal, rows_compared = result["equal"], state.comparisons[0].rows if state.comparisons else 0
+    lines.append(
+        f"{equal} of {result['runs']} disturbed runs equal the undisturbed one to the bit ({rows_compared} rows each, every step once); "
+        f"{len(state.problems)} other problems."
+    )
+    lines += [f"- run {one['run']}: {text}" for one in result["unequal"] for text in one["problems"]]
+    lines += [f"- {text}" for text in state.problems]
+    return "\n".join(lines)
