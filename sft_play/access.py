@@ -9,7 +9,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,12 +49,12 @@ def own_url(address: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def serve_token(address: str, environ: Mapping[str, str] | None = None) -> str | None:
+def serve_token(address: str) -> str | None:
     """Return the token that requests must bear; `None` on a loopback address when none is set.
 
     Raise `UserError` where an address that others can reach has none, or a weak one.
     """
-    token = (os.environ if environ is None else environ).get(TOKEN_VARIABLE, "")
+    token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and is_loopback(address):
         return None
     if not token:

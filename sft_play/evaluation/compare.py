@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.config.load import read_config, saved_form
+from sft_play.config.call import flatten
+from sft_play.config.load import read_config
 from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.evaluation.evaluate import Weights, find_weights
@@ -282,7 +283,7 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
 
 def _settings(run: RunFolder) -> dict[str, Any]:
     """Return key -> value of the configuration; of a plain model without what is about training, which it never had."""
-    found = dict(_flat(saved_form(read_config(run.config))["config"]))
+    found = flatten(read_config(run.config))
     for key in ("data.sources", "data.validation"):
         if isinstance(found[key], list):
             found[key] = [{k: v for k, v in source.items() if v not in (None, False, "auto", {})} for source in found[key]]
@@ -292,14 +293,6 @@ def _settings(run: RunFolder) -> dict[str, Any]:
         for key, value in found.items()
         if key not in NOT_SETTINGS and (trained or key.startswith(("model.", "tuning.")))
     }
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            yield from _flat(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", inner
 
 
 def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:

@@ -75,31 +75,18 @@ class Doctor:
         )
         self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{self.environment['PYTHONPATH']}"
 
-    def findings(
-        self, code: int | None = None, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
-    ) -> Mapping[str, Mapping[str, Any]]:
+    def findings(self, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None) -> Mapping[str, Mapping[str, Any]]:
         """Runs it; returns id -> finding."""
-        command = [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1"]
         process = subprocess.run(
-            command,
-            cwd=self.working,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            preexec_fn=limit,
-        )
+            [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1"],
+            cwd=self.working, env=self.environment, capture_output=True, text=True, timeout=60, check=False, preexec_fn=limit,
+        )  # fmt: skip
         assert process.stdout, process.stderr
-        report = json.loads(process.stdout)
-        assert process.returncode == (3 if report["counts"]["error"] else 0), process.stderr
-        if code is not None:
-            assert process.returncode == code, report
-        for finding in report["findings"]:
-            assert finding["severity"] in {"error", "warning", "note"}
-            assert finding["text"]
-            assert finding["remedy"]
-        return {finding["id"]: finding for finding in report["findings"]}
+        found = {finding["id"]: finding for finding in json.loads(process.stdout)["findings"]}
+        severities = {finding["severity"] for finding in found.values()}
+        assert severities <= {"error", "warning", "note"} and process.returncode == 3 * ("error" in severities), process.stderr
+        assert all(finding["text"] and finding["remedy"] for finding in found.values())
+        return found
 
 
 Spoil = Callable[[Doctor], object]
@@ -111,8 +98,7 @@ def doctor(tmp_path: Path) -> Doctor:
 
 
 def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
-    found = doctor.findings(code=0)
-    assert set(found) <= {"hub-unreachable", "port-29500", "memory-low", "shared-memory", "disk-low", "open-files"}
+    assert set(doctor.findings()) <= {"hub-unreachable", "port-29500", "memory-low", "shared-memory", "disk-low", "open-files"}
 
 
 def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
@@ -123,20 +109,14 @@ def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
     assert "hub-unreachable" not in found
 
 
-def test_missing_packages(doctor: Doctor) -> None:
-    venv.create(doctor.folder / "venv", with_pip=False)
-    doctor.python = str(doctor.folder / "venv" / "bin" / "python")
-    found = doctor.findings(code=3)
-    assert "accelerate" in found["package-missing"]["text"]
-    assert "make install" in found["package-missing"]["remedy"]
-
-
-def test_no_compiler_and_no_ninja(doctor: Doctor) -> None:
+def test_missing_packages_no_compiler_and_no_ninja(doctor: Doctor) -> None:
     (doctor.bin / "c++").unlink()
     (doctor.bin / "ninja").unlink()
     venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja beside its Python
     doctor.python = str(doctor.folder / "venv" / "bin" / "python")
-    assert {"no-compiler", "no-ninja"} <= set(doctor.findings())
+    found = doctor.findings()
+    assert "accelerate" in found["package-missing"]["text"] and "make install" in found["package-missing"]["remedy"]
+    assert {"no-compiler", "no-ninja"} <= set(found)
 
 
 def another_version(doctor: Doctor) -> None:
@@ -164,56 +144,56 @@ def gpus(machine: Machine, **torch: Any) -> Spoil:
 
 NO_IMAGE = "CUDA error: no kernel image is available for execution on the device"
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
-FINDINGS: dict[str, tuple[Spoil, int, str, str]] = {
-    "another version": (another_version, 0, "package-version", "accelerate 0.1.0 (tested: "),
-    "hidden library": (lambda doctor: (doctor.working / "datasets.py").touch(), 3, "shadowed-library", "datasets.py"),
+FINDINGS: dict[str, tuple[Spoil, str, str, str]] = {
+    "another version": (another_version, "warning", "package-version", "accelerate 0.1.0 (tested: "),
+    "hidden library": (lambda doctor: (doctor.working / "datasets.py").touch(), "error", "shadowed-library", "datasets.py"),
     "driver": (
         lambda doctor: doctor.tool("nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9'),
-        3, "driver-broken", "could not communicate",
+        "error", "driver-broken", "could not communicate",
     ),
-    "runs": (blocked("RUNS_DIR"), 3, "runs-folder", ""),
-    "cache": (blocked("SFT_PLAY_CACHE"), 3, "cache-folder", ""),
-    "CPU build": (gpus(MACHINES["h200"], cuda=None), 3, "torch-without-cuda", "without CUDA"),
+    "runs": (blocked("RUNS_DIR"), "error", "runs-folder", ""),
+    "cache": (blocked("SFT_PLAY_CACHE"), "error", "cache-folder", ""),
+    "CPU build": (gpus(MACHINES["h200"], cuda=None), "error", "torch-without-cuda", "without CUDA"),
     "old driver": (
         gpus(replace(MACHINES["h200"], cuda=12040), cuda="13.0", fails="The NVIDIA driver on your system is too old"),
-        3, "driver-too-old", "13.0",
+        "error", "driver-too-old", "13.0",
     ),
     "old card": (
-        gpus(Machine(cards=(replace(RTX4090, capability=(6, 1)),)), cuda="13.0", fails=NO_IMAGE), 3, "torch-lacks-architecture", "",
+        gpus(Machine(cards=(replace(RTX4090, capability=(6, 1)),)), cuda="13.0", fails=NO_IMAGE), "error", "torch-lacks-architecture", "",
     ),
     "broken torch": (
-        gpus(MACHINES["h200"], cuda=None, broken="libcudart.so.13: cannot open shared object file"), 3, "torch-broken", "libcudart",
+        gpus(MACHINES["h200"], cuda=None, broken="libcudart.so.13: cannot open shared object file"), "error", "torch-broken", "libcudart",
     ),
     "busy slice": (  # one slice is all that a process sees of cards that MIG splits
         gpus(Machine(cards=(A100_SPLIT, A100_SPLIT)), cuda="13.0", fails=BUSY),
-        3, "gpu-unusable", f"torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): {BUSY}",
+        "error", "gpu-unusable", f"torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): {BUSY}",
     ),
     "lost card": (
-        gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), 3, "gpus-refused", "GPU 1 of 2 does not answer: GPU is lost",
+        gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), "error", "gpus-refused", "GPU 1 of 2 does not answer: GPU is lost",
     ),
-    "unlike cards": (gpus(MACHINES["unlike_pair"], cuda="13.0"), 0, "mixed-gpus", ""),
-    "another maker": (gpus(Machine(cards=(), system="Darwin")), 0, "other-gpu", "Apple's GPUs (MPS) are not supported"),
+    "unlike cards": (gpus(MACHINES["unlike_pair"], cuda="13.0"), "note", "mixed-gpus", ""),
+    "another maker": (gpus(Machine(cards=(), system="Darwin")), "warning", "other-gpu", "Apple's GPUs (MPS) are not supported"),
 }  # fmt: skip
 TORCH = {"torch-without-cuda", "driver-too-old", "torch-lacks-architecture", "torch-broken", "gpu-unusable"}
 
 
 @pytest.mark.parametrize("name", FINDINGS)
 def test_each_condition_is_its_finding(name: str, doctor: Doctor) -> None:
-    spoil, code, finding, text = FINDINGS[name]
+    spoil, severity, finding, text = FINDINGS[name]
     spoil(doctor)
-    found = doctor.findings(code=code)
-    assert text in found[finding]["text"], found
+    found = doctor.findings()
+    assert text in found[finding]["text"] and found[finding]["severity"] == severity, found
     assert TORCH & set(found) == TORCH & {finding}, "one cause is one finding"
 
 
 def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
     gpus(MACHINES["rtx3090_pair"], cuda="13.0")(doctor)
     doctor.environment["CUDA_VISIBLE_DEVICES"] = "0,5"
-    assert "names 5," in doctor.findings(code=3)["gpus-refused"]["text"]
+    assert "names 5," in doctor.findings()["gpus-refused"]["text"]
     doctor.environment["CUDA_VISIBLE_DEVICES"] = "GPU-1111"
-    assert "gpus-refused" not in doctor.findings(code=0)
+    assert "gpus-refused" not in doctor.findings()
     doctor.environment["CUDA_VISIBLE_DEVICES"] = ""
-    assert "gpus-hidden" in doctor.findings(code=0)
+    assert "gpus-hidden" in doctor.findings()
 
 
 def test_a_taken_port(doctor: Doctor) -> None:
@@ -229,7 +209,7 @@ def test_stray_variables_accelerates_default_file_and_few_open_files(doctor: Doc
     default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.touch()
-    found = doctor.findings(code=0, limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
+    found = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
     assert "256 files" in found["open-files"]["text"]
     assert "PET_NNODES, RANK" in found["stray-variables"]["text"] and "accelerate-default-config" in found
 
@@ -250,7 +230,7 @@ def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
     for tool in ("mount", "unshare"):
         (doctor.bin / tool).symlink_to(str(shutil.which(tool)))
     script = f'mount -t tmpfs -o size=100m none {doctor.folder}/runs && mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
-    found = doctor.findings(code=3, prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
+    found = doctor.findings(prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
     assert found["disk-low"]["severity"] == "error"
     assert "64 MiB" in found["shared-memory"]["text"]
 

@@ -6,12 +6,9 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 
-from sft_play.inspection import Piece, Sample, show
 from tests.conftest import Program
 
 pytestmark = pytest.mark.slow
@@ -27,11 +24,11 @@ LONG = {"question": "What?", "answer": "word " * 400}
 def arguments(tiny: Path, tmp_path: Path) -> list[str]:
     chat, pairs = tmp_path / "chat.jsonl", tmp_path / "pairs.jsonl"
     chat.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, ROWS[0]]))
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in [{"question": "Who?", "answer": "Nobody."}, LONG]))
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in [{"question": "[/b] \x1b[2JWho?", "answer": "Nobody."}, LONG]))
     config = tmp_path / "small.yaml"
     config.write_text(
         f"model: {{name: {tiny}, max_seq_len: 96}}\n"
-        f"data:\n  sources:\n    - {{path: {chat}, name: chat}}\n    - {{path: {pairs}, name: pairs}}\n"
+        f"data:\n  sources:\n    - {{path: {chat}, name: chat}}\n    - {{path: {pairs}, name: '[/pairs] :smile:'}}\n"
         "  validation: 0.2\n  overlong: drop\n"
     )
     return ["inspect", f"CONFIG={config}"]
@@ -44,14 +41,15 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
         assert re.fullmatch(r"«(It is \d+, <b>sure</b>\.|Nobody\.)<\|im_end\|>»", shown), shown
     assert done.out.count("<|im_start|>user") == done.out.count("train row ") > 5
     assert "skipped in chat: 1 (duplicate)" in done.out
-    assert re.search(r"skipped in pairs: 1 \(longer than model\.max_seq_len\): \S+pairs\.jsonl:2", done.out)
+    assert re.search(r"skipped in \[/pairs\] :smile:: 1 \(longer than model\.max_seq_len\): \S+pairs\.jsonl:2", done.out)
+    assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown letter for letter"
 
 
 def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "SEARCH=NOBODY", "JSON=1")
     [found] = done.json["samples"]
     pieces = found["pieces"]
-    assert found["source"] == "pairs"
+    assert found["source"] == "[/pairs] :smile:"
     assert "".join(piece["text"] for piece in pieces if piece["trained"]) == "Nobody.<|im_end|>"
     assert sum(piece["tokens"] for piece in pieces) == found["tokens"]
     assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == found["trained"]
@@ -88,31 +86,5 @@ def test_what_cannot_be_shown_is_refused(in_process: Program, arguments: list[st
 
 def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "DATA_OVERLONG=truncate_answers")
-    assert "kept of pairs: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
+    assert "kept of [/pairs] :smile:: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
     assert "no row was skipped" not in done.out
-
-
-def test_names_and_rows_are_shown_letter_for_letter(capsys: pytest.CaptureFixture[str]) -> None:
-    manifest: dict[str, Any] = {
-        "split": {"rows": 3},
-        "length_quantiles": {"50%": 3},
-        "sources": [
-            {
-                "name": "[/chat] :smile:",
-                "dropped": {"longer": 1},
-                "duplicates": 0,
-                "cut": 0,
-                "left_out": [{"reason": "longer", "place": "[/x]:1"}],
-            }
-        ],
-    }
-    pieces = (
-        Piece(text="[/b] \x1b[2Jread", trained=False, special=False, tokens=2),
-        Piece(text="\x1b]0;x\x07learnt\n", trained=True, special=False, tokens=2),
-    )
-    sample = Sample(index=0, row=0, source="[/chat] \x1b[1m", pieces=pieces, tokens=3, trained=1)
-    show(Console(markup=False, emoji=False, highlight=False, soft_wrap=True), "train", manifest, [sample])
-    shown = capsys.readouterr().out
-    assert "skipped in [/chat] :smile:: 1 (longer): [/x]:1" in shown and "train row 0 of [/chat] \\x1b[1m" in shown
-    assert "[/b] \\x1b[2Jread" in shown and "\\x1b]0;x\\x07learnt↵" in shown
-    assert "\x1b" not in shown

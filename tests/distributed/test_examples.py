@@ -7,12 +7,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment, metrics
+from tests.conftest import ROOT, environment, metrics, run_program
 
 EXAMPLES = {
     "02_your_jsonl": ("single", 8), "03_two_processes": ("ddp", 8), "04_zero": ("zero2", 8), "05_fsdp2": ("fsdp2", 8),
@@ -37,11 +36,8 @@ def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Pat
     make, *words = command_of(example)
     assert make == "make"
     short = ["TRAIN_MAX_STEPS=2", *([f"MODEL_NAME={tiny}"] if example != "08_from_scratch" else ["MODEL_LAYERS=1"])]
-    done = subprocess.run(
-        [sys.executable, "-m", "sft_play", *words, *short],
-        cwd=ROOT, env=environment(cache, tmp_path), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_program([*words, *short], environment(cache, tmp_path))
+    assert done.code == 0, done.out + done.err
     (run,) = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert len(metrics(run)) == 2 and (run / "model" / "stamp.json").is_file()
     plan = json.loads((run / "plan.json").read_text())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import metrics
+from tests.conftest import Done, metrics, run_program
 from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
 
@@ -70,25 +69,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, str]:
         "train: {max_steps: 4, save_steps: 2, logging_steps: 1, global_batch_size: 8, generation_max_new_tokens: 4}\n"
     )
     with Watch() as watch:
-        done = run(place, "train", f"CONFIG={place.config}", "RUN_NAME=demo", timeout=400)
-    assert done.returncode == 0, done.stderr
+        done = run(place, "train", f"CONFIG={place.config}", "RUN_NAME=demo")
+    assert done.code == 0, done.err
     assert watch.looked > 100 and watch.seen == set()
-    return place, done.stdout + done.stderr
+    return place, done.out + done.err
 
 
-def run(place: Place, *words: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        place.command(*words),
-        env=place.environment | SECRETS,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+def run(place: Place, *words: str) -> Done:
+    return run_program(list(words), place.environment | SECRETS, timeout=400, stdin="")
 
 
-@pytest.mark.slow
 def test_a_training_writes_and_shows_no_token(trained: tuple[Place, str]) -> None:
     place, printed = trained
     log = (place.folder / "runs" / "demo" / "logs" / "launcher.log").read_text(encoding="utf-8")
@@ -97,7 +87,6 @@ def test_a_training_writes_and_shows_no_token(trained: tuple[Place, str]) -> Non
     assert planted_in(place.folder) == []
 
 
-@pytest.mark.slow
 def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]) -> None:
     place, _ = trained
     found = place.call("stamp", "RUN=demo", "JSON=1").json
@@ -125,7 +114,6 @@ def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]
     assert all(len(value) == 64 for value in [*stamp["data_files"].values(), stamp["template"], stamp["code"]])
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_no_other_command_writes_or_shows_a_token(trained: tuple[Place, str]) -> None:
@@ -136,8 +124,8 @@ def test_no_other_command_writes_or_shows_a_token(trained: tuple[Place, str]) ->
                       ["merge", "RUN=demo", f"OUT={place.folder}/merged"], ["stamp", "RUN=demo", "JSON=1"], ["doctor", "JSON=1"],
                       ["config", "RUN=demo", "JSON=1"]):  # fmt: skip
             done = run(place, *words)
-            assert done.returncode == 0 or words[0] == "doctor", f"{words}: {done.stderr}"
-            shown += done.stdout + done.stderr
+            assert done.code == 0 or words[0] == "doctor", f"{words}: {done.err}"
+            shown += done.out + done.err
     assert watch.seen == set()
     assert [value for value in SECRETS.values() if value in shown] == []
     assert planted_in(place.folder) == []

@@ -93,11 +93,13 @@ def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_pat
         (("RUN=demo", "INPUT=x.txt"), "`INPUT` needs `OUTPUT`"),
         (("RUN=demo", "PROMPT= "), "`PROMPT` is empty"),
         (("RUN=demo", "PROMPT=a", "INPUT=x.txt", "OUTPUT=y"), "one or the other"),
+        (("RUN=demo", "INPUT={0}/data.jsonl", "OUTPUT={0}/data.jsonl"), "is the same file as `INPUT`"),
+        (("RUN=demo", "INPUT={0}/data.jsonl", "OUTPUT={0}/none/a.jsonl"), "cannot be written"),
         (("RUN=demo", "PROMPT=a", "TRAIN_LEARNING_RATE=1"), "cannot change `train.learning_rate`"),
     ],
 )
 def test_wrong_calls_of_infer(place: Place, words: tuple[str, ...], message: str) -> None:
-    done = place.call("infer", *words)
+    done = place.call("infer", *(word.format(place.folder) for word in words))
     assert done.code == 2 and message in done.err, done.err
 
 

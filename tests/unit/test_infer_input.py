@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +73,3 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> No
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"no prompts|UTF-8"):
         read_questions(path)
-
-
-def test_the_questions_are_never_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "questions.txt"
-    path.write_text("first\n", encoding="utf-8")
-    for output, words in ((path, "is the same file as `INPUT`"), (tmp_path / "none" / "a.jsonl", "cannot be written")):
-        command = [sys.executable, "-m", "sft_play", "infer", "RUN=any", f"INPUT={path}", f"OUTPUT={output}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2 and words in done.stderr
-    assert path.read_text(encoding="utf-8") == "first\n"
