@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
@@ -144,18 +145,11 @@ def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, spec
 
 def choose_rows(count: int, seed: int, of_source: Sequence[int]) -> list[int]:
     """Return `count` row indices in order: the same number of each source as far as it has them, chosen by `seed`."""
-    by_source: dict[int, list[int]] = {}
-    for index, source in enumerate(of_source):
-        by_source.setdefault(source, []).append(index)
-    shuffler = random.Random(seed)
-    for indices in by_source.values():
-        shuffler.shuffle(indices)
-    taken: list[int] = []
-    for turn in range(max(map(len, by_source.values()), default=0)):
-        taken += [indices[turn] for _, indices in sorted(by_source.items()) if turn < len(indices)]
-        if len(taken) >= count:
-            break
-    return sorted(taken[:count])
+    turns, seen = list[tuple[int, int]](), Counter[int]()
+    for index in random.Random(seed).sample(range(len(of_source)), len(of_source)):
+        seen[of_source[index]] += 1
+        turns.append((seen[of_source[index]], index))
+    return sorted(index for _, index in sorted(turns)[:count])
 
 
 def show(

@@ -6,7 +6,6 @@ That server asks nobody who he is and loads whatever model a client names; both 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -44,8 +43,6 @@ SECONDS_TO_END = 5
 LONGEST_ANSWER_SECONDS = 600
 PAGES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/load_model", "/health"})
 """What one model can answer; transformers' server has others, which unload models."""
-NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
-"""What transformers' server imports: the packages of `transformers[serving]`."""
 
 
 def main(call: Call) -> int:
@@ -60,7 +57,6 @@ def main(call: Call) -> int:
     token = serve_token(address)
     run = None if plain else find_run(call.options["RUN"])
     weights = weights_folder(run, call.options.get("CHECKPOINT")) if run else None
-    check_packages()
     wanted = call.port("PORT") or DEFAULT_PORT
     port = next_free_port(wanted, address, "PORT")
     if port != wanted:
@@ -86,16 +82,6 @@ class Place(NamedTuple):
     def url(self) -> str:
         """As a client on this machine calls it."""
         return f"{own_url(self.address, self.port)}/v1"
-
-
-def check_packages() -> None:
-    """Raise `HardwareError` when packages of the server are missing."""
-    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
-    if missing:
-        raise HardwareError(
-            f"the server needs {', '.join(f'`{package}`' for package in missing)}, which this environment lacks",
-            hint="`make install`, or `pip install 'transformers[serving]'`",
-        )
 
 
 def whole_model(run: RunFolder, weights: Path) -> Path:

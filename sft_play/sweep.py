@@ -8,17 +8,17 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.call import Call
+from sft_play.config.call import Call, flatten
 from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import load_config, read_config
 from sft_play.config.metrics import OF_LOSS
 from sft_play.config.reader import INVALID, Mismatch, Positive, closest_word, read_record, shown
-from sft_play.config.schema import Config, TrainConfig
+from sft_play.config.schema import TrainConfig
 from sft_play.config.yaml_files import Node, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all
 from sft_play.evaluation.compare import compare, read_sides
@@ -89,13 +89,17 @@ class Trial:
         return tuple(Override(key=key, text=text, origin=self.origin) for key, text in values.items())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Result:
     """What became of a trial."""
 
     trial: Trial
     summary: Summary
-    score: float | None = field(default=None)
+
+    def score(self, metric: str) -> float | None:
+        """Return what the run is ranked by; `None` where it did not finish, or has no such number."""
+        score = self.summary.loss if metric == "loss" else self.summary.scores.get(metric)
+        return score if self.summary.state == "finished" and score is not None and math.isfinite(score) else None
 
 
 def main(call: Call) -> int:
@@ -133,7 +137,7 @@ def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int
     results: list[Result] = []
     for number, (count, steps) in enumerate(rounds, 1):
         if number > 1:
-            chosen = [one.trial for one in rank_results(results, metric) if one.score is not None][:count]
+            chosen = [one.trial for one in rank_results(results, metric) if one.score(metric) is not None][:count]
             if not chosen:
                 tell("sweep: no run of this round finished, so none is trained longer")
                 break
@@ -188,7 +192,7 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
 
 def result_of(trial: Trial) -> Result:
     """Return what became of a trial so far."""
-    return Result(trial=trial, summary=summary_of(RunFolder(runs_folder() / trial.name)))
+    return Result(trial, summary_of(RunFolder(runs_folder() / trial.name)))
 
 
 def usable_metric(metric: str, results: Sequence[Result]) -> str:
@@ -242,21 +246,14 @@ def check_unchanged(trial: Trial) -> None:
     if not run.config.is_file():
         return
     overrides = [Override(key=key, text=text, origin=trial.origin) for key, text in trial.values.items()]
-    before, now = read_config(run.config).config, read_config(run.config, overrides).config
+    before, now = flatten(read_config(run.config)), flatten(read_config(run.config, overrides))
     for key in trial.values:
-        if (old := _value(before, key)) != (new := _value(now, key)):
+        if (old := before.get(key)) != (new := now.get(key)):
             line = read_yaml(Path(trial.origin)).value["keys"].value[key].line
             raise UserError(
                 f"`{key}` is {new} for the run `{run.name}`, which was begun with {old}", place=f"{trial.origin}:{line}",
                 hint="put the value back to continue the sweep; RUN_NAME=other starts another one",
             )  # fmt: skip
-
-
-def _value(config: Config, key: str) -> Any:
-    part: Any = config
-    for name in key.split("."):
-        part = getattr(part, name) if hasattr(part, name) else part.extra.get(name)
-    return part
 
 
 def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
@@ -316,30 +313,27 @@ def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, in
 
 
 def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
-    """Return finished runs, the best first, then the others. Sets their scores."""
-    for one in results:
-        score = one.summary.loss if metric == "loss" else one.summary.scores.get(metric)
-        one.score = score if one.summary.state == "finished" and score is not None and math.isfinite(score) else None
+    """Return finished runs, the best first, then the others."""
     sign = 1 if metric.removeprefix("eval_").partition("/")[0] in OF_LOSS else -1
-    return sorted(results, key=lambda one: (one.score is None, sign * (one.score or 0.0)))
+    return sorted(results, key=lambda one: (one.score(metric) is None, sign * (one.score(metric) or 0.0)))
 
 
 def show(call: Call, results: Sequence[Result], metric: str) -> None:
     """Print the runs of the last round, the best first."""
     if call.json:
         facts = [
-            {"run": one.trial.name, "values": dict(one.trial.values), metric: one.score, "state": one.summary.state}
+            {"run": one.trial.name, "values": dict(one.trial.values), metric: one.score(metric), "state": one.summary.state}
             for one in results
         ]
         print(json.dumps(facts, indent=2))
         return
     rows = [
-        (one.trial.name, *one.trial.values.values(), figure(one.score, 4) if one.score is not None else "-", one.summary.state,
+        (one.trial.name, *one.trial.values.values(), "-" if (score := one.score(metric)) is None else figure(score, 4), one.summary.state,
          duration(one.summary.seconds or 0.0))
         for one in results
     ]  # fmt: skip
     print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
-    best = [one.trial.name for one in results if one.score is not None][:2]
+    best = [one.trial.name for one in results if one.score(metric) is not None][:2]
     if len(best) > 1:
         hint = f'make compare RUNS="{" ".join(best)}"'
         try:

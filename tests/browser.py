@@ -74,12 +74,9 @@ class Browser:
 
     def _note(self, event: dict[str, Any]) -> None:
         parameters = event.get("params", {})
-        if event.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(str(parameters["exceptionDetails"].get("exception", {}).get("description")))
-        elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning"):
-            self.complaints.append(str([one.get("value") for one in parameters["args"]]))
-        elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(parameters["entry"]["text"])
+        level = parameters.get("type") or parameters.get("entry", {}).get("level")
+        if event.get("method") == "Runtime.exceptionThrown" or level in ("error", "warning"):
+            self.complaints.append(json.dumps(parameters))
 
 
 @contextlib.contextmanager

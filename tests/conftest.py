@@ -42,6 +42,10 @@ class Done:
     def json(self) -> Any:
         return json.loads(self.out)
 
+    def refused(self, code: int, *said: str) -> None:
+        """Asserts that it ended with this code and said so, without a traceback."""
+        assert self.code == code and all(words in self.err for words in said) and "Traceback" not in self.err, self.err
+
 
 Program = Callable[..., Done]
 

@@ -519,7 +519,7 @@ def write_evaluation(
         "label_tokens": held_out.label_tokens,
         **({"sources": sources} if sources else {}),
         "speed": speed | (result.speed() if result else {}),
-        **({name: interval.to_json() for name, interval in result.scores.items()} if result else {}),
+        **({name: asdict(interval) for name, interval in result.scores.items()} if result else {}),
         "answers": len(result.predictions) if result else 0,
         "answers_asked": result.asked if result else 0,
         "complete": result.complete if result else True,

@@ -51,9 +51,6 @@ class Interval:
         low, high = np.percentile(resampled, [tail, 100 - tail])
         return Interval(mean=score, low=float(low), high=float(high), n=n)
 
-    def to_json(self) -> dict[str, float | int | str]:
-        return asdict(self)
-
 
 def resamples(count: int, *, times: int = RESAMPLES) -> Iterator[Any]:
     """Yield `times` arrays of `count` indices below `count`, drawn with replacement, always the same.

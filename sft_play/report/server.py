@@ -27,7 +27,6 @@ from sft_play.text import tell
 
 DEFAULT_PORT = 8600
 SECONDS_BETWEEN_LOOKS = 1.0
-COOKIE = "sft-play"
 MOST_COMPARED = 8
 
 

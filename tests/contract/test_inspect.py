@@ -79,9 +79,7 @@ def test_the_page_holds_both_splits_and_needs_nothing_else(in_process: Program, 
     ],
 )
 def test_what_cannot_be_shown_is_refused(in_process: Program, arguments: list[str], typed: str, words: str) -> None:
-    done = in_process(*arguments, typed)
-    assert done.code == 2
-    assert words in done.err
+    in_process(*arguments, typed).refused(2, words)
 
 
 def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) -> None:

@@ -30,12 +30,8 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(runs: Path, *words: str, hub: Repository | None = None, token: str = TOKEN) -> Done:
-    online = {
-        "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
-        "HF_HUB_OFFLINE": "0",
-        "HF_TOKEN": token,
-        "HF_HUB_DISABLE_XET": "1",
-    }
+    where = hub.url if hub else "http://127.0.0.1:9"
+    online = {"HF_ENDPOINT": where, "HF_HUB_OFFLINE": "0", "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
     done = run_program(list(words), environment(runs / "cache", runs, online), timeout=120)
     assert "Traceback" not in done.err, done.err
     return done
@@ -79,9 +75,7 @@ def test_what_the_hub_refuses_is_said(runs: Path) -> None:
             ("hf_unknown", 4, "may not write"),
             ("", 3, "no token"),
         ):
-            done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub, token=token)
-            assert done.code == code and words in done.err, done.err
-    assert typed(runs, "push", "RUN=tuned", "REPO=tuned").code == 2
-    assert typed(runs, "push", "RUN=tuned", "REPO=a/b/c").code == 2
-    closed = typed(runs, "push", "RUN=tuned", "REPO=me/tuned")
-    assert closed.code == 3 and "cannot be reached" in closed.err
+            typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub, token=token).refused(code, words)
+    for repository in ("tuned", "a/b/c"):
+        assert typed(runs, "push", "RUN=tuned", f"REPO={repository}").code == 2
+    typed(runs, "push", "RUN=tuned", "REPO=me/tuned").refused(3, "cannot be reached")

@@ -20,34 +20,27 @@ from typing import Any
 import pytest
 
 from sft_play.report.page import POINTS, curves_of
-from sft_play.runs.folder import metric_rows
 from tests.browser import browser
 from tests.conftest import ROOT, Program
 
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
 
-def made_run(runs: Path, name: str, *, steps: int = 40, model: str = "a model") -> Path:
+def made_run(runs: Path, name: str, *, model: str = "a model") -> Path:
     """Writes the files that a run leaves."""
     folder = runs / name
     evaluation = folder / "eval" / "step-000040"
-    memory = {"frozen": 2**30, "activations": 2**29, "free": 2**30}
-    ranks = [{"rank": rank, "device": "cpu", "device_name": "AMD", "memory_bytes": memory} for rank in (0, 1)]
-    plan = {"steps": steps, "strategy": "ddp", "world_size": 2, "num_nodes": 1, "ranks": ranks, "reasons": [HOSTILE]}
-    train = [{"kind": "train", "step": s, "loss": 3 / s, "rank_loss": [3 / s, 2 / s], "grad_norm": 1.0} for s in range(1, steps)]
-    last = {"kind": "train", "step": steps, "loss": 0.1, "rank_loss": [0.1, 0.1], "grad_norm": float("nan")}
-    evaluated = {"kind": "eval", "step": steps, "eval_loss": 1.0, "eval_rougeL": 0.5}
-    events = [
-        {"event": "started", "time": 1.0},
-        {"event": "resumed", "time": 2.0, "checkpoint": "step-000020"},
-        {"event": "finished", "time": 3.0, "code": 0},
-    ]
+    ranks = [{"rank": rank, "device": "cpu", "memory_bytes": {"frozen": 2**30, "free": 2**30}} for rank in (0, 1)]
+    plan = {"steps": 40, "strategy": "ddp", "world_size": 2, "num_nodes": 1, "ranks": ranks, "reasons": [HOSTILE]}
+    rows = [{"kind": "train", "step": s, "loss": 3 / s, "rank_loss": [3 / s, 2 / s], "grad_norm": 1.0} for s in range(1, 41)]
+    rows += [rows.pop() | {"grad_norm": float("nan")}, {"kind": "eval", "step": 40, "eval_loss": 1.0, "eval_rougeL": 0.5}]
+    events = [{"event": "resumed", "time": 2.0, "checkpoint": "step-000020"}, {"event": "finished", "time": 3.0, "code": 0}]
     answer = {"row": 0, "prompt": HOSTILE, "reference": "r", "answer": HOSTILE, "scores": {"rougeL": 0.5}}
     contents: dict[Path, list[Any]] = {
         folder / "config.json": [{"config": {"tuning": {"mode": "lora"}, "train": {"seed": 1}}, "origins": {}}],
         folder / "plan.json": [plan],
         folder / "prepared.json": [{"model": {"name": model}}],
-        folder / "metrics.jsonl": [*train, last, evaluated],
+        folder / "metrics.jsonl": rows,
         folder / "events.jsonl": events,
         evaluation / "scores.json": [{"loss": 1.0, "answers": 1, "rougeL": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 30}}],
         evaluation / "predictions.jsonl": [answer],
@@ -71,8 +64,7 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
     assert done.code == 0, done.err
     page = Path(done.json["report"])
     text = page.read_text(encoding="utf-8")
-    assert page == runs / "first" / "report.html"
-    assert len(text) < 3_000_000
+    assert page == runs / "first" / "report.html" and len(text) < 3_000_000
     assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text), "nothing comes from a server"
     with browser(tmp_path / "profile") as shown:
         for width in (390, 1440):
@@ -91,19 +83,14 @@ def test_a_half_written_run_has_a_report(tmp_path: Path, in_process: Program) ->
     folder = made_run(runs, "torn")
     for name in ("plan.json", "events.jsonl", "prepared.json", "metrics.jsonl"):
         (folder / name).write_text('{"half')
-    assert in_process("report", "RUN=torn", f"OUT={tmp_path / 'a.html'}", runs=runs).code == 0
-    missing = in_process("report", "RUN=none", runs=runs)
-    assert missing.code == 5 and "`none`" in missing.err
+    assert in_process("report", "RUN=torn", runs=runs).code == 0
+    in_process("report", "RUN=none", runs=runs).refused(5, "`none`")
 
 
-def test_a_spike_stays_in_a_thinned_curve(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(json.dumps({"kind": "train", "step": s, "loss": 50.0 if s == 7_777 else 1.0}) + "\n" for s in range(20_000))
-    )
-    found = curves_of(metric_rows(path))["train"]
-    assert len(found["step"]) <= POINTS
-    assert (found["step"][0], found["step"][-1], max(found["loss"])) == (0, 19_999, 50.0)
+def test_a_spike_stays_in_a_thinned_curve() -> None:
+    rows = [{"kind": "train", "step": step, "loss": 50.0 if step == 7_777 else 1.0} for step in range(20_000)]
+    found = curves_of(rows)["train"]
+    assert len(found["step"]) <= POINTS and (found["step"][0], found["step"][-1], max(found["loss"])) == (0, 19_999, 50.0)
 
 
 @contextmanager
@@ -145,8 +132,7 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         shown.wait("document.body.innerText.includes('0.0123')")
         shown.open(f"{url}#compare=first,second")
         shown.wait("document.body.innerText.includes('neither a final model nor a checkpoint')")
-        assert asked(f"{url}api/run/..%2F..%2Fetc")[0] == 404
-        assert asked(f"{url}api/run/nobody")[0] == 404
+        assert asked(f"{url}api/run/..%2F..%2Fetc")[0] == asked(f"{url}api/run/nobody")[0] == 404
         assert asked(f"{url}api/runs", Host="evil.example")[0] == 403, "another site's name for this machine"
         assert not shown.complaints
 
@@ -156,11 +142,15 @@ def test_others_need_the_token(runs: Path, in_process: Program) -> None:
     token = "a-token-of-many-letters"
     with served(runs, "HOST=0.0.0.0", SFT_PLAY_SERVE_TOKEN=token) as url:
         assert asked(f"{url}api/runs")[0] == 401
-        assert asked(f"{url}api/runs", Authorization=f"Bearer {token}")[0] == 200
-        for password, status in ((token, 200), ("wrong-but-long-enough", 401)):  # as a browser sends what it asked for
-            typed = base64.b64encode(f"me:{password}".encode()).decode()
-            assert asked(f"{url}api/runs", Authorization=f"Basic {typed}")[0] == status
-        assert asked(f"{url}api/runs", Authorization=f"Basic {token}")[0] == 401
+        right, wrong = (base64.b64encode(f"me:{password}".encode()).decode() for password in (token, "wrong-but-long-enough"))
+        # `Basic` is how a browser sends what it asked for.
+        for given, status in (
+            (f"Bearer {token}", 200),
+            (f"Basic {right}", 200),
+            (f"Basic {wrong}", 401),
+            (f"Basic {token}", 401),
+        ):
+            assert asked(f"{url}api/runs", Authorization=given)[0] == status
 
 
 def test_a_million_rows_are_up_within_two_seconds(runs: Path) -> None:

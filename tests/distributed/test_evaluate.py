@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rouge_score.rouge_scorer import RougeScorer
 
 from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
@@ -47,20 +46,14 @@ def test_scores_are_printed_written_and_shown_again_at_once(place: Place) -> Non
     assert (found["run"], found["step"]) == ("one", 2)
     # The last evaluation of the training saw the same weights, rows and settings.
     assert found["loss"] == pytest.approx(during["loss"], rel=1e-5)
-    for metric in ("rougeL", "chrf"):
-        assert found[metric] == pytest.approx(during[metric])
-    assert found["rougeL"]["n"] == 7
-    lines = answers(place.folder_of("one", 2))
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    again = [scorer.score(line["reference"], line["answer"])["rougeL"].fmeasure for line in lines]
-    assert sum(again) / len(again) == pytest.approx(found["rougeL"]["mean"], abs=1e-12)
+    assert found["chrf"] == pytest.approx(during["chrf"]) and found["rougeL"]["n"] == 7
+    each = [line["scores"]["rougeL"] for line in answers(place.folder_of("one", 2))]
+    assert sum(each) / len(each) == pytest.approx(found["rougeL"]["mean"], abs=1e-12)
 
-    shown = place.run("eval", "RUN=one")
-    assert shown.returncode == 0, shown.stderr
-    assert "scored before" in shown.stderr
-    assert f"{found['loss']:.4f}" in shown.stdout
-    assert f"{found['rougeL']['mean']:.4f}" in shown.stdout
-    assert "n = 7" in shown.stdout
+    shown = place.call("eval", "RUN=one")
+    assert "scored before" in shown.err
+    for part in (f"{found['loss']:.4f}", f"{found['rougeL']['mean']:.4f}", "n = 7"):
+        assert part in shown.out
 
 
 def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
@@ -69,9 +62,7 @@ def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
     fewer = place.scores("RUN=again", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4")
     assert fewer["rougeL"]["n"] == 3
     last = place.scores("RUN=again", "CHECKPOINT=last", "TRAIN_PREDICT_WITH_GENERATE=false")
-    assert last["weights"] == "step-000002"
-    assert last["answers"] == 0
-    assert "rougeL" not in last
+    assert (last["weights"], last["answers"], "rougeL" in last) == ("step-000002", 0, False)
     assert last["loss"] == pytest.approx(fewer["loss"], rel=1e-6)
     base = place.scores("RUN=again", "CHECKPOINT=base")
     assert Path(base["folder"]) == place.folder_of("again", 0)
@@ -83,16 +74,13 @@ def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(
     shutil.copytree(bare.with_name("one"), bare, symlinks=True)
     prepared = (bare / "prepared.json").read_text()
     (bare / "prepared.json").write_text(json.dumps({**json.loads(prepared), "validation": None}))
-    done = place.run("eval", "RUN=bare")
-    assert done.returncode == 4, done.stderr
-    assert "no validation rows" in done.stderr
+    place.call("eval", "RUN=bare").refused(4, "no validation rows")
 
     (bare / "prepared.json").write_text(prepared)
     stamp = json.loads((bare / "model" / "stamp.json").read_text())
     (bare / "model" / "stamp.json").write_text(json.dumps({**stamp, "backend": "unsloth"}))
-    done = place.run("eval", "RUN=bare")
-    assert done.returncode == 5, done.stderr
-    assert "`backend` was `unsloth` and is `bnb`" in done.stderr
+    done = place.call("eval", "RUN=bare")
+    assert done.code == 5 and "`backend` was `unsloth` and is `bnb`" in done.err, done.err
 
     (bare / "model" / "stamp.json").write_text(json.dumps(stamp))
     base = Path(shutil.copytree(place.folder / "model", place.folder / "changed"))
@@ -101,18 +89,7 @@ def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(
     found["model"]["path"] = str(base)
     (bare / "prepared.json").write_text(json.dumps(found))
     for words in ((), ("CHECKPOINT=base",)):
-        done = place.run("eval", "RUN=bare", "EVAL_SAMPLES=2", *words)
-        assert done.returncode == 5 and "changed" in done.stderr and "restore" in done.stderr, done.stderr
-
-
-def modules_of_second(place: Place, *words: str) -> str:
-    """Runs a command again and returns what Python says of every import."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "sft_play", *words],
-        env=place.environment, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert "scored before" in done.stderr
-    return done.stderr
+        place.call("eval", "RUN=bare", "EVAL_SAMPLES=2", *words).refused(5, "changed", "restore")
 
 
 def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
@@ -123,8 +100,9 @@ def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
     assert found["chrf"]["n"] == 6
     assert found["settings"]["data"] == str(other)
     assert own.read_bytes() == before, "the run's own scores are left alone"
-    imported = modules_of_second(place, "eval", "RUN=one", f"DATA={other}")
-    assert re.search(r"\| +sft_play\.", imported)
+    again = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
+    imported = subprocess.run(again, env=place.environment, capture_output=True, text=True, check=True).stderr
+    assert "scored before" in imported and re.search(r"\| +sft_play\.", imported)
     assert not re.findall(r"\| +(?:torch|transformers|datasets)$", imported, re.M), "kept scores need nothing heavy"
 
     words = (
@@ -136,34 +114,27 @@ def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
     plain = place.scores(*words)
     assert plain["weights"] == "base"
     assert plain["loss"] > found["loss"], "two steps at a high rate lower the loss"
-    modules_of_second(place, "eval", *words)
+    assert "scored before" in place.call("eval", *words).err
 
-    done = place.run("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1")
-    assert done.returncode == 0, done.stderr
-    beside = json.loads(done.stdout)
+    beside = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
     assert beside["losses"]["loss"] == [found["loss"], plain["loss"]]
     assert "train.max_steps" not in beside["settings"], "a plain model was never trained"
     assert beside["differences"]["rougeL"][1]["n"] == 6
 
 
 def test_runs_side_by_side(place: Place) -> None:
-    done = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1").json
     assert found["settings"] == {}
     assert found["facts"]["weights"][1].endswith("(step 2)")
     lines = [{line["row"]: line for line in answers(place.folder_of("one", step))} for step in (0, 2)]
     gaps = {row: lines[1][row]["scores"]["chrf"] - lines[0][row]["scores"]["chrf"] for row in lines[0]}
     difference = found["differences"]["chrf"][1]
-    assert difference["n"] == 7
-    assert difference["mean"] == pytest.approx(sum(gaps.values()) / 7)
-    assert difference["low"] <= difference["mean"] <= difference["high"]
+    assert difference["n"] == 7 and difference["mean"] == pytest.approx(sum(gaps.values()) / 7)
     assert [part["gap"] for part in found["rows"]] == pytest.approx(sorted(map(abs, gaps.values()), reverse=True)[:3])
     first = found["rows"][0]
     assert [one["answer"] for one in first["answers"]] == [side[first["row"]]["answer"] for side in lines]
 
     shown = place.call("compare", "RUNS=one@base,one")
-    assert shown.code == 0, shown.err
     assert "paired difference" in shown.out and "too few to compare, n = 7" in shown.out
     assert re.search(r"peak memory +\d\.\d\d GiB", shown.out) and "<|" not in shown.out
     assert f"{found['losses']['loss'][0]:.4g}" in shown.out
@@ -175,43 +146,34 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
     folder = place.folder_of("elsewhere", 2)
     lines, file = answers(folder), folder / "predictions.jsonl"
     file.write_text("".join(json.dumps({**line, "reference": "another"}) + "\n" for line in lines))
-    done = place.call("compare", "RUNS=one elsewhere")
-    assert done.code == 4, done.err
-    assert "answered no row in common" in done.err
+    place.call("compare", "RUNS=one elsewhere").refused(4, "answered no row in common")
 
     file.write_text("".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines)))
-    done = place.call("compare", "RUNS=one elsewhere", "JSON=1")
-    assert done.code == 0, done.err
-    assert "2 of 7 answers of `elsewhere` are skipped" in " ".join(json.loads(done.out)["notes"])
+    notes = place.call("compare", "RUNS=one elsewhere", "JSON=1").json["notes"]
+    assert "2 of 7 answers of `elsewhere` are skipped" in " ".join(notes)
     shutil.rmtree(runs / "elsewhere")
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("eval", "MODEL=somewhere"), 2, "`DATA` is missing"),
-        (("eval", "RUN=one", "CHECKPOINT=step-000099"), 5, "no checkpoint `step-000099`"),
-        (("eval", "RUN=one", "MODEL_MAX_SEQ_LEN=64"), 2, "`model.max_seq_len` would change how the run's own rows were made"),
-        (("eval", "RUN=one", "DATA=x.jsonl", "DATA_VAL_PATH=y.jsonl"), 2, "are both given"),
-        (("eval", "RUN=one", "DATA_VALIDATION=0.5"), 2, "a fraction of which data?"),
-        (("eval", "RUN=one", "BENCHMARKS=none/task.yaml"), 2, "none/task.yaml: there is no such task file"),
-        (("compare", "RUNS=one"), 2, "expected two or more"),
-        (("compare", "RUNS=one one@base", "DATA=unscored.jsonl"), 5, "make eval RUN=one DATA=unscored.jsonl"),
+        ("eval MODEL=somewhere", 2, "`DATA` is missing"),
+        ("eval RUN=one CHECKPOINT=step-000099", 5, "no checkpoint `step-000099`"),
+        ("eval RUN=one MODEL_MAX_SEQ_LEN=64", 2, "`model.max_seq_len` would change how the run's own rows were made"),
+        ("eval RUN=one DATA=x.jsonl DATA_VAL_PATH=y.jsonl", 2, "are both given"),
+        ("eval RUN=one DATA_VALIDATION=0.5", 2, "a fraction of which data?"),
+        ("eval RUN=one BENCHMARKS=none/task.yaml", 2, "none/task.yaml: there is no such task file"),
+        ("compare RUNS=one", 2, "expected two or more"),
+        ("compare RUNS=one,one@base DATA=unscored.jsonl", 5, "make eval RUN=one DATA=unscored.jsonl"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_wrong_calls(place: Place, words: tuple[str, ...], code: int, message: str) -> None:
-    done = place.call(*words)
-    assert done.code == code, done.err
-    assert message in done.err
-    assert not done.out
+def test_wrong_calls(place: Place, words: str, code: int, message: str) -> None:
+    place.call(*words.split()).refused(code, message)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
 def test_benchmarks_without_their_package_name_the_command(place: Place) -> None:
-    done = place.run("eval", "RUN=one", "BENCHMARKS=arc_easy")
-    assert done.returncode == 3, done.stderr
-    assert "'.[benchmarks]'" in done.stderr
+    place.call("eval", "RUN=one", "BENCHMARKS=arc_easy").refused(3, "'.[benchmarks]'")
 
 
 TASK = """task: tiny_choice
@@ -238,13 +200,9 @@ def test_standard_benchmarks_of_a_run_and_a_plain_model(place: Place) -> None:
     task.write_text(TASK.format(rows=rows))
     found = place.scores("RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
     accuracy = found["tasks"]["tiny_choice"]
-    assert accuracy["n"] == 8
-    assert 0 <= accuracy["metrics"]["acc"]["value"] <= 1
-    again = place.run("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
-    assert "measured before" in again.stderr
-    assert "tiny_choice" in place.run("eval", "RUN=one").stdout, "the table of scores shows them too"
+    assert accuracy["n"] == 8 and 0 <= accuracy["metrics"]["acc"]["value"] <= 1
+    assert "measured before" in place.call("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8").err
+    assert "tiny_choice" in place.call("eval", "RUN=one").out, "the table of scores shows them too"
     plain = place.scores(f"MODEL={place.folder / 'model'}", f"BENCHMARKS={task}")
     assert plain["tasks"]["tiny_choice"]["n"] == 12
-    unknown = place.run("eval", "RUN=one", "BENCHMARKS=tiny_choise")
-    assert unknown.returncode == 2, unknown.stderr
-    assert "has no task `tiny_choise`" in unknown.stderr
+    place.call("eval", "RUN=one", "BENCHMARKS=tiny_choise").refused(2, "has no task `tiny_choise`")

@@ -104,8 +104,9 @@ def test_what_does_not_answer_is_one_warning(
 
 @pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])
 def test_a_configuration_brings_no_command(target: str, in_process: Program) -> None:
-    done = in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}")
-    assert done.code == 2 and "neither a URL nor the name of a variable" in done.err and "export MY_NOTIFY" in done.err
+    in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}").refused(
+        2, "neither a URL nor the name of a variable", "export MY_NOTIFY"
+    )
 
 
 def test_a_command_in_a_runs_own_configuration_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

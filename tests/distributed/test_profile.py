@@ -37,8 +37,7 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     again = launcher("profile", "RUN=two")
     assert again.returncode == 0 and again.stdout in done.stdout
 
-    both = launcher("profile", "RUN=two", "TRAIN_PROFILE_STEPS=2")
-    assert both.returncode == 2 and "is for a new one" in both.stderr
+    assert "is for a new one" in launcher("profile", "RUN=two", "TRAIN_PROFILE_STEPS=2").stderr
 
     launcher("train", config, "RUN_NAME=plain", "TRAIN_MAX_STEPS=4")
     words = ("RUN_NAME=watched", "TRAIN_MAX_STEPS=4", "TRAIN_PROFILE_START=2", "TRAIN_PROFILE_STEPS=2")
@@ -52,14 +51,13 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("TRAIN_PROFILE_START=5",), "`train.profile` is given without `steps`"),
-        (("TRAIN_PROFILE_STEPS=2", "TRAIN_PROFILE_RANKS=[3]"), "`train.profile.ranks` names rank 3, but the ranks are 0 to 0"),
-        (("TRAIN_PROFILE_STEPS=2", "TRAIN_PROFILE_MEMORY=true"), "records allocations of GPUs, and this plan has none"),
+        ("TRAIN_PROFILE_START=5", "`train.profile` is given without `steps`"),
+        ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_RANKS=[3]", "`train.profile.ranks` names rank 3, but the ranks are 0 to 0"),
+        ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_MEMORY=true", "records allocations of GPUs, and this plan has none"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(in_process: Program, words: tuple[str, ...], said: str) -> None:
-    done = in_process("plan", "CONFIG=quickstart", *words)
-    assert done.code == 2 and said in done.err, done.err
+def test_what_cannot_be_profiled_is_refused(in_process: Program, words: str, said: str) -> None:
+    in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, said)
 
 
 def test_time_that_kernels_hide_is_no_waiting() -> None:

@@ -12,16 +12,6 @@ from sft_play.errors import DataError, UserError
 from sft_play.infer import read_questions
 
 
-def test_a_text_file_holds_one_prompt_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "questions.txt"
-    path.write_text('  first \n\n{"prompt": "taken as text"}\nthird', encoding="utf-8")
-    rows = read_questions(path)
-    assert [row.messages for row in rows] == [
-        [{"role": "user", "content": text}] if text else [] for text in ("first", "", '{"prompt": "taken as text"}', "third")
-    ]
-    assert [row.place for row in rows] == [f"{path}:{line}" for line in (1, 2, 3, 4)]
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [

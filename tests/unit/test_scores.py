@@ -15,9 +15,7 @@ from sft_play.evaluation.scores import (
     LibraryMetric,
     check_library_metrics,
     exact_match,
-    normalise,
     paired_difference,
-    rouge,
     score_answers,
     token_f1,
 )
@@ -34,14 +32,14 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("reference", "answer"), PAIRS)
-def test_rouge_is_that_of_rouge_score_with_stems(reference: str, answer: str) -> None:
-    expected = RougeScorer(list(METRICS), use_stemmer=True).score(reference, answer)
-    assert rouge(reference, answer) == {name: expected[name].fmeasure for name in METRICS}
-
-
 REFERENCES = [reference for reference, _ in PAIRS]
 ANSWERS = [answer for _, answer in PAIRS]
+
+
+def test_rouge_is_that_of_rouge_score_with_stems() -> None:
+    scorer = RougeScorer(list(METRICS), use_stemmer=True)
+    expected = [{name: score.fmeasure for name, score in scorer.score(*pair).items()} for pair in PAIRS]
+    assert list(score_answers(METRICS, REFERENCES, ANSWERS).each) == expected
 
 
 @pytest.mark.parametrize("name", ["bleu", "chrf"])
@@ -69,9 +67,7 @@ def test_bleu_and_chrf_are_sacrebleus_own(name: str) -> None:
     ],
 )
 def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, match: int, f1: float) -> None:
-    assert exact_match(reference, answer) == match
-    assert token_f1(reference, answer) == pytest.approx(f1)
-    assert normalise(normalise(answer)) == normalise(answer)
+    assert (exact_match(reference, answer), token_f1(reference, answer)) == (match, pytest.approx(f1))
 
 
 def test_a_metric_that_only_a_runs_configuration_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
