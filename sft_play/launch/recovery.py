@@ -21,6 +21,7 @@ from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
+from sft_play.text import plural
 
 EVENT = "recovered"
 RESTARTED = "restarted"
@@ -234,8 +235,7 @@ class Restarts:
 
     def refused(self, outcome: Outcome) -> Outcome:
         """Return the outcome, with restarts that are used up as the reason why it ends."""
-        times = "restart" if self.limit == 1 else "restarts"
-        why = f"{self.used} of {self.limit} {times} without a newer checkpoint are used up (`launch.max_restarts`)"
+        why = f"{self.used} of {plural(self.limit, 'restart')} without a newer checkpoint are used up (`launch.max_restarts`)"
         return replace(outcome, message=f"{outcome.message}\n\n{why}")
 
 

@@ -54,17 +54,7 @@ STRAY = {
 
 def test_stray_variables_are_taken_out_and_named() -> None:
     environment = worker_environment(make_plan(strategy="ddp"), Node(interface="lo"), STRAY, cpu_threads=8)
-    for name in (
-        "PET_NNODES",
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "LOCAL_RANK",
-        "ACCELERATE_USE_FSDP",
-        "MAKEFLAGS",
-    ):
-        assert name not in environment.variables
+    assert environment.variables.keys() & STRAY.keys() == {"HF_TOKEN", "NCCL_DEBUG", "HOME", "AIM_REPO"}
     assert "PET_NNODES" in environment.notices[0]
     assert environment.variables["HF_TOKEN"] == "secret-token"
     assert environment.variables["OMP_NUM_THREADS"] == "4"
