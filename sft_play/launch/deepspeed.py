@@ -115,19 +115,19 @@ class UserDeepSpeed:
         return self.source.place(self.path, key)
 
 
-def settings_of(plan: Plan, *, clipping: float, hidden_size: int) -> dict[str, Any]:
-    """Return the JSON for a plan. Where ranks differ, their largest batch: DeepSpeed knows one for all.
+def batch_numbers(*, micro_batch: int, accumulation: int, world_size: int) -> dict[str, int]:
+    """Return the batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
+    return dict(zip(BATCH_KEYS.values(), (micro_batch, accumulation, micro_batch * accumulation * world_size), strict=True))
 
-    It counts slots, which the last micro-batches of a step may leave partly empty.
-    """
+
+def settings_of(plan: Plan, *, clipping: float, hidden_size: int) -> dict[str, Any]:
+    """Return the JSON for a plan. Where ranks differ, their largest batch: DeepSpeed knows one for all."""
     micro_batch, accumulation = max(r.micro_batch for r in plan.ranks), max(r.accumulation for r in plan.ranks)
     return deepspeed_settings(
         stage=int(plan.strategy[-1]),
         device=plan.device,
         precision=plan.precision,
-        batch=dict(
-            zip(BATCH_KEYS.values(), (micro_batch, accumulation, micro_batch * accumulation * plan.world_size), strict=True)
-        ),
+        batch=batch_numbers(micro_batch=micro_batch, accumulation=accumulation, world_size=plan.world_size),
         clipping=clipping,
         offload=plan.offload_optimizer,
         hidden_size=hidden_size,
