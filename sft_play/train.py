@@ -79,10 +79,10 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
     saver.finish()
     if trainer.stop.stopped:
         saver.require_saved()
-        trainer.holdings.save(context)
+        trainer.shard_proof.save(context)
         return trainer.stop.code
     activity.enter("saving", step=trainer.state.global_step)  # from here on a stop lets the model be written
-    trainer.holdings.save(context)
+    trainer.shard_proof.save(context)
     saver.tidy(wait_seconds=END_SECONDS)
     model_step = publish_model(context, trainer)
     if context.ranks.first:
@@ -121,7 +121,8 @@ def build_trainer(
     from sft_play.training.loss import sampler_of
     from sft_play.training.metrics import MetricsFile, Progress
     from sft_play.training.ranks import TrainContext, join_ranks
-    from sft_play.training.stopping import Holdings, MissedEvaluation, Patience, StepEnds, StopOnRequest
+    from sft_play.training.states.layout import ShardProof
+    from sft_play.training.stopping import MissedEvaluation, Patience, StepEnds, StopOnRequest
     from sft_play.training.trackers import Curves, tracker_callbacks
     from sft_play.training.trainer import SftTrainer, training_arguments, wants_tensorboard
 
@@ -137,9 +138,9 @@ def build_trainer(
     assert prepared.train is not None
     rows = Rows(prepared.train.path, ("input_ids", "labels", "row"))
     held_out = Rows(prepared.validation.path) if prepared.validation else None
-    stop, holdings, patience = StopOnRequest(request, ranks), Holdings(), Patience(context)
+    stop, shard_proof, patience = StopOnRequest(request, ranks), ShardProof(), Patience(context)
     ends = StepEnds(plan.steps_per_epoch)
-    while_training = WhileTraining(context, stop, holdings, prepared.validation)
+    while_training = WhileTraining(context, stop, shard_proof, prepared.validation)
     if held_out is not None:
         while_training.require_best(held_out)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -147,7 +148,7 @@ def build_trainer(
         context,
         sampler=sampler_of(context, prepared.train, rows),
         stop=stop,
-        holdings=holdings,
+        shard_proof=shard_proof,
         patience=patience,
         parts=parts,
         evaluate_rows=while_training.evaluate,
@@ -157,7 +158,7 @@ def build_trainer(
         data_collator=Collator(plan.layout, pad, plan.attn_implementation, plan.device, ranks.part),
         train_dataset=rows,
         eval_dataset=held_out,
-        callbacks=[ends, stop, holdings, patience],
+        callbacks=[ends, stop, shard_proof, patience],
     )
     for printing in (PrinterCallback, ProgressCallback):  # this program has its own line
         trainer.remove_callback(printing)

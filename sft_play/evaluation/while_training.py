@@ -26,7 +26,8 @@ from sft_play.files import side_file
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.text import tell
 from sft_play.training.ranks import TrainContext
-from sft_play.training.stopping import Holdings, StopOnRequest
+from sft_play.training.states.layout import ShardProof
+from sft_play.training.stopping import StopOnRequest
 
 SHARDED = ("zero3", "fsdp2")
 """Strategies under which every forward pass is a collective operation."""
@@ -38,7 +39,7 @@ class WhileTraining:
 
     context: TrainContext
     stop: StopOnRequest
-    holdings: Holdings
+    shard_proof: ShardProof
     split: PreparedSplit | None
     said: bool = False
 
@@ -100,7 +101,7 @@ class WhileTraining:
             rows, self.split, batch_size=size, collate=trainer.data_collator, measure=measure, ranks=self.context.ranks
         )
         model.train()
-        self.holdings.rows_scored = scored
+        self.shard_proof.rows_scored = scored
         return found
 
     def _answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:

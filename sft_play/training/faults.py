@@ -84,7 +84,7 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
         record = verdict(problem, run, request.activity)
         if request.heard is not None and record.get("cause") == PEER:  # a rank that was asked to stop may leave before this one
             record = {"code": code_of(request.heard), "error": ""}
-        say(problem, record)
+        print_fault(problem, record)
     finally:
         request.finish(record)
     code: int = record["code"]
@@ -113,7 +113,7 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
     return {"code": LOST, "error": error, "cause": PEER} if lost_its_peer(problem) else {"code": 1, "error": error}
 
 
-def say(problem: Exception, record: dict[str, Any]) -> None:
+def print_fault(problem: Exception, record: dict[str, Any]) -> None:
     """Print an error: a user's mistake in one line, everything else with its traceback.
 
     What the launcher says itself, with a worker's words or as the end of the rank that was the cause, goes to the rank's log alone.

@@ -38,10 +38,10 @@ from sft_play.training.ranks import TrainContext, replicas_of, uses_cpu_flag
 from sft_play.training.saving import Saver
 from sft_play.training.slow_network import Exchange, LocalSteps, PowerSgd, exchange_of
 from sft_play.training.states import restore, restore_random
+from sft_play.training.states.layout import ShardProof
 from sft_play.training.stopping import (
     EvaluationStopped,
     Finite,
-    Holdings,
     Patience,
     SpikeGuard,
     StopOnRequest,
@@ -189,14 +189,14 @@ class SftTrainer(Trainer):
         *,
         sampler: GlobalBatchSampler,
         stop: StopOnRequest,
-        holdings: Holdings,
+        shard_proof: ShardProof,
         patience: Patience,
         parts: Slicer | Pipeline | None,
         evaluate_rows: Callable[[Trainer, Any], dict[str, float]],
         **arguments: Any,
     ) -> None:
         """`evaluate_rows` returns the metrics of held-out rows; the other arguments are those of the base class."""
-        self.context, self.stop, self.holdings, self.patience = context, stop, holdings, patience
+        self.context, self.stop, self.shard_proof, self.patience = context, stop, shard_proof, patience
         self.parts, self.evaluate_rows = parts, evaluate_rows
         self.exchange: Exchange = None
         self.tokens_trained = 0
@@ -268,7 +268,7 @@ class SftTrainer(Trainer):
         activity.enter("training", step=step)
         activity.micro_batch = self.balancer.micro_batch(step)
         self.finite.rows = [row for batch in batch_samples for row in batch["rows"]]
-        self.holdings.rows_trained += self.finite.rows
+        self.shard_proof.rows_trained += self.finite.rows
         total = step_totals(self.context.ranks, batch_samples, together=together(self.context.plan))
         self._micro_batches = [batch for batch in batch_samples if not batch[IDLE]]
         if self.powersgd is not None:

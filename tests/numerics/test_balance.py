@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from sft_play.data.batches import Shares
+from sft_play.plan.batch import spans
 from sft_play.training.balance import LOOKS, Judge, describe
 from tests.documents import on_page
 from tests.plans import rank_plan, simple_plan
@@ -30,6 +31,24 @@ def test_alike_ranks_keep_equal_shares_through_noise() -> None:
         assert look(0.05, 0.1) is None
     assert look(0.05, 0.05) is None
     assert look(0.05, 0.1) is None
+
+
+def test_a_rank_that_recovers_gets_its_rows_again() -> None:
+    ranks = tuple(rank_plan(rank, device_name=f"CPU {rank}", micro_batch=4, accumulation=4) for rank in (0, 1))
+    judge = Judge(simple_plan(strategy="ddp", world_size=2, backend="gloo", ranks=ranks, global_batch_size=32), 8)
+
+    def shares_after(paces: tuple[float, float], shares: Shares) -> Shares:
+        """Judges 10 looks at ranks of these seconds per row, each at 10 steps with the shares of that time."""
+        for _ in range(10):
+            counts = [10 * rows for rows in spans(32, shares)]
+            work = zip(paces, counts, shares, strict=True)
+            measured = [[pace * rows, rows, 100 * rows, 10 * steps] for pace, rows, (_, steps) in work]
+            shares = judge.look(measured, shares) or shares
+        return shares
+
+    slowed = shares_after((0.05, 0.15), EQUAL)
+    assert spans(32, slowed)[1] < 16
+    assert spans(32, shares_after((0.05, 0.05), slowed)) == (16, 16)
 
 
 def test_a_change_is_said_in_words() -> None:

@@ -1,17 +1,22 @@
-"""How each strategy lays parameters out: the tensors that the optimizer steps, which parts of which parameters lie in them, their bytes."""
+"""How each strategy lays parameters out: the tensors that the optimizer steps, which parts of which parameters lie in them, their bytes; and the
+proof of what each rank held."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from transformers import TrainerCallback
 
 from sft_play.errors import CheckpointError
+from sft_play.files import side_file, write_json
 from sft_play.model.parallel import local_part, slice_of
+from sft_play.training.ranks import TrainContext
 from sft_play.training.states.files import flat_shares, partition
 
 
@@ -247,3 +252,66 @@ def storage_of(tensor: Tensor) -> int:
 
 def _storage_bytes(tensors: list[Tensor]) -> int:
     return sum({storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+ROWS_NOTED = 100_000
+"""Rows that each rank remembers having trained, the newest."""
+
+
+class ShardProof(TrainerCallback):
+    """Counts, from its own tensors, what this rank holds at its first update: the proof that sharding happened. Notes its rows too."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Any] = {}
+        self.rows_trained: deque[int] = deque(maxlen=ROWS_NOTED)
+        self.rows_scored: list[int] = []
+        """Of the newest evaluation."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        parameters = list(references["model"].parameters())
+        self.counts["parameters"] = {
+            kind: sum(held_part(one).numel() for one in parameters if one.requires_grad == trained)
+            for kind, trained in (("trainable", True), ("frozen", False))
+        }
+        engine = getattr(references["optimizer"], "optimizer", None)
+        if hasattr(engine, "averaged_gradients"):  # DeepSpeed steps inside the backward pass, out of reach of callbacks
+            self._count_before_step(engine, references["model"])
+
+    def _count_before_step(self, engine: Any, model: Any) -> None:
+        step = engine.step
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.counts["gradients"] = count_gradients(model, engine)
+            engine.step = step
+            return step(*arguments, **named)
+
+        engine.step = counted
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "gradients_between" not in self.counts:  # what FSDP2 keeps unsharded has no place that could be counted here
+            self.counts["gradients_between"] = count_gradients(references["model"], references["optimizer"])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "gradients" not in self.counts:
+            self.counts["gradients"] = count_gradients(references["model"], references["optimizer"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "optimizer" not in self.counts:
+            states = inner_optimizer(references["optimizer"]).state.values()
+            moments = [one for state in states for one in state.values() if torch.is_tensor(one) and one.dim() > 0]
+            self.counts["optimizer"] = sum(held_part(one).numel() for one in moments)
+            self.counts["bytes"] = count_bytes(references["model"], references["optimizer"])
+
+    def save(self, context: TrainContext) -> None:
+        """Write the counts with the ids of the rows that this rank trained and scored."""
+        path = context.run.rank_holdings(context.ranks.rank)
+        with side_file(path, "what a rank holds"):
+            write_json(path, self.counts | {"rows_trained": sorted(self.rows_trained), "rows_scored": sorted(self.rows_scored)})
+
+
+def count_gradients(model: Any, optimizer: Any) -> int:
+    """Return elements of gradients on this rank just before the update."""
+    averaged = getattr(optimizer, "averaged_gradients", None)
+    if averaged:  # ZeRO keeps this rank's share of the reduced gradients here
+        return sum(int(g.numel()) for group in averaged.values() if group for g in group if g is not None)
+    return sum(held_part(p.grad).numel() for p in model.parameters() if p.grad is not None)
