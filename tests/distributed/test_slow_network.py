@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, resume_from, rows, train_once
+from tests.training_runs import Trial, column, ended_with, logs, make_run, resume_from, rows, train, train_once
 
 HALVES = ((2, 2), (2, 2))
 OFF = 'launch.balance: "off"'
@@ -56,6 +56,20 @@ def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(tra
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         saved = file.get_tensor(name.removeprefix("weight/").replace(".default", ""))
     assert torch.equal(saved.flatten(), mine[name.replace("weight/", "average/")])
+
+
+def test_a_nan_under_local_steps_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    """The first step is warm-up; the update of step 2 makes weights so large that the loss of step 3 is no number."""
+    settings = (*LOCAL, "train.save_steps: 1", "train.eval_strategy: no", "train.eval_steps: null")
+    trial = Trial(strategy="ddp", ranks=HALVES, mode="lora", settings=settings, learning_rate=1e30)
+    run = make_run(tmp_path / "run", build_tiny_llama(tmp_path / "base"), trial)
+    assert train(run).returncode != 0
+    end = ended_with(run)
+    assert end["code"] == 4 and "step 3" in end["error"], logs(run)
+    assert not run.model.exists()
+    kept = max(run.checkpoints.glob("step-*"))
+    assert kept.name == "step-000002" and run.last.resolve() == kept.resolve()
+    assert all(tensor.isfinite().all() for tensor in load_file(kept / "adapter_model.safetensors").values())
 
 
 @pytest.mark.long
