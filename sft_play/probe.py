@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from sft_play.config.load import read_config
 from sft_play.files import write_json
-from sft_play.plan.measured import Probed
 from sft_play.plan.plan import Plan
+from sft_play.plan.sources import Probed
 from sft_play.runs.prepared import Prepared
 from sft_play.train import build_trainer, main, settle_stamp
 from sft_play.training.faults import end

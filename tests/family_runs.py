@@ -28,7 +28,7 @@ from sft_play.config.load import save_config
 from sft_play.errors import UserError
 from sft_play.launch.attempt import write_launch_files
 from sft_play.launch.job import job_of, read_options, refuse_early
-from sft_play.plan import measured
+from sft_play.plan import architecture
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import pattern_of
 from sft_play.prepare import prepare_run
@@ -97,7 +97,7 @@ def in_child(work: Callable[[], Done]) -> Done:
 def _send(work: Callable[[], Done], sender: Connection) -> None:
     sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]  # as in workers; saving would import it
     torch.set_num_threads(1)  # tiny models wait for threads, mostly
-    measured._running[os.getpid()] = SimpleNamespace(ask=answers, close=lambda: None)  # type: ignore[assignment]  # torch is here already
+    architecture._running[os.getpid()] = SimpleNamespace(ask=answers, close=lambda: None)  # type: ignore[assignment]  # torch is here already
     sender.send(work())
     sender.close()
     os._exit(0)

@@ -31,10 +31,9 @@ from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.launch.watch import is_terminal, show_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
-from sft_play.plan.measured import Probed, load, save
 from sft_play.plan.plan import Plan, describe_batches
 from sft_play.plan.show import show_plan
-from sft_play.plan.sources import memory_of
+from sft_play.plan.sources import Probed, load_probe, memory_of, save_probe
 from sft_play.runs.folder import OWN, RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
@@ -205,7 +204,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
     for _ in range(MOST_PROBES):
         plan = job.plan(prepared)
         path = memory_of(config, prepared).probe_path(plan)
-        if load(path):
+        if load_probe(path):
             return
         micro = max(rank.micro_batch for rank in plan.ranks)
         print(f"probe: {STEPS} steps with the longest rows, micro-batch {micro} ...", file=sys.stderr, flush=True)
@@ -215,7 +214,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
         arguments = worker_arguments(folder, job.node, module="sft_play.probe")
         with Path(os.devnull).open("wb") as nowhere:
             outcome = supervise(arguments, variables, folder, job.ranks_here(plan), console=nowhere.fileno())
-        save(path, _measure(outcome, plan, folder))
+        save_probe(path, _measure(outcome, plan, folder))
 
 
 def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:

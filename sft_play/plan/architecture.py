@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import socket
-from collections.abc import Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +20,6 @@ from urllib.parse import urlsplit
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError, UserError
 from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.measured import running_tracer, versions
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.folder import OFFLINE, cache_folder, is_offline
 from sft_play.runs.prepared import Prepared
@@ -312,3 +316,75 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     row = known_models().get(model.name)
     found: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetch_config(model))
     return as_trained(found)
+
+
+TRACE_SECONDS = 300
+"""A trace takes seconds; one that takes minutes hangs."""
+PACKAGES = ("torch", "transformers", "peft", "accelerate")
+
+
+_running: dict[int, Tracer] = {}
+"""By process, since a forked one must not use its parent's."""
+
+
+def running_tracer() -> Tracer:
+    """Return the tracer that counts a model and then traces it, so that torch is imported once; it ends with `end_tracer`, or with us."""
+    if os.getpid() not in _running:
+        _running[os.getpid()] = Tracer()
+    return _running[os.getpid()]
+
+
+def end_tracer() -> None:
+    """End this process's tracer."""
+    if os.getpid() in _running:
+        _running.pop(os.getpid()).close()
+
+
+class Tracer:
+    """One `python -m sft_play.trace`, ended by `close`."""
+
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, as the process is
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )  # fmt: skip
+
+    def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the result of each request (a case, or `{"count": architecture}`), `{"error": "..."}` where there is none."""
+        assert self._process.stdin and self._process.stdout
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(requests).encode() + b"\n")
+            self._process.stdin.flush()
+            ready, _, _ = select.select([self._process.stdout], [], [], TRACE_SECONDS)
+            line = self._process.stdout.readline() if ready else b""
+        if not line:
+            return [{"error": f"the trace {self._failure()}"}] * len(requests)
+        found: list[dict[str, Any]] = json.loads(line)
+        return found
+
+    def _failure(self) -> str:
+        """Return how the process failed, with the last line that it or a library wrote to stderr."""
+        try:
+            code = self._process.wait(timeout=5)  # its output closes a moment before it ends
+        except subprocess.TimeoutExpired:
+            return f"took longer than {TRACE_SECONDS} s"
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        self._said.close()
+
+
+@cache
+def versions() -> str:
+    """Return the versions of the packages that decide what a step allocates."""
+    from importlib.metadata import version
+
+    return " ".join(f"{name}=={version(name)}" for name in PACKAGES)

@@ -5,26 +5,30 @@ The plan itself stays a pure function: it is asked again with what was found, un
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, HardwareError, UserError
-from sft_play.plan.architecture import architecture_of, shape_of
+from sft_play.files import read_json, text_sha256, write_json
+from sft_play.plan.architecture import architecture_of, end_tracer, running_tracer, shape_of, versions
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.measured import TracedMemory, end_tracer, load
-from sft_play.plan.memory import rank_memory
+from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
 from sft_play.plan.remedies import with_peak
 from sft_play.plan.request import DoesNotFitError, Request
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.shape import ModelShape, fuses_adapters, quantises_experts
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared, lookup
 
@@ -138,7 +142,7 @@ def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan,
         return setup_of(plan), [rank.micro_batch for rank in plan.ranks]
 
     for _ in range(ROUNDS):
-        found = load(memory.probe_path(plan))
+        found = load_probe(memory.probe_path(plan))
         if not found:
             return plan, False
         memory.correct(request.shape, plan, found)
@@ -218,3 +222,281 @@ def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchReque
     """Whether a run would be more than one process: several GPUs, or something that was asked for."""
     asked = (request.num_gpus or 1) > 1 or request.num_nodes > 1 or loaded.config.launch.strategy != "auto"
     return asked or (hardware.kind == "cuda" and len(hardware.devices) > 1 and request.num_gpus != 1)
+
+
+STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimizer")
+MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What a trace says of one micro-batch."""
+
+    parts: Mapping[str, int]
+    """Bytes of every part at the worst moment."""
+    moment: str
+    operation: str
+
+
+@dataclass(kw_only=True, slots=True)
+class TracedMemory:
+    """A rank's memory: exact where it was traced, elsewhere by the formula, scaled by what the nearest trace found of each part."""
+
+    config: Config
+    architecture: dict[str, Any]
+    cache_folder: Path
+    traces: bool = False
+    """Whether what is not in the cache is traced."""
+    found: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
+    error: str | None = None
+    """Why the architecture could not be traced."""
+
+    def __call__(self, config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
+        """Return the bytes of every part."""
+        if config is self.config and (exact := self.found.get((setup, micro_batch))):
+            return dict(exact.parts)
+        parts = rank_memory(config, shape, setup, micro_batch)
+        near = self._nearest(setup, micro_batch) if config is self.config else None
+        if near is None:
+            return parts
+        (other, rows), observed = near
+        return _scale_parts(parts, rank_memory(config, shape, other, rows), observed.parts)
+
+    def probe_path(self, plan: Plan) -> Path:
+        """Return where a probe of this plan keeps what it measured: by what runs, on which devices, under which strategy."""
+        cases = [case_of(self.config, self.architecture, plan, rank.worst_rows).key() for rank in plan.ranks]
+        facts = [cases, plan.strategy, plan.world_size, [rank.device_name for rank in plan.ranks]]
+        return self.cache_folder.parent / "probes" / f"{text_sha256(json.dumps(facts))[:32]}.json"
+
+    def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
+        """Take over what a probe of this plan measured."""
+        setup = setup_of(plan)
+        for rank, probe in zip(plan.ranks, probes, strict=True):
+            key = setup, rank.worst_rows
+            known = self.found.get(key)
+            parts = dict(known.parts) if known else rank_memory(self.config, shape, setup, rank.worst_rows)
+            moment, operation = (known.moment, known.operation) if known else ("", "")
+            fixed = correct_parts(parts, probe, rank.capacity_bytes)
+            self.found[key] = Observation(parts=fixed, moment=moment, operation=operation)
+
+    def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
+        """Return the observation with the same setup but for its rows, with most nearly as many tokens."""
+        tokens = micro_batch * setup.row_tokens
+
+        def alike(other: Setup) -> bool:
+            same: dict[str, Any] = dict.fromkeys(
+                ("row_tokens", "layout", "accumulates", "label_share", "loss_chunk", "pack_tokens"), 0
+            )
+            return replace(other, **same) == replace(setup, **same)
+
+        candidates = [(key, value) for key, value in self.found.items() if alike(key[0])]
+        return min(candidates, key=lambda item: abs(item[0][1] * item[0][0].row_tokens - tokens), default=None)
+
+    def observe(self, shape: ModelShape, setup: Setup, micro_batches: Sequence[int]) -> bool:
+        """Trace what is not known yet of these micro-batches; return whether anything new came of it."""
+        missing = [rows for rows in dict.fromkeys(micro_batches) if (setup, rows) not in self.found]
+        if not missing or self.error:
+            return False
+        cases = [case_of(self.config, self.architecture, setup, rows) for rows in missing]
+        paths = [self.cache_folder / f"{case.key()}.json" for case in cases]
+        unknown = [(case, path) for case, path in zip(cases, paths, strict=True) if self.traces and not path.is_file()]
+        answers = running_tracer().ask([asdict(case) for case, _ in unknown]) if unknown else []
+        for (_, path), answer in zip(unknown, answers, strict=True):
+            if "error" in answer:
+                self.error = str(answer["error"])
+                return False
+            write_json(path, answer)
+        known = [(rows, path) for rows, path in zip(missing, paths, strict=True) if path.is_file()]
+        for rows, path in known:
+            self.found[setup, rows] = assemble(self.config, shape, setup, rows, read_json(path))
+        return bool(known)
+
+
+def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
+    """Return what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be another moment."""
+    found = {
+        name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size for name, size in parts.items()
+    }
+    now, then = (sum(of.get(name, 0) for name in MOVING) for of in (parts, formula))
+    seen = {name: observed.get(name, 0) for name in MOVING}
+    if not then or not any(seen.values()):
+        return found
+    return {name: size for name, size in found.items() if name not in MOVING} | {
+        name: int(size * now / then) for name, size in seen.items() if size or name in parts
+    }
+
+
+def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]) -> Observation:
+    """Return a rank's parts at its worst moment: what moves as traced; states as traced, or as the strategy shards them."""
+    formula = rank_memory(config, shape, setup, micro_batch)
+    sharded = setup.strategy not in ("single", "ddp")
+    best: Observation | None = None
+    for moment, traced_parts in result["moments"].items():
+        parts = {name: max(0, traced_parts.get(name, 0)) for name in MOVING}
+        for name in STATES:
+            if name in formula:
+                parts[name] = formula[name] if sharded else traced_parts.get(name, 0)
+        if setup.optim not in TRACED_OPTIMIZERS or sharded:
+            parts["optimizer"] = formula["optimizer"]
+        parts["workspace"] += WORKSPACE_BYTES[setup.device]
+        parts |= {name: formula[name] for name in ("buffers", "context")}
+        if best is None or sum(parts.values()) > sum(best.parts.values()):
+            best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
+    assert best is not None, "a trace has moments"
+    lost = formula["fragmentation"]
+    if setup.device == "cuda":
+        share = lost / max(1, sum(formula.get(name, 0) for name in MOVING))
+        by_formula = int(share * sum(best.parts.get(name, 0) for name in MOVING))
+        lost = int(result.get("lost_bytes", by_formula)) if _grows_segments(setup) else by_formula
+    return replace(best, parts={**best.parts, "fragmentation": lost})
+
+
+def _grows_segments(setup: Setup) -> bool:
+    """Whether workers run the allocator that a trace replays, `expandable_segments`: where they can, and unless the user chose otherwise."""
+    own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
+
+
+NOT_ALLOCATED = ("context", "fragmentation")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probed:
+    """What one rank measured."""
+
+    rank: int
+    micro_batch: int
+    allocated_bytes: int
+    """Most that torch had allocated on a GPU; 0 on a CPU, where nothing tells it."""
+    reserved_bytes: int
+    """Most that torch's allocator had reserved on a GPU; 0 on a CPU."""
+    device_bytes: int
+    """Most that the process held: of the GPU, with context and libraries; else resident."""
+    seconds_per_step: float
+    failed: bool = False
+    """Whether memory ran out."""
+
+
+def save_probe(path: Path, found: Sequence[Probed]) -> None:
+    """Keep a measurement of all ranks."""
+    write_json(path, [asdict(one) for one in found])
+
+
+def load_probe(path: Path) -> list[Probed]:
+    """Return a measurement of all ranks, empty where none was made."""
+    rows: list[dict[str, Any]] = read_json(path) if path.is_file() else []
+    return [Probed(**row) for row in rows]
+
+
+def correct_parts(parts: Mapping[str, int], found: Probed, capacity: int) -> dict[str, int]:
+    """Return the parts so that they add up to what was measured.
+
+    On a GPU the context is what the process held beyond torch's reserve, fragmentation what was reserved and not allocated, and
+    what is left goes to the activations. On a CPU only the resident size is known: the heap's gaps take the difference. Where
+    memory ran out, the activations are made to exceed what there is.
+    """
+    fixed = dict(parts)
+    if found.failed:
+        short = capacity + 1 - sum(fixed.values())
+        return fixed | {"activations": fixed["activations"] + max(0, short)}
+    if not found.allocated_bytes:
+        rest = sum(size for name, size in fixed.items() if name != "fragmentation")
+        return fixed | {"fragmentation": max(0, found.device_bytes - rest)}
+    allocated = sum(size for name, size in fixed.items() if name not in NOT_ALLOCATED)
+    return fixed | {
+        "activations": max(0, fixed["activations"] + found.allocated_bytes - allocated),
+        "context": max(0, found.device_bytes - found.reserved_bytes),
+        "fragmentation": max(0, found.reserved_bytes - found.allocated_bytes),
+    }
+
+
+TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
+"""Optimizers whose step is traced; the states of others are counted by formula."""
+TRACE_VERSION = 8
+"""Raised when the trace itself changes, so that older results are not taken for new ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One micro-batch of one rank."""
+
+    architecture: dict[str, Any]
+    """The model's `config.json`."""
+    device: str
+    """`cpu` or `cuda`: what is planned for."""
+    mode: str
+    quantization: str
+    """`nf4`, `int8`, or `none`."""
+    lora_r: int
+    lora_dropout: float
+    target_modules: str | list[str]
+    weights_dtype: str
+    adapter_dtype: str
+    precision: str
+    autocast: bool
+    gradient_checkpointing: bool
+    layout: str
+    attention: str
+    optim: str
+    """torch's name of an AdamW, or `none` where its states are counted by formula."""
+    fused_adapters: bool
+    loss_chunk: int
+    rows: int
+    row_tokens: int
+    labels: int
+    """Label positions of the whole micro-batch."""
+    accumulates: bool
+    """Whether gradients of an earlier micro-step are held while this one runs."""
+    clips: bool
+    """Whether gradients are clipped by their norm."""
+    packed: bool = False
+    """Whether each of the `rows` is a pack of several, told apart by a mask."""
+    nf4_experts: bool = False
+    """Whether fused experts are quantised too."""
+    tensor_parallel: int = 1
+    """Ranks that hold slices of the layers; one of them is traced."""
+
+    def key(self) -> str:
+        """Return a name for the case's result, by everything that it depends on."""
+        return text_sha256(json.dumps([TRACE_VERSION, versions(), asdict(self)], sort_keys=True))[:32]
+
+
+def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:
+    """Return the case of a rank's worst micro-batch.
+
+    Under ZeRO and FSDP2 a whole replica is traced in the type that is computed in, without an optimizer: shards, states and what is
+    gathered are arithmetic.
+    """
+    tuning, lora = config.tuning, config.tuning.lora
+    sharding = setup.zero or setup.strategy == "fsdp2"
+    computed = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[setup.precision]
+    base = computed if sharding else setup.weights_dtype
+    adapter = {2: "bfloat16", 4: "float32"}[trained_bytes(config, setup)] if tuning.mode != "full" else "float32"
+    quantized = bool(architecture.get("quantization_config"))
+    # A rank's slice; all tokens of few heads are as much as few of all.
+    row_tokens = -(-setup.row_tokens // setup.sequence_parallel)
+    return Case(
+        architecture=architecture,
+        device=setup.device,
+        mode=tuning.mode,
+        quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
+        nf4_experts=not quantized and quantises_experts(tuning, setup.strategy),
+        lora_r=lora.r, lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        weights_dtype=base,
+        adapter_dtype=computed if sharding else adapter,
+        precision=setup.precision,
+        autocast=setup.precision != "fp32" and not sharding,
+        gradient_checkpointing=setup.gradient_checkpointing,
+        layout=setup.layout,
+        attention=setup.attn_implementation,
+        optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
+        fused_adapters=fuses_adapters(setup.strategy),
+        loss_chunk=setup.loss_chunk,
+        rows=micro_batch,
+        row_tokens=row_tokens,
+        labels=max(1, math.ceil(micro_batch * row_tokens * setup.slice_label_share)),
+        accumulates=setup.accumulates,
+        clips=config.train.max_grad_norm > 0 and not sharding,
+        packed=setup.pack_tokens > 0, tensor_parallel=setup.tensor_parallel,
+    )  # fmt: skip

@@ -40,7 +40,7 @@ def main() -> int:
 
 def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what is found for each request; `{"error": "..."}` where nothing is, with a `hint` where the user can do something."""
-    from sft_play.plan.measured import Case
+    from sft_play.plan.sources import Case
     from sft_play.trace.run import count, trace
 
     results: list[dict[str, Any]] = []

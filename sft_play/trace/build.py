@@ -20,8 +20,8 @@ from sft_play.files import text_sha256
 from sft_play.model import kernels, lora
 from sft_play.model.load import model_class, settings_of
 from sft_play.model.parallel import Skipped, Slicer, list_of_layers
-from sft_play.plan.measured import Case
 from sft_play.plan.shape import LAYER_OUTPUTS
+from sft_play.plan.sources import Case
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.trace.step import count_as
 

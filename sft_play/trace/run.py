@@ -20,9 +20,9 @@ from sft_play.model import lora
 from sft_play.model.load import settings_of
 from sft_play.model.parallel import Skipped
 from sft_play.plan.architecture import quantized_bits
-from sft_play.plan.measured import Case
 from sft_play.plan.remedies import MOMENTS
 from sft_play.plan.shape import Counted, Matrices, ModelShape, pattern_of
+from sft_play.plan.sources import Case
 from sft_play.trace import allocator, build
 from sft_play.trace.step import Peak, StepTrace, StorageTracker, batch_of, real_branches
 

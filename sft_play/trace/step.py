@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.integrations import moe
 
 from sft_play.data.batches import Batch, lengths_of
-from sft_play.plan.measured import Case
 from sft_play.plan.shape import BY_LENGTHS
+from sft_play.plan.sources import Case
 from sft_play.training.loss import token_loss_sum
 
 FUSED = "adamw_torch_fused"

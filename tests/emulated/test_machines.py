@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +46,17 @@ class Case:
     attention: str = "varlen"
 
 
+PAIR = Case(machine="rtx3090_pair", command="train-distributed", sees=("GPU-0000", "GPU-1111"))
 CASES = {
     "T4": Case(machine="t4", computes="float16", frozen="float16", attention="sdpa"),
     "H200, every weight, recomputed": Case(
         machine="h200", words=("TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"), frozen=None
     ),
     "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
-    "two RTX 3090, a process each": Case(machine="rtx3090_pair", command="train-distributed", sees=("GPU-0000", "GPU-1111")),
-    "two RTX 3090, a stage each": Case(
-        machine="rtx3090_pair", command="train-distributed", words=("LAUNCH_STRATEGY=pipeline",), sees=("GPU-0000", "GPU-1111")
-    ),
-    "two RTX 3090, slices of layers": Case(
-        machine="rtx3090_pair", command="train-distributed", words=("LAUNCH_TENSOR_PARALLEL=2",), sees=("GPU-0000", "GPU-1111")
-    ),
-    "two RTX 3090, slices of lines": Case(
-        machine="rtx3090_pair", command="train-distributed", words=("LAUNCH_SEQUENCE_PARALLEL=2",), sees=("GPU-0000", "GPU-1111")
-    ),
+    "two RTX 3090, a process each": PAIR,
+    "two RTX 3090, a stage each": replace(PAIR, words=("LAUNCH_STRATEGY=pipeline",)),
+    "two RTX 3090, slices of layers": replace(PAIR, words=("LAUNCH_TENSOR_PARALLEL=2",)),
+    "two RTX 3090, slices of lines": replace(PAIR, words=("LAUNCH_SEQUENCE_PARALLEL=2",)),
     "the second RTX 3090, recomputed": Case(
         machine="rtx3090_pair", shown="1", sees=("GPU-1111",), words=("TRAIN_GRADIENT_CHECKPOINTING=true",)
     ),

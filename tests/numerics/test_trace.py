@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.plan.measured import Case
+from sft_play.plan.sources import Case
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe
 

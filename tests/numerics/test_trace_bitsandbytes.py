@@ -15,7 +15,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.model import lora
 from sft_play.model.load import settings_of, with_experts
 from sft_play.model.lora import fuse_adapters
-from sft_play.plan.measured import Case
+from sft_play.plan.sources import Case
 from sft_play.trace.build import BASE, decoder_layers, dtype_of, model_of, under_autocast
 from sft_play.trace.run import observe
 from sft_play.trace.step import Peak, StepTrace, StorageTracker, batch_of, real_branches

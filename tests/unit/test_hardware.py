@@ -11,8 +11,6 @@ from sft_play.plan.detect import detect
 from sft_play.plan.hardware import CATALOGUE, GIB, find_card, parse_hardware
 from tests.nvml_double import RTX3090, Machine, move_to
 
-# What the driver says.
-
 
 def test_names_from_the_catalogue() -> None:
     card = parse_hardware("H200").devices[0]

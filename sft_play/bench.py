@@ -1,7 +1,8 @@
 """`make bench`: what this machine does, compared with the plan, kept as calibration for the forecast.
 
 Real optimizer steps go the road of `make train`, into a folder that is thrown away. Their rows are one global batch and a quarter, so every
-second step of the run is a short one: steps of two sizes tell the fixed cost of a micro-step from the cost of its tokens.
+second step of the run is a short one: steps of two sizes tell the fixed cost of a micro-step from the cost of its tokens. Devices and
+links are measured by processes that print JSON: `python -m sft_play.bench KIND`, or `... RANK WORLD PORT BACKEND`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -181,7 +183,7 @@ def _children(calls: list[list[str]], threads: int, gpus: Mapping[str, str]) -> 
     environment = {"OMP_NUM_THREADS": str(threads), **kept, **gpus, "GLOO_SOCKET_IFNAME": loopback_interface() or "lo"}
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "sft_play.bench.measure", *words],
+            [sys.executable, "-m", "sft_play.bench", *words],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -394,3 +396,80 @@ def forecast_steps(steps: Steps, hardware: Hardware, calibration: Calibration | 
     launch = LaunchRequest(command_strategy="single" if plan.world_size == 1 else "auto", num_gpus=plan.world_size)
     request = Request(config=steps.config, hardware=hardware, shape=steps.shape, launch=launch, calibration=calibration)
     return forecast(request, Division(setup=steps.setup, batch=batch), steps.data).tokens_per_second
+
+
+WIDTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}
+"""Far more than any cache holds."""
+LEAST_SECONDS, LEAST_TRIES, MOST_TRIES = 0.5, 5, 50
+REDUCED_BYTES, REDUCE_TRIES = (2**20, 16 * 2**20, 64 * 2**20), 7
+
+
+def time_device(kind: str) -> dict[str, Any]:
+    """Return `{"dtype", "matmul": {width: FLOP/s}, "bandwidth": bytes/s read and written}`, each a median."""
+    import torch
+
+    here = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
+    dtype = torch.float32
+    if kind == "cuda":
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(here) >= (8, 0) else torch.float16
+    matmul = {}
+    for width in WIDTHS[kind]:
+        left, right = (torch.randn(width, width, device=here).to(dtype) for _ in range(2))
+        matmul[str(width)] = 2 * width**3 / _typical_seconds(partial(torch.mm, left, right), here)
+    source = torch.ones(COPIED_BYTES[kind], dtype=torch.uint8, device=here)
+    target = torch.empty_like(source)
+    bandwidth = 2 * COPIED_BYTES[kind] / _typical_seconds(lambda: target.copy_(source), here)
+    return {"dtype": str(dtype).removeprefix("torch."), "matmul": matmul, "bandwidth": bandwidth}
+
+
+def _typical_seconds(work: Callable[[], object], here: Any) -> float:
+    """Return the median time of `work` after two runs for nothing."""
+    import torch
+
+    times: list[float] = []
+    for attempt in range(MOST_TRIES + 2):
+        started = time.perf_counter()
+        work()
+        if here.type == "cuda":
+            torch.cuda.synchronize(here)
+        times += [time.perf_counter() - started] if attempt > 1 else []
+        if len(times) >= LEAST_TRIES and sum(times) > LEAST_SECONDS:
+            break
+    return median(times)
+
+
+def time_all_reduce(rank: int, world: int, port: int, backend: str) -> dict[str, float]:
+    """Return bytes (as text) -> median seconds in which all ranks have the sum, the slowest rank's, after two for nothing."""
+    import torch
+    from torch import distributed
+
+    here = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(here)
+    distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    found = {}
+    for size in REDUCED_BYTES:
+        times, values = [], torch.ones(size // 4, device=here)
+        for _ in range(REDUCE_TRIES + 2):
+            distributed.barrier()
+            started = time.perf_counter()
+            distributed.all_reduce(values)
+            if values.is_cuda:
+                torch.cuda.synchronize()
+            slowest = torch.tensor([time.perf_counter() - started], device=here)
+            distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+            values.fill_(1.0)
+            times.append(float(slowest))
+        found[str(size)] = median(times[2:])
+    distributed.destroy_process_group()
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        print(json.dumps(time_device(sys.argv[1])))
+    else:
+        result = time_all_reduce(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        if sys.argv[1] == "0":
+            print(json.dumps(result))
