@@ -9,23 +9,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.config.metrics import label_of_metric
 from sft_play.errors import UserError
-from sft_play.evaluation.compare import compare, read_sides, show
 from sft_play.launch.commands import finish, start_run
 from sft_play.launch.job import Job
-from sft_play.runs.folder import PREDICTIONS, RunFolder
+from sft_play.runs.folder import PREDICTIONS, RunFolder, read_predictions
 from sft_play.runs.prepared import Prepared
-from sft_play.text import tell
+from sft_play.text import table, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
 SHOWN_ANSWERS = 5
+WIDTH = 110
+METRICS = ("rouge1", "rouge2", "rougeL")
 
 
 def main(call: Call) -> int:
@@ -48,15 +52,12 @@ def main(call: Call) -> int:
         before.update(score(run, "base"))
     tell("\n== After: the fine-tuned model, on the same prompts")
     after = score(run, None)
-    compared = compare(read_sides([f"{run.name}@base", run.name], None), None, SHOWN_ANSWERS)
-    result, seconds = facts(compared, before, after), time.perf_counter() - started
+    result = compare(run, before, after)
     if call.json:
-        print(json.dumps(result | {"seconds": round(seconds, 1)}, indent=2))
+        print(json.dumps(result | {"seconds": round(time.perf_counter() - started, 1)}, indent=2))
     else:
-        show(compared)
-        for name, path in result["predictions"].items():
-            print(f"answers {name:<7}{path}")
-        print(f"\n{seconds:.0f} s in all. Next:\n  make infer RUN={run.name}\n  make tensorboard")
+        print(report(result))
+        print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.name}\n  make tensorboard")
     return 0
 
 
@@ -71,28 +72,43 @@ def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
     return result
 
 
-def facts(compared: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both evaluations side by side, with the answers that lie furthest apart."""
-    scores = {
-        name: {k: v for k, v in part.items() if k not in ("run", "folder")}
-        for name, part in (("before", before), ("after", after))
-    }
+def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both evaluations side by side, with some answers of each. Asserts that the prompts are the same."""
+    folders = {name: Path(part["folder"]) for name, part in (("before", before), ("after", after))}
+    answers = [read_predictions(folder) for folder in folders.values()]
+    assert [(a["row"], a["prompt"]) for a in answers[0]] == [(a["row"], a["prompt"]) for a in answers[1]], "the same prompts"
     return {
-        "run": after["run"],
-        **scores,
+        "run": run.name,
+        "before": {name: before[name] for name in before if name not in ("run", "folder")},
+        "after": {name: after[name] for name in after if name not in ("run", "folder")},
         "loss_fell": after["loss"] < before["loss"],
         "rougeL_beyond_interval": "rougeL" in after and after["rougeL"]["low"] > before["rougeL"]["high"],
         "answers": [
-            {name: row[name] for name in ("row", "prompt", "reference")}
-            | {name: one["answer"] for name, one in zip(("before", "after"), row["answers"], strict=True)}
-            for row in compared["rows"]
+            {name: old[name] for name in ("row", "prompt", "reference")} | {"before": old["answer"], "after": new["answer"]}
+            for old, new in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]
         ],
-        "predictions": {
-            name: f"{folder}/{PREDICTIONS}"
-            for name, folder in zip(scores, compared["folders"], strict=True)
-            if compared["scores"]
-        },
+        "predictions": {name: str(folder / PREDICTIONS) for name, folder in folders.items() if answers[0]},
     }
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Return the comparison as the user reads it."""
+    before, after = result["before"], result["after"]
+    lines = ["", f"== {result['run']}: {len(result['answers'])} held-out answers before and after"] if result["answers"] else []
+    for answer in result["answers"]:
+        lines += ["", *_wrap("prompt   ", _question(answer["prompt"]))]
+        lines += _wrap("wanted   ", answer["reference"]) + _wrap("before   ", answer["before"])
+        lines += _wrap("after    ", answer["after"])
+    scored = [name for name in METRICS if name in after]
+    rows = [
+        ("held-out", "before", "after"),
+        *((name, f"{before[name]:.4g}", f"{after[name]:.4g}") for name in ("loss", "perplexity")),
+    ]
+    lines += ["", *table([*rows, *((label_of_metric(name), _interval(before[name]), _interval(after[name])) for name in scored)])]
+    if "rougeL" in after:
+        lines.append(f"(n = {after['rougeL']['n']} answers, 95 % bootstrap intervals)")
+    lines += [f"answers {name:<7}{path}" for name, path in result["predictions"].items()]
+    return "\n".join(lines)
 
 
 def _require_validation(run: RunFolder) -> None:
@@ -102,3 +118,19 @@ def _require_validation(run: RunFolder) -> None:
             "`make quickstart` scores held-out rows, and this configuration has none",
             hint="give `data.validation` (a fraction or sources), or use `make train`",
         )
+
+
+def _interval(value: Mapping[str, float]) -> str:
+    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+def _question(prompt: str) -> str:
+    """Return the last user turn of a ChatML prompt, or the prompt as it is."""
+    return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>", 1)[0].strip()
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    """Return `text` after `label`, at most 12 lines; line breaks of code are kept."""
+    lines = [part for line in (text.splitlines() or [""]) for part in (textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""])]
+    lines = lines if len(lines) <= 12 else [*lines[:11], "..."]
+    return [f"{label if index == 0 else ' ' * len(label)}{line}".rstrip() for index, line in enumerate(lines)]
