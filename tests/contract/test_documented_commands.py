@@ -119,3 +119,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists() and target.is_relative_to(ROOT), f"{page.name}: `{link}` leads to nothing"
         assert not anchor or anchor in anchors(target), f"{page.name}: `{link}`: no such heading"
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_that_is_named_exists(page: Path) -> None:
+    for name, word in re.findall(r"`([a-z_/0-9]+\.py)(?:: (\w+))?", page.read_text(encoding="utf-8")):
+        files = [
+            path
+            for folder in ("sft_play", "tests", "scripts", "benchmarks")
+            for path in ROOT.glob(f"{folder}/**/{name.split('/')[-1]}")
+        ]
+        named = [path.read_text(encoding="utf-8") for path in files if str(path).endswith(f"/{name}")]
+        assert named, f"{page.name}: there is no `{name}`"
+        assert not word or re.search(rf"^(?:    )?(?:def |class )?{word}\b", named[0], re.M), (
+            f"{page.name}: no `{word}` in `{name}`"
+        )
