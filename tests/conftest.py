@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,9 @@ from sft_play.__main__ import main
 from sft_play.errors import HardwareError
 from sft_play.plan.detect import detect
 from tests import warm
+from tests.documents import ROOT
 from tests.tiny_models import build_tiny_llama
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE", "PYTHONWARNINGS")
 SLOWEST_FIRST = ("distributed", "multinode", "numerics", "emulated", "contract")
 WARM = ("distributed", "numerics", "multinode")
@@ -188,7 +189,6 @@ def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 def ragged_rows(path: Path, count: int, seed: int = 0) -> Path:
     """Writes `count` prompt/completion rows of very different lengths as jsonl."""
-    import random
     from pydoc_data.topics import topics
 
     chance = random.Random(seed)

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scripts import render_reference
 from sft_play.__main__ import COMMANDS
 from sft_play.config.yaml_files import read_plain_yaml
-from tests.conftest import ROOT, Program, environment
+from tests.conftest import Program
+from tests.contract.test_makefile import HERE, make
+from tests.documents import ROOT
 from tests.processor_time import importing, seconds_of
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
-
-
-def make(*words: str, cache: Path, runs: Path) -> subprocess.CompletedProcess[str]:
-    """Types a make command in the repository; an environment older than `pyproject.toml` would be installed first, and print that."""
-    if not (ROOT / ".venv" / ".runtime").exists():
-        pytest.skip("`make install` was not run in this checkout")
-    return subprocess.run(
-        ["make", "-o", ".venv/.runtime", *words],
-        cwd=ROOT,
-        env=environment(cache, runs),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 # make takes blanks before a value away, so those cannot be typed to it
@@ -45,7 +31,7 @@ typed_text = (
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None)
 @example("a b")
 @example('it\'s "quoted"')
 @example("$HOME $(shell touch pwned) ${x} `id` $$")
@@ -54,8 +40,8 @@ typed_text = (
 @example("-- --x=y")
 @example("two\nlines\tand a tab\\\n")
 @given(typed_text)
-def test_any_text_survives_make_and_shell(cache: Path, tmp_path: Path, value: str) -> None:
-    done = make("config", "CONFIG=configs/smoke.yaml", "JSON=1", f"MODEL_NAME={value}", cache=cache, runs=tmp_path)
+def test_any_text_survives_make_and_shell(value: str) -> None:
+    done = make(*HERE, "config", "CONFIG=configs/smoke.yaml", "JSON=1", f"MODEL_NAME={value}")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model.name"] == {"value": value, "origin": f"make MODEL_NAME={value}"}
     assert not (ROOT / "pwned").exists()

@@ -23,18 +23,8 @@ def refused(*words: str, environ: Mapping[str, str] | None = None) -> str:
     return caught.value.render()
 
 
-def given_to_make(variables: Mapping[str, str], flags: str = "") -> dict[str, str]:
-    """Returns the environment of a recipe, with values written as GNU make 4.3 writes them."""
-
-    def quoted(value: str) -> str:
-        doubled = value.replace("$", "$$").replace("\\", "\\\\")
-        return doubled.replace(" ", "\\ ").replace("\t", "\\\t")
-
-    return {"MAKEFLAGS": f"{flags} -- " + " ".join(f"{name}={quoted(value)}" for name, value in variables.items())}
-
-
 def test_variables_of_an_outer_make_count_only_for_calls_from_make() -> None:
-    environ = given_to_make({"TRAIN_SEED": "7", "CONFIG": "x.yaml", "PYTHON": "python3.12"})
+    environ = {"MAKEFLAGS": " -- TRAIN_SEED=7 CONFIG=x.yaml PYTHON=python3.12"}
     assert call("config", environ=environ).overrides == ()
     from_make = call("config", "--from-make", environ=environ)
     assert from_make.options == {"CONFIG": "x.yaml"}
@@ -42,22 +32,17 @@ def test_variables_of_an_outer_make_count_only_for_calls_from_make() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "key", "text"),
     [
-        ["TRAIN_LEARNING_RATE=1e-4"], ["train.learning_rate=1e-4"], ["--train.learning_rate=1e-4"],
-        ["--train.learning_rate", "1e-4"],
+        ("TRAIN_LEARNING_RATE=1e-4", "train.learning_rate", "1e-4"), ("train.learning_rate=1e-4", "train.learning_rate", "1e-4"),
+        ("--train.learning_rate=1e-4", "train.learning_rate", "1e-4"), ("--model.dtype --x", "model.dtype", "--x"),
+        ("TUNING_LORA_R=8", "tuning.lora.r", "8"), ("TRAIN_ADAM_BETA2=0.9", "train.adam_beta2", "0.9"),
+        ("MODEL_REVISION=", "model.revision", ""), ("MODEL_NAME==", "model.name", "="),
     ],
 )  # fmt: skip
-def test_the_forms_of_one_override(words: list[str]) -> None:
-    (override,) = call("config", *words).overrides
-    assert (override.key, override.text) == ("train.learning_rate", "1e-4")
-
-
-def test_nested_keys_further_arguments_and_empty_values_are_overrides() -> None:
-    words = ["TUNING_LORA_R=8", "TRAIN_ADAM_BETA2=0.9", "MODEL_REVISION=", "MODEL_NAME==", "--model.dtype", "--x"]
-    assert [(o.key, o.text) for o in call("config", *words).overrides] == [
-        ("tuning.lora.r", "8"), ("train.adam_beta2", "0.9"), ("model.revision", ""), ("model.name", "="), ("model.dtype", "--x"),
-    ]  # fmt: skip
+def test_the_forms_of_an_override(words: str, key: str, text: str) -> None:
+    (override,) = call("config", *words.split()).overrides
+    assert (override.key, override.text) == (key, text)
 
 
 def test_no_two_keys_share_a_variable() -> None:
@@ -78,6 +63,8 @@ def test_no_two_keys_share_a_variable() -> None:
         (["train", "MODEL_NAME=\udcff"], "`MODEL_NAME` is not UTF-8 text"),
         (["gpu-info", "TRAIN_SEED=1"], "takes no configuration keys"),
         (["CONFIG=x"], "expected a command, not `CONFIG=x`"),
+        (["compare", "RUN=a"], "`RUNS=a`"),
+        (["eval", "RUNS=a"], "`RUN=a`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
