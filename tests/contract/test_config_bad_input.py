@@ -28,21 +28,18 @@ CASES = {
     "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `train-distributed NUM_GPUS=2`?"),
     "flag": (GOOD, ["--learning-rate", "1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
     "wrong type": (GOOD + "train:\n  batch_size: two\n", [], "x.yaml:4: `train.batch_size` is `two`; expected an integer >= 1 or `auto`"),
-    "zero": (GOOD, ["TRAIN_GLOBAL_BATCH_SIZE=0"], "expected an integer >= 1"),
     "no GPUs": (GOOD, ["NUM_GPUS=0"], "`NUM_GPUS` is `0`; expected an integer >= 1"),
     "decided elsewhere": (GOOD, ["TRAIN_OUTPUT_DIR=out"], "use `RUN_NAME`"),
     "no model": ("data: {train_path: rows.jsonl}\n", [], "`model.name` is missing"),
     "early stopping": (GOOD + "train: {eval_strategy: 'no', early_stopping_patience: 3}\n", [], "while training: `train.eval_strategy` is `no`"),
     "contradiction": (GOOD, ["TRAIN_FP16=true", "TRAIN_BF16=true"], "are both `true`"),
-    "tensor parallel": (GOOD + "launch: {tp_size: 2}\n", [], "did you mean `launch.tensor_parallel`?"),
     "pipeline": (GOOD + "launch: {pipeline: 2}\n", [], "`train-distributed LAUNCH_STRATEGY=pipeline`"),
     "deepspeed": (
         GOOD + "launch: {strategy: deepspeed}\n", [],
         "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
     ),
     "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy`?"),
-    "no tracker": (GOOD + "train: {report_to: nonsense}\n", [], "`train.report_to` names `nonsense`, which is not a tracker"),
-    "nearly a tracker": (GOOD + "train: {report_to: wandbb}\n", [], "did you mean `wandb`?"),
+    "nearly a tracker": (GOOD + "train: {report_to: wandbb}\n", [], "names `wandbb`, which is not a tracker\n\nhint: did you mean `wandb`?"),
     "percent": (GOOD, ["DATA_VALIDATION=10%"], "a share is written `0.1`"),
     "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
@@ -55,7 +52,6 @@ CASES = {
     "negative share": (TWO + "weight: -1}, {path: b, weight: 1}]\n", [], "x.yaml:3: `data.sources[0].weight` is -1; a share cannot be negative"),
     "half of the shares": (TWO + "weight: 3}, {path: b}]\n", [], "`data.sources[1]` has no `weight`"),
     "one name twice": (TWO + "name: x}, {path: b, name: x}]\n", [], "two sources with the name `x`"),
-    "nearly a format": (TWO + "format: sharegtp}]\n", [], "did you mean `sharegpt`"),
     "mixed validation": (TWO + "}]\n  validation: [{path: b.jsonl, weight: 1}]\n", [], "validation is not mixed"),
     "half a filter": (TWO + "filter: 'lang =='}]\n", [], "`data.sources[0].filter` cannot be used: invalid syntax"),
     "nearly a metric": (GOOD, ["EVAL_METRICS=[rougeL, blue]"], "`eval.metrics[1]` is `blue`, which is no metric\n\nhint: did you mean `bleu`?"),
@@ -78,16 +74,15 @@ def test_bad_configuration_is_one_message_and_leaves_nothing(name: str, in_proce
         file.write_text(text, encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))
     done = in_process("train", f"CONFIG={file}", *words)
-    assert done.code == 2, done.err
-    assert expected in done.err and done.err.count("error: ") == 1
-    assert "Traceback" not in done.err and done.out == ""
+    done.refused(2, expected)
+    assert done.err.count("error: ") == 1 and done.out == ""
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_all_problems_of_a_file_come_in_one_go(program, tmp_path: Path) -> None:
+def test_all_problems_of_a_file_come_in_one_go(in_process: Program, tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("model: {name: 1, max_seq_len: x}\ntrain:\n  epochs: -1\n  seeed: 3\ntuning: 4\n", encoding="utf-8")
-    done = program("plan", f"CONFIG={file}", "TRAIN_SEED=s")
+    done = in_process("plan", f"CONFIG={file}", "TRAIN_SEED=s")
     assert done.code == 2 and done.err.count("error: ") == 5
     for line in (1, 3, 4, 5):
         assert f"x.yaml:{line}: " in done.err
@@ -108,25 +103,20 @@ def test_what_config_prints_can_be_used_again(in_process: Program, tmp_path: Pat
     assert second["train.adam_beta2"]["origin"].startswith(f"{again}:")
 
 
-def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origins(program, tmp_path: Path) -> None:
-    noticed = program("config", "CONFIG=smoke", "JSON=1", env={"NCCL_TIMEOUT": "77", "SFT_TRAIN_SEED": "5"})
+def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origins(in_process: Program, tmp_path: Path) -> None:
+    noticed = in_process("config", "CONFIG=smoke", "JSON=1", env={"NCCL_TIMEOUT": "77", "SFT_TRAIN_SEED": "5"})
     assert noticed.json["launch.timeout_seconds"] == {"value": 77, "origin": "environment NCCL_TIMEOUT=77"}
     assert noticed.json["train.seed"]["origin"] == "environment SFT_TRAIN_SEED=5" and "no library reads" in noticed.err
     run = tmp_path / "runs" / "one"
     save_config(load_config(Path("configs/smoke.yaml"), (), {"SFT_TRAIN_SEED": "5"}), run / "config.json")
-    shown = program("config", "RUN=one", "TRAIN_EPOCHS=2", "JSON=1").json
+    shown = in_process("config", "RUN=one", "TRAIN_EPOCHS=2", "JSON=1").json
     assert shown["train.seed"] == {"value": 5, "origin": "environment SFT_TRAIN_SEED=5"}
     assert shown["train.epochs"] == {"value": 2.0, "origin": "TRAIN_EPOCHS=2"}
-    missing = program("config", "RUN=two")
-    assert missing.code == 5 and "there is no run in" in missing.err
-    both = program("config", "RUN=one", "CONFIG=smoke")
-    assert both.code == 2 and "`CONFIG` and `RUN` are both given" in both.err
+    in_process("config", "RUN=two").refused(5, "there is no run in")
+    in_process("config", "RUN=one", "CONFIG=smoke").refused(2, "`CONFIG` and `RUN` are both given")
 
 
-FEW = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@FEW
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_a_configuration_or_an_error(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "main.yaml"

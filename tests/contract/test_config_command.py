@@ -19,6 +19,7 @@ from tests.documents import ROOT
 from tests.processor_time import importing, seconds_of
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+SCHEMA = jsonschema.Draft7Validator(json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8")))
 
 
 # make takes blanks before a value away, so those cannot be typed to it
@@ -56,18 +57,14 @@ def test_quick_commands_answer_within_half_a_second(program, words: tuple[str, .
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_every_preset_fits_the_schema_for_editors(preset: Path) -> None:
-    schema = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
-    problems = jsonschema.Draft7Validator(schema).iter_errors(read_plain_yaml(preset))
-    assert [problem.message for problem in problems] == []
+    assert [problem.message for problem in SCHEMA.iter_errors(read_plain_yaml(preset))] == []
 
 
 def test_the_schema_for_editors_knows_the_types_of_a_source() -> None:
-    schema = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
     source = {"path": "a.jsonl", "weight": 0.5, "columns": {"question": "frage"}, "name": None, "split": "${data.split}"}
-    check = jsonschema.Draft7Validator(schema)
-    assert check.is_valid({"data": {"sources": [source]}})
+    assert SCHEMA.is_valid({"data": {"sources": [source]}})
     for wrong in ({"weight": "much"}, {"rows": 0}, {"colums": {}}):
-        assert not check.is_valid({"data": {"sources": [source | wrong]}}), wrong
+        assert not SCHEMA.is_valid({"data": {"sources": [source | wrong]}}), wrong
 
 
 @pytest.mark.slow
@@ -84,5 +81,4 @@ def test_rendered_files_are_up_to_date() -> None:
 def test_a_data_file_as_configuration_is_told_where_it_belongs(in_process: Program, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
-    done = in_process("train", f"CONFIG={rows}")
-    assert done.code == 2 and f"DATA_TRAIN_PATH={rows}" in done.err
+    in_process("train", f"CONFIG={rows}").refused(2, f"DATA_TRAIN_PATH={rows}")

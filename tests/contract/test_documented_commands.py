@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from benchmarks.harness import MARK
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
-from sft_play.errors import UserError
 from tests.conftest import Program
 from tests.documents import ROOT, DocumentedCommand, documented_commands, documents, sections_of_troubleshooting
 
@@ -26,13 +24,8 @@ UNIQUE = list({command.text: command for command in documented_commands()}.value
 
 def parts(command: DocumentedCommand) -> list[list[str]]:
     """Returns the make calls of a line; `&&`, `;` and pipes separate them."""
-    calls = [shlex.split(part, comments=True) for part in re.split(r"&&|;|\|", command.text)]
-    found = []
-    for words in calls:
-        typed = list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), words))  # after variables of the shell
-        if typed and typed[0] == "make":
-            found.append(typed[1:])
-    return found
+    lines = [shlex.split(part, comments=True) for part in re.split(r"&&|;|\|", command.text)]
+    return [words[words.index("make") + 1 :] for words in lines if "make" in words]
 
 
 @pytest.mark.parametrize("command", UNIQUE, ids=lambda command: f"{command.document}:{command.line}")
@@ -47,10 +40,7 @@ def test_the_program_takes_what_documents_say(command: DocumentedCommand, in_pro
             path = call.options.get(name)
             assert path is None or (ROOT / path).is_file() or (ROOT / "configs" / f"{path}.yaml").is_file(), command
         if call.options.get("CONFIG"):
-            try:
-                call.load_config()
-            except UserError as error:
-                pytest.fail(f"{command.document}:{command.line}: {error.render()}")
+            call.load_config()
         if words[0] in LOOKING and "RUN" not in call.options and call.options.get("SOURCE") not in MEASURED:
             done = in_process(*words)
             assert done.code == 0, (command, done.err)
@@ -63,7 +53,6 @@ def test_examples_each_have_a_readme_with_one_command() -> None:
         text = (folder / "README.md").read_text(encoding="utf-8")
         assert len(re.findall(r"^```bash\n", text, re.M)) == 1, folder.name
         assert list(folder.glob("*.yaml")), folder.name
-        assert Path(folder.name[3:]).name and folder.name[:2].isdigit()
 
 
 @pytest.mark.parametrize("name", ["benchmarks", "benchmarks-evaluation", "benchmarks-preparation", "benchmarks-saving", "memory"])
@@ -96,7 +85,7 @@ def test_messages_name_sections_that_exist() -> None:
     assert named and named <= SYMPTOMS
 
 
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 
 
@@ -107,14 +96,9 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def links(path: Path) -> list[str]:
-    found = LINK.findall(CODE.sub("", path.read_text(encoding="utf-8")))
-    return [link for link in found if not re.match(r"[a-z]+:", link)]
-
-
 @pytest.mark.parametrize("page", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in links(page):
+    for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.exists() and target.is_relative_to(ROOT), f"{page.name}: `{link}` leads to nothing"

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import CONSENT, may_run
 from sft_play.runs.manifest import damage, describe, verify
 from tests.conftest import Program
-from tests.documents import ROOT
 from tests.pickles import Evil
 from tests.tiny_models import build_tiny_llama
 
@@ -45,6 +45,10 @@ NASTY = (
     "${oc.env:HOME}", "$$(touch pwned)", "$(shell touch pwned)", "\\", "--config_file=pwned", "!!python/object/apply:os.system [touch pwned]", "*",
 )  # fmt: skip
 TEXT_KEYS = [key.name for key in [*schema_keys().values(), *extra_keys().values()] if str in options(key.annotation)]
+
+
+def typed(settings: Mapping[str, str]) -> list[Override]:
+    return [Override(key=key, text=text, origin="test") for key, text in settings.items()]
 
 
 # ---- No shell reads a value
@@ -57,9 +61,8 @@ def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
     monkeypatch.chdir(tmp_path)
     taken = 0
     for value in NASTY:
-        overrides = [Override(key=name, text=text, origin="test") for name, text in {"model.name": "x/y", key: value}.items()]
         try:
-            loaded = load_config(None, overrides, environ={})
+            loaded = load_config(None, typed({"model.name": "x/y", key: value}), environ={})
         except UserError:
             continue
         save_config(loaded, tmp_path / "config.json")
@@ -130,8 +133,8 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(word: str, in_
         f"model: {{name: x/y}}\n{word.lower()}: hunter2hunter2\ndata: {{sources: [{{path: x, {word.lower()}: hunter2hunter2}}]}}\n"
     )
     for words in (
-        ("config", "CONFIG=quickstart", typed := f"{word}=hunter2hunter2"),
-        ("runs", typed),
+        ("config", "CONFIG=quickstart", given := f"{word}=hunter2hunter2"),
+        ("runs", given),
         ("config", f"CONFIG={path}"),
     ):
         done = in_process(*words)
@@ -153,7 +156,8 @@ def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
     path = tmp_path / "c.yaml"
     path.write_text(f"model: {{name: x/y}}\ndata: {{train_path: x, system: '${{oc.env:{name}}}'}}\n")
     done = in_process("config", f"CONFIG={path}", env={name: value})
-    assert done.code == 2 and "hunter2" not in done.out + done.err and "secret" in done.err
+    done.refused(2, "secret")
+    assert "hunter2" not in done.out + done.err
 
 
 @pytest.mark.parametrize(
@@ -176,9 +180,9 @@ def test_secrets_of_the_environment_are_masked(name: str, value: str, shown: str
 
 @pytest.mark.parametrize("revision", [None, "main", "a" * 39, "A" * 40])
 def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> None:
-    typed = {"model.name": "x/y", "model.trust_remote_code": "true"} | ({"model.revision": revision} if revision else {})
+    given = {"model.name": "x/y", "model.trust_remote_code": "true"} | ({"model.revision": revision} if revision else {})
     with pytest.raises(UserError, match="pinned to one commit") as caught:
-        load_config(None, [Override(key=key, text=text, origin="test") for key, text in typed.items()], environ={})
+        load_config(None, typed(given), environ={})
     assert "40 hexadecimal" in str(caught.value.hint)
 
 
@@ -192,8 +196,8 @@ def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
         assert caught.value.place == "environment SFT_MODEL_TRUST_REMOTE_CODE=true"
         assert "MODEL_TRUST_REMOTE_CODE=true with the command" in str(caught.value.hint)
         assert not load_config(path, environ={"SFT_MODEL_TRUST_REMOTE_CODE": "false"}).config.model.trust_remote_code
-        typed = [Override(key="model.trust_remote_code", text="true", origin="make MODEL_TRUST_REMOTE_CODE=true")]
-        assert load_config(path, typed, environ=variable).config.model.trust_remote_code
+        said = typed({"model.trust_remote_code": "true"})
+        assert load_config(path, said, environ=variable).config.model.trust_remote_code
     path.write_text(f"model: {{name: {tmp_path}, trust_remote_code: true}}\ndata: {{train_path: rows.jsonl}}\n")
     assert load_config(path, environ={}).config.model.trust_remote_code
 
@@ -256,7 +260,8 @@ def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, progra
     infer = ("infer", "RUN=demo", "PROMPT=a")
     for command in (infer, ("merge", "RUN=demo"), ("data", f"CONFIG={tmp_path}/runs/demo/config.json")):
         done = program(*command, env=stranger, timeout=120)
-        assert done.code == 4 and "MODEL_TRUST_REMOTE_CODE=true" in done.err and not mark.exists(), (command, done.err)
+        done.refused(4, "MODEL_TRUST_REMOTE_CODE=true")
+        assert not mark.exists(), command
     assert program(*infer, env=cache, timeout=120).code == 0, "the same code as the user's own YAML trusted"
     done = program(*infer, "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=120)
     assert done.code == 0 and mark.exists(), done.err
@@ -267,6 +272,10 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
     name: str, stamp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A `config.json` without origins looks like one that somebody wrote; and code below a run's folder is the run's."""
+
+    def load(path: str, *words: str) -> None:
+        parse_call(["data", f"CONFIG={tmp_path}/{path}", *words], COMMANDS, environ={}).load_config()
+
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(CONSENT, "")
     base = tmp_path / "run" / "base"
@@ -276,12 +285,12 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
         (tmp_path / "run" / "stamp.json").write_text("{}")
     written = json.dumps({"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}})
     (tmp_path / "run" / name).write_text(written)
-    parse_call(["data", f"CONFIG={tmp_path}/run/{name}"], COMMANDS, environ={}).load_config()
+    load(f"run/{name}")
     assert not may_run(base, "model") and not may_run("any", "metrics")
-    parse_call(["data", f"CONFIG={tmp_path}/run/{name}", "MODEL_TRUST_REMOTE_CODE=true"], COMMANDS, environ={}).load_config()
+    load(f"run/{name}", "MODEL_TRUST_REMOTE_CODE=true")
     assert may_run(base, "model") is not stamp
     (tmp_path / "own.yaml").write_text(written)
-    parse_call(["data", f"CONFIG={tmp_path}/own.yaml"], COMMANDS, environ={}).load_config()
+    load("own.yaml")
     assert may_run("any", "metrics")
 
 
@@ -334,19 +343,6 @@ def test_files_that_could_run_or_unpack_are_no_data(name: str, tmp_path: Path) -
         with pytest.raises(DataError):
             rows(path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_no_source_file_of_ours_unpickles() -> None:
-    """`torch.load` and its kind stand nowhere in this package; libraries that load states are given none to load."""
-    words = ("torch.load(", "pickle.load", "joblib", "allow_pickle=True", "yaml.load(", "yaml.unsafe", "weights_only=False", "shell=True",
-             "os.system(", "extractall(", "all_gather_object(", "broadcast_object_list(", "gather_object(", "scatter_object")  # fmt: skip
-    guilty = [
-        f"{path.name}: {word}"
-        for path in (ROOT / "sft_play").rglob("*.py")
-        for word in words
-        if word in path.read_text(encoding="utf-8")
-    ]
-    assert guilty == []
 
 
 # ---- Paths
@@ -481,6 +477,5 @@ def test_a_manifest_names_only_files_of_its_checkpoint(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "-rf", "a\nb", "$(touch x)"])
 def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
     before = set(tmp_path.rglob("*"))
-    done = in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}")
-    assert done.code == 2 and "RUN_NAME" in done.err
+    in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}").refused(2, "RUN_NAME")
     assert set(tmp_path.rglob("*")) == before

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.conftest import environment
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.slow
+
+Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -40,58 +43,56 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv" / "bin"
 
 
-def run(installed: Path, folder: Path, cache: Path, *words: str, code: int = 0, timeout: int = 60) -> str:
-    """Runs a program of the environment in `folder`, without PYTHONPATH; returns what it printed."""
-    env = environment(cache, folder / "runs")
+@pytest.fixture
+def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
+    """Runs a program of the environment in `tmp_path`, without PYTHONPATH; returns what it printed."""
+    env = environment(cache, tmp_path / "runs", {"PATH": f"{installed}:{os.defpath}"})
     del env["PYTHONPATH"], env["RUNS_DIR"]
-    env["PATH"] = f"{installed}:{os.defpath}"
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+
+    def run(*words: str, code: int = 0, timeout: int = 60) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+        assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    return run
 
 
-def test_help_and_presets_need_no_clone(installed: Path, tmp_path: Path, cache: Path) -> None:
-    assert str(ROOT) not in run(installed, tmp_path, cache, "python", "-c", "import sft_play.init as i; print(i.SHIPPED)")
-    assert "sft-play COMMAND" in run(installed, tmp_path, cache, "sft-play", "--help")
-    assert run(installed, tmp_path, cache, "sft-play", "--version").startswith("sft-play 0.")
-    assert "CONFIG=quickstart" in run(installed, tmp_path, cache, "sft-play", "plan", code=2)
+def test_help_and_presets_need_no_clone(run: Run, tmp_path: Path) -> None:
+    assert str(ROOT) not in run("python", "-c", "import sft_play.init as i; print(i.SHIPPED)")
+    assert "sft-play COMMAND" in run("sft-play", "--help")
+    assert run("sft-play", "--version").startswith("sft-play 0.")
+    assert "CONFIG=quickstart" in run("sft-play", "plan", code=2)
     (tmp_path / "my.yaml").write_text("extends: run_bnb\ntrain: {learning_rate: 1e-5}\n")
-    shown = run(installed, tmp_path, cache, "sft-play", "config", "CONFIG=my.yaml")
+    shown = run("sft-play", "config", "CONFIG=my.yaml")
     assert "Qwen/Qwen2.5-7B-Instruct" in shown and "shipped/configs/run_bnb.yaml:" in shown
-    assert "submit   sbatch" in run(installed, tmp_path, cache, "sft-play", "slurm", "CONFIG=my.yaml", "HARDWARE=L40S")
-    assert "did you mean `run_bnb`?" in run(installed, tmp_path, cache, "sft-play", "config", "CONFIG=run_bnbb", code=2)
+    assert "submit   sbatch" in run("sft-play", "slurm", "CONFIG=my.yaml", "HARDWARE=L40S")
+    assert "did you mean `run_bnb`?" in run("sft-play", "config", "CONFIG=run_bnbb", code=2)
 
 
-def test_init_makes_a_folder_to_work_in(installed: Path, tmp_path: Path, cache: Path) -> None:
-    run(installed, tmp_path, cache, "sft-play", "init")
+def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
+    run("sft-play", "init")
     copied = {path.name for path in (tmp_path / "configs").glob("*.yaml")}
     assert copied == {path.name for path in (ROOT / "configs").glob("*.yaml")}
     for config in (tmp_path / "examples").glob("*/*.yaml"):
         if "model:" in config.read_text():
             load_config(config)
     (tmp_path / "runs").mkdir()  # a folder with the name of a command
-    assert "no runs" in run(installed, tmp_path, cache, "make", "runs").lower()
+    assert "no runs" in run("make", "runs").lower()
     preset = tmp_path / "configs" / "run_bnb.yaml"
     preset.write_text(preset.read_text() + "\nlaunch: {timeout_seconds: 77}\n")
     (tmp_path / "my.yaml").write_text("extends: run_bnb\n")
-    shown = run(installed, tmp_path, cache, "make", "config", "CONFIG=my.yaml", "MODEL_NAME=a$b 'c")
+    shown = run("make", "config", "CONFIG=my.yaml", "MODEL_NAME=a$b 'c")
     assert "configs/run_bnb.yaml:" in shown and "77" in shown, "the copy counts, which may have been changed"
     assert "a$b 'c" in shown
-    assert "takes no PYTHON" in run(installed, tmp_path, cache, "make", "plan", "VENV=x", code=2)
-    assert "works in a clone only" in run(installed, tmp_path, cache, "make", "install", code=1)
+    assert "takes no PYTHON" in run("make", "plan", "VENV=x", code=2)
+    assert "works in a clone only" in run("make", "install", code=1)
     assert (tmp_path / "deepspeed" / "zero3_offload.json").is_file(), "the plan's remedies name it"
-    assert "did you mean `make plan`" in run(installed, tmp_path, cache, "make", "plann", code=1)
-    assert "nothing of yours is replaced" in run(installed, tmp_path, cache, "sft-play", "init", code=2)
+    assert "did you mean `make plan`" in run("make", "plann", code=1)
+    assert "nothing of yours is replaced" in run("sft-play", "init", code=2)
 
 
 @pytest.mark.long
-def test_quickstart_trains_and_scores(installed: Path, tmp_path: Path, cache: Path) -> None:
-    words = [
-        "RUN_NAME=q",
-        "TRAIN_MAX_STEPS=2",
-        "TRAIN_GLOBAL_BATCH_SIZE=2",
-        "EVAL_SAMPLES=4",
-        "TRAIN_GENERATION_MAX_NEW_TOKENS=8",
-    ]
-    shown = run(installed, tmp_path, cache, "sft-play", "quickstart", *words, timeout=580)
+def test_quickstart_trains_and_scores(run: Run, tmp_path: Path) -> None:
+    words = "RUN_NAME=q TRAIN_MAX_STEPS=2 TRAIN_GLOBAL_BATCH_SIZE=2 EVAL_SAMPLES=4 TRAIN_GENERATION_MAX_NEW_TOKENS=8"
+    shown = run("sft-play", "quickstart", *words.split(), timeout=580)
     assert "ROUGE-L" in shown and (tmp_path / "runs" / "q" / "model").is_dir()
