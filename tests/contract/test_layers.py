@@ -40,8 +40,3 @@ def test_a_worker_imports_nothing_that_its_run_does_not_use(tiny: Path, tmp_path
     assert done.returncode == 0, done.stderr
     assert json.loads(found.read_text()) == [0, []]
     assert (run.model / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "accelerate_configs", "configs", "examples"])
-def test_top_level_folders_shadow_no_library(name: str) -> None:
-    assert not (ROOT / name / "__init__.py").exists()

@@ -323,15 +323,15 @@ def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, m
 
 
 @pytest.mark.slow
-def test_pickled_weights_run_nothing(program: Program, tmp_path: Path) -> None:
+def test_pickled_weights_run_nothing(model: Path, program: Program, tmp_path: Path) -> None:
     import torch
 
-    folder, mark = build_tiny_llama(tmp_path / "model"), tmp_path / "ran"
-    (folder / "model.safetensors").unlink()
-    torch.save({"model.embed_tokens.weight": Evil(mark)}, folder / "pytorch_model.bin")
+    mark = tmp_path / "ran"
+    (model / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Evil(mark)}, model / "pytorch_model.bin")
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
-        (folder / name).write_bytes(pickle.dumps(Evil(mark)))
-    done = program("train", f"CONFIG={trainable(tmp_path, folder)}", "RUN_NAME=demo", timeout=120)
+        (model / name).write_bytes(pickle.dumps(Evil(mark)))
+    done = program("train", f"CONFIG={trainable(tmp_path, model)}", "RUN_NAME=demo", timeout=120)
     done.refused(5, "a pickle that holds more than tensors")
     assert not mark.exists()
 

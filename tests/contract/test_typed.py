@@ -25,7 +25,6 @@ TYPED: dict[str, tuple[list[str], str]] = {
     "output folder": (["train", "OUTPUT_DIR=/data/runs"], "export RUNS_DIR=/data/runs"),
     "second of two machines": (["train-distributed", "--world-size", "16", "--rank", "8"], "`NUM_GPUS=16`? It counts the processes of one machine"),
     "processes": (["train-distributed", "--nproc_per_node=gpu"], "NUM_GPUS=..."),
-    "accelerate's processes": (["train-distributed", "--num_processes", "16", "--num_machines", "2"], "`NUM_NODES=2`"),
     "CPU": (["train", "--cpu"], "`export CUDA_VISIBLE_DEVICES=`"),
     "bare file": (["train", "my.yaml"], "CONFIG=my.yaml"),
 }  # fmt: skip

@@ -109,15 +109,16 @@ def test_ambient_variables_that_nearly_are_keys(write: Write, name: str, expecte
 # ---- Interpolation
 
 
-def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(write: Write) -> None:
+def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(
         "model: {name: 'base-${train.seed}', max_seq_len: '${oc.env:TEST_LENGTH}'}\n"
         "data: {sources: [{path: '${model.name}.jsonl'}]}\n"
         "train: {epochs: '${eval.samples}', save_steps: '${train.logging_steps}', run_name: '\\${kept}'}\n"
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TEST_LENGTH", "64")
-        loaded = load(path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "TRAIN_PROJECT=\\${a")
+    monkeypatch.setenv("TEST_LENGTH", "64")
+    loaded = load(path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "TRAIN_PROJECT=\\${a")
     config = loaded.config
     assert config.model.name == "base-9" and config.data.sources[0].path == "base-9.jsonl" and config.model.max_seq_len == 64
     assert config.train.epochs == 200.0 and config.train.save_steps == 4 and config.train.extra["run_name"] == "${kept}"

@@ -14,7 +14,7 @@ from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfi
 from sft_play.errors import CheckpointError
 from sft_play.plan.plan import make_stamp
 from sft_play.runs.origin import git_state
-from sft_play.runs.prepared import Prepared, SourceFacts
+from sft_play.runs.prepared import SourceFacts
 from sft_play.runs.stamp import RULES, Purpose, Stamp, compare, refuse
 from tests.documents import ROOT, on_page
 from tests.plans import prepared_rows, rank_plan, simple_plan
@@ -22,14 +22,13 @@ from tests.plans import prepared_rows, rank_plan, simple_plan
 PURPOSES: tuple[Purpose, ...] = ("resume", "merge", "infer", "eval")
 
 
-def prepared() -> Prepared:
-    source = SourceFacts(name="rows.jsonl", rows=4, tokens=40, label_tokens=20, content="c" * 64)
-    return prepared_rows(4, sources=(source,), template="e" * 64)
+SOURCE = SourceFacts(name="rows.jsonl", rows=4, tokens=40, label_tokens=20, content="c" * 64)
+PREPARED = prepared_rows(4, sources=(SOURCE,), template="e" * 64)
 
 
 def stamp(backend: Any = "bnb", **plan: Any) -> Stamp:
     tuning = TuningConfig(backend=backend, mode="qlora", lora=LoraSettings(r=8))
-    return make_stamp(Config(model=ModelConfig(name="m"), tuning=tuning), simple_plan(**plan), prepared())
+    return make_stamp(Config(model=ModelConfig(name="m"), tuning=tuning), simple_plan(**plan), PREPARED)
 
 
 def test_a_stamp_holds_what_a_reproduction_needs() -> None:
@@ -80,7 +79,7 @@ def test_the_git_state_is_the_commit_and_a_hash_of_what_differs_and_a_repository
 
 def stamp_of(**train: Any) -> Stamp:
     config = Config(model=ModelConfig(name="m"), train=TrainConfig(**({"extra": {"adam_beta1": 0.8}} | train)))
-    return make_stamp(config, simple_plan(), prepared())
+    return make_stamp(config, simple_plan(), PREPARED)
 
 
 def test_an_altered_configuration_is_refused_with_the_keys_to_put_back() -> None:
