@@ -86,7 +86,7 @@ COMMANDS: dict[str, Command] = {
         "CONFIG RUN JSON CLUSTER MASTER_PORT BENCH",
     ),
     "cluster-install": Command(
-        "sft_play.cluster.install:main", "make the environment on every machine of CLUSTER", "JSON CLUSTER", overrides=False
+        "sft_play.cluster.bring:install_all", "make the environment on every machine of CLUSTER", "JSON CLUSTER", overrides=False
     ),
     "train-cluster": Command(
         "sft_play.cluster.train:main",

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shlex
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sft_play.runs.folder import RunFolder
 from tests.conftest import metrics
-from tests.lan import Lan
+from tests.lan import SECONDS, Lan, Typed, lan
+from tests.waiting import until
 
-SECONDS = 240
+OWN = ("runs", "cache", "project", "models")
 
 
-class Home:
+class Home(Typed):
     """Machines with a project folder, runs, cache and models of their own; commands are typed on the first."""
 
-    def __init__(self, net: Lan, folder: Path, model: Path, data: Path) -> None:
-        self.net, self.folder = net, folder
+    def __init__(self, net: Lan, folder: Path, model: Path) -> None:
+        super().__init__(net, folder)
+        data = self.own(0, "models")
         shutil.copytree(model, data / "tiny")
         rows = [{"prompt": f"say {i}", "completion": "I say " + "so " * (i % 7) + f"{i} now"} for i in range(24)]
         (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -31,28 +33,31 @@ class Home:
             f"model: {{name: {seen / 'tiny'}, max_seq_len: 64}}\ntuning: {{mode: lora}}\ndata: {{train_path: {seen / 'rows.jsonl'}}}\n"
             "train: {global_batch_size: 6, max_steps: 4, save_steps: 2, logging_steps: 1, lr_scheduler_type: constant}\n"
         )
-        self.inventory = net.inventory(folder / "home.yaml", defaults={"folder": str(folder / "lan" / "project")})
-        self.started: list[tuple[subprocess.Popen[str], Path]] = []
+        self.write_inventory()
 
-    def start(self, *words: str, terminal: bool = False, **env: str) -> subprocess.Popen[str]:
-        """Types a command on the first machine, on a `terminal` or not; what it prints can be read by `said`."""
-        path = self.folder / f"said{len(self.started)}"
-        with path.open("w") as said:
-            command = [self.net.python, "-m", "sft_play", *words, f"CLUSTER={self.inventory}"]
-            command = ["script", "-qefc", shlex.join(map(str, command)), "/dev/null"] if terminal else command
-            process = self.net.popen(0, command, env=env, stdout=said, stderr=subprocess.STDOUT)
-        self.started.append((process, path))
-        return process
+    def own(self, k: int, name: str) -> Path:
+        """Returns where the test finds a folder of machine `k`: that of its own, or the one that all share."""
+        path = self.folder / "lan" / name
+        return self.net.hosts[k].private.get(path, path)
 
-    def said(self) -> str:
-        return self.started[-1][1].read_text()
+    def write_inventory(self, hosts: Mapping[str, Mapping[str, Any]] | None = None, **defaults: str) -> None:
+        """Writes the inventory that commands are given."""
+        common = {"folder": str(self.folder / "lan" / "project"), **defaults}
+        self.inventory = self.net.inventory(self.folder / "home.yaml", hosts, defaults=common)
 
-    def end(self, seconds: float = SECONDS) -> int:
-        """Waits for what was started last, and returns its exit code."""
-        try:
-            return self.started[-1][0].wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.said()) from None
+    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """Types a command on the first machine; options as `Typed.launch`."""
+        return self.launch(0, *words, f"CLUSTER={self.inventory}", **options)
+
+    def train(self, name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """Types `train-cluster` for a new run."""
+        return self.start("train-cluster", f"CONFIG={self.config}", f"RUN_NAME={name}", *words, **options)
+
+    def resume(self, name: str, *words: str) -> str:
+        """Resumes a run to its end, and returns what was said."""
+        self.start("train-cluster", f"RUN={name}", *words)
+        assert self.end() == 0, self.said()
+        return self.said()
 
     def type(self, *words: str, **env: str) -> tuple[int, str]:
         """Types a command and waits for its end."""
@@ -61,15 +66,7 @@ class Home:
 
     def run(self, name: str, k: int = 0) -> RunFolder:
         """A run as machine `k` has it."""
-        return RunFolder(self.net.hosts[k].private[self.folder / "lan" / "runs"] / name)
-
-    def until(self, true: Callable[[], bool]) -> None:
-        """Waits for something that what was started last is to bring about."""
-        deadline = time.monotonic() + SECONDS
-        while not true():
-            assert self.started[-1][0].poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.1)
+        return RunFolder(self.own(k, "runs") / name)
 
     def until_step(self, name: str, step: int) -> None:
         """Waits until that many optimizer steps have been logged."""
@@ -90,10 +87,7 @@ class Home:
 
     def all_free(self, *machines: int, seconds: float = 5) -> None:
         """Waits until nothing of ours runs on these machines."""
-        deadline = time.monotonic() + seconds
-        while busy := [words for k in machines for words in self.working(k)]:
-            assert time.monotonic() < deadline, busy
-            time.sleep(0.1)
+        until(lambda: not any(map(self.working, machines)), seconds=seconds, said=lambda: list(map(self.working, machines)))
 
     def alone(self, *words: str) -> list[float]:
         """The losses of one process that trains the same."""
@@ -102,3 +96,10 @@ class Home:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return [row["loss"] for row in metrics(self.run("alone").path)]
+
+
+@contextlib.contextmanager
+def home(folder: Path, model: Path, nodes: int = 3, *, own: Sequence[str] = OWN) -> Iterator[Home]:
+    """Yields machines that have the folders `own` each for itself."""
+    with lan(folder / "lan", nodes=nodes, private=[folder / "lan" / name for name in own]) as net:
+        yield Home(net, folder, model)

@@ -17,8 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,10 @@ from typing import Any
 from sft_play.config.yaml_files import dump_yaml
 from tests.conftest import ROOT, environment
 from tests.programs import HOSTS, need, unavailable
+from tests.waiting import until
 
+SECONDS = 400
+"""The longest wait for a command."""
 KEEPER = """
 set -e
 hostname "$1"
@@ -140,6 +142,41 @@ class Lan:
         return path
 
 
+class Typed:
+    """Commands of ours that were typed on hosts, and what each printed."""
+
+    def __init__(self, net: Lan, folder: Path) -> None:
+        self.net, self.folder = net, folder
+        self.started: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def launch(self, k: int, *words: str | Path, terminal: bool = False, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
+        """Types a command on host `k`, on a `terminal` or not."""
+        path = self.folder / f"said{len(self.started)}"
+        command = [self.net.python, "-m", "sft_play", *map(str, words)]
+        command = ["script", "-qefc", shlex.join(command), "/dev/null"] if terminal else command
+        with path.open("w") as said:
+            process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=cwd)
+        self.started.append((process, path))
+        return process
+
+    def said(self, number: int = -1) -> str:
+        """Returns what the command with this number in the order of starts has printed; the last one where none is given."""
+        return self.started[number][1].read_text()
+
+    def end(self, seconds: float = SECONDS, number: int = -1) -> int:
+        """Waits for a command, and returns its exit code."""
+        process = self.started[number][0]
+        until(lambda: process.poll() is not None, seconds=seconds, said=lambda: self.said(number))
+        return process.returncode
+
+    def until(self, happened: str | Callable[[], object], number: int = -1) -> None:
+        """Waits until a command has said this, or for something else while it runs."""
+        until(
+            (lambda: happened in self.said(number)) if isinstance(happened, str) else happened,
+            process=self.started[number][0], seconds=SECONDS, said=lambda: self.said(number),
+        )  # fmt: skip
+
+
 @contextlib.contextmanager
 def lan(folder: Path, nodes: int = 3, *, private: Sequence[Path] = ()) -> Iterator[Lan]:
     """Yields `nodes` hosts on one switch, each behind a cable of 1 Gb/s.
@@ -238,10 +275,7 @@ def _serve_ssh(net: Lan) -> None:
         f"{client}Host *\n User root\n IdentityFile {ssh}/id\n IdentitiesOnly yes\n UserKnownHostsFile {ssh}/known_hosts\n"
         " GlobalKnownHostsFile /dev/null\n StrictHostKeyChecking yes\n BatchMode yes\n LogLevel ERROR\n"
     )
-    deadline = time.monotonic() + 20
-    while not all(_listens(host) for host in net.hosts):
-        assert time.monotonic() < deadline, "sshd does not listen"
-        time.sleep(0.05)
+    until(lambda: all(_listens(host) for host in net.hosts), seconds=20, said=lambda: "sshd does not listen")
 
 
 def _listens(host: LanHost) -> bool:

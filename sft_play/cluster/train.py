@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,27 +142,66 @@ class Member:
         return printable(self.words).rpartition("error: ")[2].strip()
 
 
+class Seeker(threading.Thread):
+    """Looks for machines that are missing while a run trains, and brings them what they lack."""
+
+    def __init__(self, task: Task, prepared: Prepared, missing: Callable[[], Mapping[Host, int]]) -> None:
+        """`missing` returns the machines that are to be looked for -> the GPUs that each of them had."""
+        super().__init__(name="seeker", daemon=True)
+        self.task, self.prepared, self.missing = task, prepared, missing
+        self.ready: list[tuple[Host, Facts]] = []
+        """Machines that have all, and whose launcher is to be started."""
+        self.unready: dict[str, str] = {}
+        """Host name -> why it cannot take part, as it was last said."""
+
+    def run(self) -> None:
+        while True:
+            time.sleep(TICK_SECONDS)
+            if missing := self.missing():
+                with contextlib.suppress(OSError):  # of this machine's disk
+                    self.look_for(missing)
+                time.sleep(POLL_SECONDS)
+
+    def look_for(self, missing: Mapping[Host, int]) -> None:
+        """Supply machines that are back and fit; say of another why it is not, once."""
+        answers = judge_machines(self.task, list(missing))
+        for host, gpus in missing.items():
+            try:
+                self.supply(host, answers[host.name], gpus)
+            except UserError as error:
+                if self.unready.get(host.name) != error.message:
+                    self.unready[host.name] = error.message
+                    print_line(f"not ready: {error.message}")
+
+    def supply(self, host: Host, answer: Facts | UserError, gpus: int) -> None:
+        """Bring one machine what it lacks, unless a launcher of the run lives there. Raise why it cannot take part."""
+        if isinstance(answer, UserError):
+            raise answer
+        if host.gpus is None and answer.gpu_count < gpus:
+            raise HardwareError(f"host `{host.name}` had {plural(gpus, 'GPU')}, and its driver shows {answer.gpu_count} now")
+        if not answer.trains:
+            supply(self.task, host, answer, self.prepared, bring.code_files())
+            again = "; it is taken in after the next checkpoint" if self.task.elastic else ""
+            print_line(f"\n`{host.name}` answers again{again}")
+            self.unready.pop(host.name, None)
+            self.ready.append((host, answer))
+
+
 class Control:
     """The launchers of one command."""
 
     def __init__(self, task: Task, prepared: Prepared, port: int) -> None:
-        self.task, self.prepared, self.port = task, prepared, port
+        self.task, self.port = task, port
         self.count = 0
         """Machines that may take part; known when training starts."""
         self.members: dict[int, Member] = {}
         self.inbox: Inbox = queue.Queue(maxsize=MOST_WAITING)
         self.stop = Stop()
         self.stops_passed = 0
-        self.ready: list[tuple[Host, Facts]] = []
-        """Machines that have been brought what they lack, and whose launcher is to be started."""
+        self.seeker = Seeker(task, prepared, self.missing)
         self.key = key_here() or new_word()
         self.board, self.logs = Board(task.run), Logs(task.run)
         self.starts_before = _starts(task)
-        self.unready: dict[str, str] = {}
-        """Host name -> why it cannot take part, as it was last said."""
-        self.seeker: threading.Thread | None = None
-        self.asked_at = time.monotonic()
-        self.supply_lock = threading.Lock()
         self.on_terminal = is_terminal(sys.stdout) and not task.call.json
 
     def train(self, crew: Sequence[tuple[Host, Facts]]) -> tuple[int, str]:
@@ -172,6 +211,8 @@ class Control:
         for rank, (host, facts) in enumerate(crew):
             resume = is_begun(task.run) and task.resuming
             self.start(rank, host, facts, resume=resume, absent=range(len(crew), self.count))
+        if task.elastic or task.loaded.config.launch.max_restarts:
+            self.seeker.start()
         problem: tuple[int, str] | None = None
         panel = live_panel(sys.stdout, task.run, lambda: "running") if self.on_terminal else contextlib.nullcontext()
         with panel, hear_signals(self.stop.note):
@@ -264,11 +305,10 @@ class Control:
 
     def fetch(self, one: Member) -> None:
         """Bring a machine the checkpoint from which all start again."""
-        with self.supply_lock:
-            try:
-                bring.send_run(one.host, one.facts, self.task.run, newest_valid(self.task.run)[0])
-            except UserError as error:
-                print_line(f"not ready: {error.message}")
+        try:
+            bring.send_run(one.host, one.facts, self.task.run, newest_valid(self.task.run)[0])
+        except UserError as error:
+            print_line(f"not ready: {error.message}")
         one.session.send(fetched=True)
 
     def gather_logs(self) -> None:
@@ -312,50 +352,23 @@ class Control:
         code = one.code if one.code and one.code > 0 else HardwareError.exit_code
         return code, f"error: host `{one.host.name}`: {one.why or one.last_words() or one.state}"
 
+    def free_ranks(self) -> list[int]:
+        """Return the places of machines that have no launcher."""
+        return [rank for rank in range(1, self.count) if rank not in self.members or self.members[rank].code is not None]
+
     def replace_missing(self) -> None:
-        """Start launchers on machines that are ready, and look for others while machines are missing."""
-        living = {one.host.name for one in self.members.values() if one.code is None}
-        free = [rank for rank in range(1, self.count) if rank not in self.members or self.members[rank].code is not None]
-        while self.ready and free and not self.stop.wanted:
-            host, facts = self.ready.pop(0)
+        """Start launchers on machines that are ready, each in the place that it had."""
+        while self.seeker.ready and not self.stop.wanted and (free := self.free_ranks()):
+            host, facts = self.seeker.ready.pop(0)
             had = [rank for rank in free if rank in self.members and self.members[rank].host.name == host.name]
-            rank = (had or free)[0]
-            free.remove(rank)
-            living.add(host.name)
-            self.start(rank, host, facts, resume=True)
-        launch = self.task.loaded.config.launch
-        if not free or self.stop.wanted or not (launch.elastic or launch.max_restarts):
-            return
-        if (self.seeker and self.seeker.is_alive()) or time.monotonic() - self.asked_at < POLL_SECONDS:
-            return
-        refused = {one.host.name for one in self.members.values() if one.code in range(1, 6)}  # of which no launcher tries again
-        missing = [host for host in self.task.inventory.hosts[1:] if host.name not in living | refused]
-        if missing and self.has_begun():
-            self.seeker = threading.Thread(target=self.look_for_missing, args=(missing,), name="seeker", daemon=True)
-            self.seeker.start()
+            self.start((had or free)[0], host, facts, resume=True)
 
-    def look_for_missing(self, hosts: Sequence[Host]) -> None:
-        """Bring what they lack to machines that are back and fit."""
-        answers = judge_machines(self.task, hosts)
-        for host in hosts:
-            try:
-                self.supply_again(host, answers[host.name])
-            except UserError as error:
-                if self.unready.get(host.name) != error.message:
-                    self.unready[host.name] = error.message
-                    print_line(f"not ready: {error.message}")
-        self.asked_at = time.monotonic()
-
-    def supply_again(self, host: Host, answer: Facts | UserError) -> None:
-        """Bring one machine what it lacks, unless a launcher of the run lives there. Raise why it cannot take part."""
-        if isinstance(answer, UserError):
-            raise answer
-        had = max((one.facts.gpu_count for one in self.members.values() if one.host.name == host.name), default=0)
-        if host.gpus is None and answer.gpu_count < had:
-            raise HardwareError(f"host `{host.name}` had {plural(had, 'GPU')}, and its driver shows {answer.gpu_count} now")
-        if not answer.trains:
-            supply(self.task, host, answer, self.prepared, bring.code_files())
-            again = "; it is taken in after the next checkpoint" if self.task.elastic else ""
-            print_line(f"\n`{host.name}` answers again{again}")
-            self.unready.pop(host.name, None)
-            self.ready.append((host, answer))
+    def missing(self) -> dict[Host, int]:
+        """Return the machines whose launcher is to be started again -> the GPUs that they had; none while there is no place for one."""
+        members = list(self.members.values())
+        # A code below 6 is an error after which no launcher tries again.
+        out = {one.host.name for one in members if one.code is None or one.code in range(1, 6)}
+        hosts = [host for host in self.task.inventory.hosts[1:] if host.name not in out]
+        if not hosts or self.stop.wanted or not self.free_ranks() or not self.has_begun():
+            return {}
+        return {host: max((one.facts.gpu_count for one in members if one.host.name == host.name), default=0) for host in hosts}

@@ -40,7 +40,6 @@ def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("HARDWARE=L50S",), 3, "`L50S` is not hardware that is known"),
         (("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"), 3, "not even one row of 2048 tokens fits"),
         (("OUT=FILE/x",), 2, "error: OUT: "),
     ],

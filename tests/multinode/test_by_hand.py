@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,50 +15,39 @@ from sft_play.runs.checkpoints import list_checkpoints, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
-from tests.lan import Lan, command_line, is_worker, lan
+from tests.lan import SECONDS, Lan, Typed, command_line, is_worker, lan
 from tests.launcher import Launcher
-from tests.waiting import until
 
-SECONDS = 400
 PORT = "23456"
 
 
-class Lan2:
+class Lan2(Typed):
     """A LAN whose hosts are given the same command, each with its rank."""
 
     def __init__(self, net: Lan, folder: Path, model: Path) -> None:
-        self.net, self.folder = net, folder
+        super().__init__(net, folder)
         self.launcher = Launcher(folder, model)
-        self.started: list[tuple[subprocess.Popen[str], Path]] = []
 
     def start(self, k: int, *words: str, nodes: int = 2, name: str = "by_hand", master: str | None = None, **env: str) -> None:
-        address = master or self.net.hosts[0].address
-        place = (f"NUM_NODES={nodes}", f"NODE_RANK={k}", f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}")
-        command = (self.net.python, "-m", "sft_play", *words, *place)
-        if words[0] != "resume":
-            command += (f"CONFIG={self.launcher.config}", f"RUN_NAME={name}")
-        path = self.folder / f"said{len(self.started)}"
-        with path.open("w") as said:
-            process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=self.folder)
-        self.started.append((process, path))
+        place = (
+            f"NUM_NODES={nodes}",
+            f"NODE_RANK={k}",
+            f"MASTER_ADDR={master or self.net.hosts[0].address}",
+            f"MASTER_PORT={PORT}",
+        )
+        run = () if words[0] == "resume" else (f"CONFIG={self.launcher.config}", f"RUN_NAME={name}")
+        self.launch(k, *words, *place, *run, cwd=self.folder, **env)
 
-    def end(self) -> list[tuple[int, str]]:
+    def start_all(self, *words: str, nodes: int = 2, **options: str) -> None:
+        """Types the same on every host, with one process each."""
+        for k in range(nodes):
+            self.start(k, "train-distributed", "NUM_GPUS=1", *words, nodes=nodes, **options)
+
+    def end_all(self) -> list[tuple[int, str]]:
         """Returns code and words of everything that was started."""
-        found = [(process.wait(timeout=SECONDS), path.read_text()) for process, path in self.started]
+        found = [(self.end(number=k), self.said(k)) for k in range(len(self.started))]
         self.started = []
         return found
-
-    def said(self, k: int) -> str:
-        return self.started[k][1].read_text()
-
-    def until(self, happened: str | Callable[[], bool], k: int = 0) -> None:
-        """Waits until what was started as number `k` has said this, or for something else while it runs."""
-        until(
-            happened if callable(happened) else lambda: happened in self.said(k),
-            process=self.started[k][0],
-            seconds=SECONDS,
-            said=lambda: self.said(k),
-        )
 
     def run(self, name: str = "by_hand") -> RunFolder:
         return RunFolder(self.net.folder / "runs" / name)
@@ -86,11 +75,8 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     alone = two.net.run(1, [two.net.python, "-m", "sft_play", *words], timeout=SECONDS, cwd=two.folder)
     assert alone.returncode == 0, alone.stderr
     two.until("waiting for node 1, up to 600 s; here: node 0 (node1)")
-    two.start(1, "train-distributed", "NUM_GPUS=1", MASTER_KEY="of-another-run-altogether")
-    refused = two.started.pop()
-    assert refused[0].wait(timeout=SECONDS) == 2 and "node 0 has another `MASTER_KEY`" in refused[1].read_text()
     two.start(1, "train-distributed", "NUM_GPUS=2", MASTER_KEY=key)
-    ended = two.end()
+    ended = two.end_all()
     all_ended_with_0(ended)
     assert "the network is trusted" not in ended[0][1] and key not in ended[0][1] + ended[1][1]
     assert not [path for path in two.run().path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
@@ -99,8 +85,6 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]
     assert losses(run) == pytest.approx(losses(two.run("alone")), rel=1e-5)
     assert len(metrics(run.path)[0]["rank_tokens"]) == 3
-    for name in ("launcher.log", "launcher-from-rank1.log"):
-        assert "GLOO_SOCKET_IFNAME=eth0" in (run.logs / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.long
@@ -110,9 +94,8 @@ def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
     done = two.net.run(0, ["mount", "--bind", hosts, "/etc/hosts"])
     assert done.returncode == 0, done.stderr
-    for k in range(2):
-        two.start(k, "train-distributed", "NUM_GPUS=1", master="node1")
-    ended = two.end()
+    two.start_all(master="node1")
+    ended = two.end_all()
     all_ended_with_0(ended)
     for name in ("launcher.log", "launcher-from-rank1.log"):
         assert "GLOO_SOCKET_IFNAME=eth0" in (two.run().logs / name).read_text(encoding="utf-8")
@@ -124,24 +107,17 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
     """The launcher behind the cut ends too, by itself; so it does where nobody has made a step yet, as when a shared disk hangs imports."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
-        for k in range(3):
-            three.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", nodes=3)
+        three.start_all("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", nodes=3)
         run = three.run()
         if "first" in cut:
             three.until("\nrun ", 2)
         else:
             three.until(lambda: run.metrics.is_file() and len(metrics(run.path)) > 20)
         net.link(2, up=False)
-        began, took = time.monotonic(), [0.0] * 3
-        while not all(took):
-            for k, (process, _) in enumerate(three.started):
-                if not took[k] and process.poll() is not None:
-                    took[k] = time.monotonic() - began
-            assert time.monotonic() - began < SECONDS, took
-            time.sleep(0.1)
-        ended = three.end()
+        began = time.monotonic()
+        ended = three.end_all()
         assert [code for code, _ in ended] == [75] * 3, ended
-        assert max(took) < (60 if "first" in cut else 30), (took, ended)
+        assert time.monotonic() - began < (60 if "first" in cut else 30), ended
         told = [[line for line in said.splitlines() if line.startswith("error: rank 2")] for _, said in ended[:2]]
         assert told[0] == told[1] and told[0][0].startswith(
             "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for"
@@ -153,39 +129,33 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
 @pytest.mark.long
 def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: Lan2) -> None:
     """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
-    for k in range(2):
-        two.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
+    two.start_all("TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
     run = two.run()
     two.until(lambda: run.metrics.is_file() and bool(metrics(run.path)))
-    agents = [pid for pid in two.net.pids(1) if "accelerate.commands.launch" in command_line(pid)]
-    for pid in agents:
-        subprocess.run(["kill", "-STOP", str(pid)], check=True)
+    for pid in two.net.pids(1):
+        if "accelerate.commands.launch" in command_line(pid):
+            os.kill(pid, signal.SIGSTOP)
     two.until(run.rank_exit(1).exists)
-    began = time.monotonic()
     two.started[1][0].send_signal(signal.SIGSTOP)
-    assert two.started[0][0].wait(SECONDS) == 0 and time.monotonic() - began < 60, two.said(0)
-    two.started[1][0].kill()
-    assert f"done: {run.path}" in two.said(0)
-    two.end()
+    assert two.end(60, 0) == 0 and f"done: {run.path}" in two.said(0)
 
 
 def test_an_elastic_run_continues_without_a_machine_and_takes_it_back(tmp_path: Path, tiny: Path) -> None:
     """The machine behind the cut looks for the others, and is taken in after a checkpoint; then one machine is asked to stop, and all save."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
-        words = ("NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", "LAUNCH_ELASTIC=2:3", "LAUNCH_SILENT_SECONDS=6")
-        for k in range(3):
-            three.start(k, "train-distributed", *words, nodes=3, MASTER_KEY="known-on-all-three-of-them")
+        words = ("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", "LAUNCH_ELASTIC=2:3", "LAUNCH_SILENT_SECONDS=6")
+        three.start_all(*words, nodes=3, MASTER_KEY="known-on-all-three-of-them")
         run = three.run()
         three.until(lambda: run.checkpoint(5).exists())
         net.link(2, up=False)
-        three.until("all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 1 process")
+        three.until("all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 1 process", 0)
         three.until("waiting for node 0 at", 2)
         net.link(2, up=True)
-        three.until("starting again with node 2 (node3)")
+        three.until("starting again with node 2 (node3)", 0)
         three.until(lambda: len(metrics(run.path)[-1]["rank_tokens"]) == 3 and three.said(2).count("all 3 nodes are here") == 2)
         three.started[1][0].terminate()
-        ended = three.end()
+        ended = three.end_all()
         assert [code for code, _ in ended] == [143] * 3, ended
         assert "restarting: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for" in ended[0][1]
         last = max(step_of(path) for path in list_checkpoints(run))
@@ -203,14 +173,14 @@ def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -
         rows = shutil.copy(two.folder / "rows.jsonl", folder)
         words = (f"NUM_GPUS={count}", f"DATA_TRAIN_PATH={rows}", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
         two.start(k, "train-distributed", *words, SFT_PLAY_CACHE=str(folder / "cache"))
-    all_ended_with_0(two.end())
+    all_ended_with_0(two.end_all())
     run = two.run()
     for k, found in enumerate((run, run.of_node(1))):
         prepared = Prepared.load(found.prepared).train
         assert prepared and str(two.folder / f"home{k}") in prepared.path
     for k in range(2):
         two.start(k, "resume", "RUN=by_hand", "TRAIN_MAX_STEPS=6", SFT_PLAY_CACHE=str(two.folder / f"home{k}" / "cache"))
-    ended = two.end()
+    ended = two.end_all()
     all_ended_with_0(ended)
     assert "node 1 (node2) with 2 processes" in ended[0][1]
     assert metrics(run.path)[-1]["step"] == 6

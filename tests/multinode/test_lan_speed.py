@@ -13,7 +13,7 @@ import pytest
 
 from sft_play.plan.plan import Plan
 from tests.conftest import metrics
-from tests.home_machines import Home
+from tests.home_machines import Home, home
 from tests.lan import is_worker, lan
 from tests.multinode.test_by_hand import Lan2, all_ended_with_0
 from tests.quota import move, quota
@@ -29,6 +29,12 @@ STEPS = {"off": 14, "auto": 48}
 """Alike devices share out again after three looks, at steps 5, 15 and 25 or later."""
 HEAVIER: Mapping[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
 """Large enough that a rank computes for most of a step, and for the 2 s between two looks that a measure needs."""
+
+
+def write_rows(folder: Path, count: int, words: int) -> None:
+    """Writes rows that differ in their number only."""
+    rows = [{"prompt": "say", "completion": f"I say {i:02d} " + "so " * words} for i in range(count)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextlib.contextmanager
@@ -50,7 +56,7 @@ def trained_at_unequal_speeds(machines: Home, balance: str) -> list[dict[str, An
     steps = STEPS[balance]
     words = (f"LAUNCH_BALANCE={balance}", f"TRAIN_MAX_STEPS={steps}", "TRAIN_SAVE_STRATEGY=no")
     with held(machines) as hold:
-        machines.start("train-cluster", f"CONFIG={machines.config}", f"RUN_NAME={balance}", *words)
+        machines.train(balance, *words)
         machines.until_step(balance, 1)
         hold()
         assert machines.end(600) == 0, machines.said()
@@ -67,15 +73,8 @@ def part_of(rank: int, found: list[dict[str, Any]]) -> float:
 @pytest.mark.quiet
 def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path) -> None:
     """The kernel holds the workers, and nobody sleeps: tokens per second with and without `launch.balance`, and each rank's own count."""
-    folder = tmp_path / "lan"
-    own = [folder / name for name in ("runs", "cache", "project", "models")]
-    with lan(folder, nodes=3, private=own) as net:
-        machines = Home(net, tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER), net.hosts[0].private[folder / "models"])
-        rows = [
-            {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": f"I say {i:02d} " + "so " * 60}]}
-            for i in range(48)
-        ]
-        (net.hosts[0].private[folder / "models"] / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with home(tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER)) as machines:
+        write_rows(machines.own(0, "models"), 48, 60)
         text = machines.config.read_text().replace("max_seq_len: 64", "max_seq_len: 256")
         machines.config.write_text(text.replace("global_batch_size: 6", f"global_batch_size: {GLOBAL_BATCH}"))
         found = {balance: trained_at_unequal_speeds(machines, balance) for balance in STEPS}
@@ -94,10 +93,9 @@ def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path)
 def bytes_of(hosts: Lan2, name: str, steps: int, *words: str, strategy: str) -> int:
     """Returns what the interfaces of three hosts sent in a whole run of full tuning."""
     before = sum(map(hosts.net.sent_bytes, range(3)))
-    fixed = ("NUM_GPUS=1", "TUNING_MODE=full", "LAUNCH_BALANCE=off", "TRAIN_SAVE_STRATEGY=no", "TRAIN_GLOBAL_BATCH_SIZE=6")
-    for k in range(3):
-        hosts.start(k, "train-distributed", *fixed, f"TRAIN_MAX_STEPS={steps}", *words, name=name, nodes=3)
-    all_ended_with_0(hosts.end())
+    fixed = ("TUNING_MODE=full", "LAUNCH_BALANCE=off", "TRAIN_SAVE_STRATEGY=no", "TRAIN_GLOBAL_BATCH_SIZE=6")
+    hosts.start_all(*fixed, f"TRAIN_MAX_STEPS={steps}", *words, name=name, nodes=3)
+    all_ended_with_0(hosts.end_all())
     run = hosts.run(name)
     assert Plan.load(run.plan).strategy == strategy and metrics(run.path)[-1]["step"] == steps
     return sum(map(hosts.net.sent_bytes, range(3))) - before
@@ -116,11 +114,7 @@ def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) 
     found: dict[str, tuple[float, float]] = {}
     with lan(tmp_path / "lan", nodes=3) as net:
         hosts = Lan2(net, tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER))
-        rows = [
-            {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": f"I say {i} " + "so " * 40}]}
-            for i in range(24)
-        ]
-        (hosts.launcher.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(hosts.launcher.folder, 24, 40)
         for k in range(3):
             net.rate(k, 20)
         for strategy, words in ways.items():

@@ -10,8 +10,8 @@ import pytest
 
 from sft_play.plan.plan import Plan
 from tests.conftest import metrics
-from tests.home_machines import Home
-from tests.lan import is_worker, lan
+from tests.home_machines import OWN, Home, home
+from tests.lan import is_worker
 from tests.multinode.test_train_cluster import events, kill_workers, losses
 from tests.quota import memory_limit, move
 from tests.tiny_models import build_tiny_llama
@@ -22,26 +22,19 @@ STEPS = 30
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Home]:
-    folder = tmp_path / "lan"
-    own = [folder / name for name in ("runs", "cache", "project", "models")]
-    model = build_tiny_llama(tmp_path / "four", num_hidden_layers=4)
-    with lan(folder, nodes=3, private=own) as net:
-        yield Home(net, tmp_path, model, net.hosts[0].private[folder / "models"])
+    with home(tmp_path, build_tiny_llama(tmp_path / "four", num_hidden_layers=4)) as made:
+        yield made
 
 
 def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpoint(machines: Home) -> None:
     """Losses are those of one process; no machine has all layers, and the checkpoint on the first one has those of all."""
     words = (f"TRAIN_MAX_STEPS={STEPS}", "TRAIN_BATCH_SIZE=1")
     before = [machines.net.sent_bytes(k) for k in range(3)]
-    machines.start(
-        "train-cluster", f"CONFIG={machines.config}", "RUN_NAME=staged", "LAUNCH_STRATEGY=pipeline", "LAUNCH_MAX_RESTARTS=1",
-        "TRAIN_SAVE_STEPS=5", *words,
-    )  # fmt: skip
+    machines.train("staged", "LAUNCH_STRATEGY=pipeline", "LAUNCH_MAX_RESTARTS=1", "TRAIN_SAVE_STEPS=5", *words)
     machines.until_step("staged", 8)
     assert kill_workers(machines, 1)
-    machines.until(lambda: "restarting: " in machines.said())
-    assert "restarting: rank 1 (node2) was killed by SIGKILL" in machines.said(), machines.said()
     assert machines.end() == 0, machines.said()
+    assert "restarting: rank 1 (node2) was killed by SIGKILL" in machines.said(), machines.said()
     run = machines.run("staged")
     assert events(run) == ["started", "restarted", "finished"]
     assert losses(run) == pytest.approx(machines.alone(*words), rel=1e-5)
@@ -52,24 +45,20 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
 
 def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path: Path) -> None:
     """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much beside torch's own libraries."""
-    folder, limit = tmp_path / "lan", 1_200_000_000
-    own = [folder / name for name in ("runs", "cache", "project", "models")]
+    limit, cgroup = 1_200_000_000, "/sys/fs/cgroup"
     model = build_tiny_llama(
         tmp_path / "nine", hidden_size=512, intermediate_size=2048, num_hidden_layers=9, num_attention_heads=8
     )
-    cgroup = Path("/sys/fs/cgroup")
-    with lan(folder, nodes=3, private=[*own, cgroup]) as net, contextlib.ExitStack() as stack:
-        groups = [stack.enter_context(memory_limit(limit)) for _ in net.hosts]
-        for host in net.hosts:
-            (host.private[cgroup] / "memory.max").write_text(str(limit))
-            (host.private[cgroup] / "memory.current").write_text("0")
-            (host.private[cgroup] / "memory.stat").write_text("inactive_file 0")
-        machines = Home(net, tmp_path, model, net.hosts[0].private[folder / "models"])
+    with home(tmp_path, model, own=[*OWN, cgroup]) as machines, contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(memory_limit(limit)) for _ in range(3)]
+        for k in range(3):
+            for name, text in (("max", str(limit)), ("current", "0"), ("stat", "inactive_file 0")):
+                (machines.own(k, cgroup) / f"memory.{name}").write_text(text)
         words = ("TUNING_MODE=full", "TRAIN_MAX_STEPS=3", "TRAIN_SAVE_STRATEGY=no", "LAUNCH_NETWORK=1Gbit")
-        machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=unasked", *words)
+        machines.train("unasked", *words)
         limited: set[int] = set()
         while len(limited) < len(groups):
-            found = {k: pid for k in range(3) for pid in net.pids(k) if k not in limited and is_worker(pid)}
+            found = {k: pid for k in range(3) for pid in machines.net.pids(k) if k not in limited and is_worker(pid)}
             for k, pid in found.items():
                 move(pid, groups[k])
             limited |= found.keys()

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.cluster import bring
-from sft_play.cluster.bring import MARKER, SET_ASIDE, send_code, send_model
+from sft_play.cluster.bring import MARKER, SET_ASIDE, install, send_code, send_model
 from sft_play.cluster.hosts import last_word, settings_to_forward
-from sft_play.cluster.install import install
 from sft_play.cluster.inventory import Host
 from sft_play.errors import DataError, HardwareError, UserError
 from tests.cluster_facts import OWN
@@ -56,6 +55,10 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 def send(names: Sequence[str]) -> None:
     send_code(HOST, names)
+
+
+def send_model_there(there: Path, folder: Path, place: str) -> None:
+    send_model(HOST, replace(OWN, cache=str(there / "cache")), folder, place)
 
 
 def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
@@ -118,7 +121,6 @@ def test_want_of_room_is_told_before_anything_is_sent(there: Path, here: Path) -
 
 def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path) -> None:
     """Of another time, as one that was downloaded there. A different one is refused."""
-    own = replace(OWN, cache=str(there / "cache"))
     model = there / "model"
     for folder, time in ((here, 1.5e9), (model, 1.2e9)):
         folder.mkdir(exist_ok=True)
@@ -126,23 +128,19 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
         os.utime(folder / "weights of it's model", (time, time))
     (here / "small").write_text("s")
     before = (model / "weights of it's model").stat().st_ino
-
-    def again() -> None:
-        send_model(HOST, own, here, str(model))
-
-    again()
+    send_model_there(there, here, str(model))
     assert (model / "small").read_text() == "s"
     now = (model / "weights of it's model").stat()
     assert (now.st_ino, now.st_mtime) == (before, 1.5e9), (
         "not written again; its time is this one's, so that it is not read again"
     )
     (here / "weights of it's model").write_text("v" * 100_000)
-    again()
+    send_model_there(there, here, str(model))
     assert (model / "weights of it's model").read_text() == "v" * 100_000, "a later version of one's own"
     (there / "other").mkdir()
     (there / "other" / "small").write_text("theirs")
     with pytest.raises(UserError, match="`small`") as error:
-        send_model(HOST, own, here, str(there / "other"))
+        send_model_there(there, here, str(there / "other"))
     assert "it is another model" in (error.value.hint or "") and (there / "other" / "small").read_text() == "theirs"
 
 
@@ -157,9 +155,8 @@ def test_a_model_of_the_hubs_cache(there: Path, here: Path, monkeypatch: pytest.
     (there / "models--a--b" / "refs").mkdir(parents=True)
     (there / "models--a--b" / "refs" / "main").write_text("of theirs")
     monkeypatch.setenv("HF_HUB_CACHE", str(here))
-    place, own = "~/sft-play/models--a--b/snapshots/c", replace(OWN, cache=str(there / "cache"))
     for _ in range(2):
-        send_model(HOST, own, repository / "snapshots" / "c", place)
+        send_model_there(there, repository / "snapshots" / "c", "~/sft-play/models--a--b/snapshots/c")
         link = there / "models--a--b" / "snapshots" / "c" / "a -> b"
         assert link.is_symlink() and link.read_text() == "weights"
         assert (there / "models--a--b" / "refs" / "main").read_text() == "of theirs"
@@ -171,14 +168,13 @@ def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path,
     (here / "store").write_text("weights")
     (here / "model.safetensors").symlink_to("store")
     (there.parent.parent / "id_ed25519").write_text("a key")
-    own = replace(OWN, cache=str(there / "cache"))
-    send_model(HOST, own, here, "~/sft-play/model")
+    send_model_there(there, here, "~/sft-play/model")
     sent = ["config.json", "model.safetensors", "store"]
     assert sorted(path.name for path in (there / "model").iterdir()) == sent
     assert not (there / "model" / "model.safetensors").is_symlink()
     (here / "LICENSE.txt").symlink_to(there.parent.parent / "id_ed25519")
     with pytest.raises(DataError, match="outside of the folder"):
-        send_model(HOST, own, here, "~/sft-play/model")
+        send_model_there(there, here, "~/sft-play/model")
     assert sorted(path.name for path in (there / "model").iterdir()) == sent
 
 
