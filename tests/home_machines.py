@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.runs.folder import RunFolder
-from tests.conftest import metrics
-from tests.lan import SECONDS, Lan, Typed, lan
+from tests.lan import Lan, Typed, command_line, lan
 from tests.waiting import until
 
 OWN = ("runs", "cache", "project", "models")
@@ -75,27 +74,12 @@ class Home(Typed):
 
     def working(self, k: int) -> list[str]:
         """The command lines of all our processes on machine `k`."""
-        found = []
-        for pid in self.net.pids(k):
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                if "sft_play" in words or "types.ModuleType" in words:  # one that has ended has no words
-                    found.append(words[:200])
-            except OSError:
-                continue
-        return found
+        found = [" ".join(command_line(pid)) for pid in self.net.pids(k)]
+        return [words[:200] for words in found if "sft_play" in words or "types.ModuleType" in words]
 
     def all_free(self, *machines: int, seconds: float = 5) -> None:
         """Waits until nothing of ours runs on these machines."""
         until(lambda: not any(map(self.working, machines)), seconds=seconds, said=lambda: list(map(self.working, machines)))
-
-    def alone(self, *words: str) -> list[float]:
-        """The losses of one process that trains the same."""
-        done = self.net.run(
-            0, [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words], timeout=SECONDS
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [row["loss"] for row in metrics(self.run("alone").path)]
 
 
 @contextlib.contextmanager

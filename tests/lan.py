@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.yaml_files import dump_yaml
-from tests.conftest import ROOT, environment
+from sft_play.runs.folder import RunFolder
+from tests.conftest import ROOT, environment, metrics
 from tests.programs import HOSTS, need, unavailable
 from tests.waiting import until
 
@@ -59,11 +60,6 @@ class LanHost:
     """Process that holds the namespaces; `/proc/KEEPER/net/dev` counts this host's bytes."""
     private: Mapping[Path, Path]
     """A folder that only this host sees -> where the test finds it."""
-
-    @property
-    def namespace(self) -> str:
-        """The network namespace, as `nsenter --net=` takes it."""
-        return f"/proc/{self.keeper}/ns/net"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,7 +127,13 @@ class Lan:
 
     def pids(self, k: int) -> list[int]:
         """Returns the processes of host `k`, its keeper and sshd included; process numbers are the machine's own."""
-        return _processes(self.hosts[k].namespace)
+        return _processes(self.hosts[k].keeper)
+
+    def workers(self, k: int) -> list[int]:
+        """Returns the processes that train on host `k`, not those that start them."""
+        starters = {"accelerate.commands.launch", "torch.distributed.run"}
+        words = {pid: command_line(pid) for pid in self.pids(k)}
+        return [pid for pid, own in words.items() if "sft_play.train" in own and not starters.intersection(own)]
 
     def inventory(self, path: Path, hosts: Mapping[str, Mapping[str, Any]] | None = None, **top: Any) -> Path:
         """Writes an inventory of all hosts; `hosts` adds keys by host name (`{"node2": {"gpus": 1}}`), `top` at the top."""
@@ -144,6 +146,9 @@ class Lan:
 
 class Typed:
     """Commands of ours that were typed on hosts, and what each printed."""
+
+    config: Path
+    """What is trained."""
 
     def __init__(self, net: Lan, folder: Path) -> None:
         self.net, self.folder = net, folder
@@ -158,6 +163,18 @@ class Typed:
             process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=cwd)
         self.started.append((process, path))
         return process
+
+    def run(self, name: str) -> RunFolder:
+        """A run on the disk that all hosts see."""
+        return RunFolder(self.net.folder / "runs" / name)
+
+    def alone(self, *words: str, k: int = 0) -> list[float]:
+        """Returns the losses of one process that trains the same."""
+        done = self.net.run(
+            k, [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words], timeout=SECONDS
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return losses(self.run("alone"))
 
     def said(self, number: int = -1) -> str:
         """Returns what the command with this number in the order of starts has printed; the last one where none is given."""
@@ -211,8 +228,7 @@ def _build(net: Lan, nodes: int, private: Sequence[Path]) -> None:
     hosts_file = net.folder / "hosts"
     hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
     net.switch = _keep(net, "switch", None, {})
-    _inside(net.switch, "ip", "link", "add", "br0", "type", "bridge")
-    _inside(net.switch, "ip", "link", "set", "br0", "up")
+    _inside(net.switch, "ip", "link", "add", "br0", "up", "type", "bridge")
     found = []
     for k, (name, address) in enumerate(names, start=1):
         own = {path: net.folder / name / f"private{i}" for i, path in enumerate(private)}
@@ -294,24 +310,24 @@ def _inside(keeper: int, *argv: str) -> None:
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
 
 
-def _processes(namespace: str) -> list[int]:
+def _processes(keeper: int) -> list[int]:
     """Returns the processes of a network namespace."""
-    wanted, found = Path(namespace).readlink(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
-                if (entry / "ns" / "net").readlink() == wanted:
-                    found.append(int(entry.name))
+    wanted, found = Path(f"/proc/{keeper}/ns/net").readlink(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (entry / "ns" / "net").readlink() == wanted:
+                found.append(int(entry.name))
     return found
 
 
 def _end(net: Lan) -> None:
     """Ends every process of every host, the keepers last: the namespaces, their links and mounts go with them."""
     own = {keeper.pid for keeper in net.keepers}
-    for holder in [*(host.keeper for host in net.hosts), *([net.switch] if net.switch else [])]:
+    for holder in filter(None, [*(host.keeper for host in net.hosts), net.switch]):
         with contextlib.suppress(OSError):
-            assert Path(f"/proc/{holder}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()  # never the machine itself
-            for pid in _processes(f"/proc/{holder}/ns/net"):
+            pids = _processes(holder)
+            assert os.getpid() not in pids  # never the machine itself
+            for pid in pids:
                 if pid not in own:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -322,15 +338,13 @@ def _end(net: Lan) -> None:
             keeper.stdout.close()
 
 
+def losses(run: RunFolder) -> list[float]:
+    return [row["loss"] for row in metrics(run.path)]
+
+
 def command_line(pid: int) -> list[str]:
     """Returns a process's words; nothing of one that has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
-
-
-def is_worker(pid: int) -> bool:
-    """Whether a process trains, rather than starts those that do."""
-    words = command_line(pid)
-    return "sft_play.train" in words and not {"accelerate.commands.launch", "torch.distributed.run"}.intersection(words)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from sft_play.runs.checkpoints import list_checkpoints, step_of
-from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
-from tests.lan import SECONDS, Lan, Typed, command_line, is_worker, lan
+from tests.lan import Lan, Typed, command_line, lan, losses
 from tests.launcher import Launcher
 
 PORT = "23456"
@@ -26,17 +25,13 @@ class Lan2(Typed):
 
     def __init__(self, net: Lan, folder: Path, model: Path) -> None:
         super().__init__(net, folder)
-        self.launcher = Launcher(folder, model)
+        self.config = Launcher(folder, model).config
 
     def start(self, k: int, *words: str, nodes: int = 2, name: str = "by_hand", master: str | None = None, **env: str) -> None:
-        place = (
-            f"NUM_NODES={nodes}",
-            f"NODE_RANK={k}",
-            f"MASTER_ADDR={master or self.net.hosts[0].address}",
-            f"MASTER_PORT={PORT}",
-        )
-        run = () if words[0] == "resume" else (f"CONFIG={self.launcher.config}", f"RUN_NAME={name}")
-        self.launch(k, *words, *place, *run, cwd=self.folder, **env)
+        address = master or self.net.hosts[0].address
+        run = () if words[0] == "resume" else (f"CONFIG={self.config}", f"RUN_NAME={name}")
+        place = (f"NUM_NODES={nodes}", f"NODE_RANK={k}", f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}")
+        self.launch(k, *words, *run, *place, **env)
 
     def start_all(self, *words: str, nodes: int = 2, **options: str) -> None:
         """Types the same on every host, with one process each."""
@@ -49,18 +44,11 @@ class Lan2(Typed):
         self.started = []
         return found
 
-    def run(self, name: str = "by_hand") -> RunFolder:
-        return RunFolder(self.net.folder / "runs" / name)
-
 
 @pytest.fixture
 def two(tmp_path: Path, tiny: Path) -> Iterator[Lan2]:
     with lan(tmp_path / "lan", nodes=2) as net:
         yield Lan2(net, tmp_path, tiny)
-
-
-def losses(run: RunFolder) -> list[float]:
-    return [row["loss"] for row in metrics(run.path)]
 
 
 def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
@@ -71,19 +59,17 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     """Ranks 0, and 1 and 2: the losses are those of one process, which is trained while node 0 waits for node 1."""
     key = "known-on-both-nodes-only"
     two.start(0, "train-distributed", "NUM_GPUS=1", MASTER_KEY=key)
-    words = ("train", f"CONFIG={two.launcher.config}", "RUN_NAME=alone")
-    alone = two.net.run(1, [two.net.python, "-m", "sft_play", *words], timeout=SECONDS, cwd=two.folder)
-    assert alone.returncode == 0, alone.stderr
+    alone = two.alone(k=1)
     two.until("waiting for node 1, up to 600 s; here: node 0 (node1)")
     two.start(1, "train-distributed", "NUM_GPUS=2", MASTER_KEY=key)
     ended = two.end_all()
     all_ended_with_0(ended)
     assert "the network is trusted" not in ended[0][1] and key not in ended[0][1] + ended[1][1]
-    assert not [path for path in two.run().path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert not [path for path in two.run("by_hand").path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
     assert "all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 2 processes" in ended[0][1]
-    run = two.run()
+    run = two.run("by_hand")
     assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]
-    assert losses(run) == pytest.approx(losses(two.run("alone")), rel=1e-5)
+    assert losses(run) == pytest.approx(alone, rel=1e-5)
     assert len(metrics(run.path)[0]["rank_tokens"]) == 3
 
 
@@ -98,7 +84,7 @@ def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
     ended = two.end_all()
     all_ended_with_0(ended)
     for name in ("launcher.log", "launcher-from-rank1.log"):
-        assert "GLOO_SOCKET_IFNAME=eth0" in (two.run().logs / name).read_text(encoding="utf-8")
+        assert "GLOO_SOCKET_IFNAME=eth0" in (two.run("by_hand").logs / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.long
@@ -108,7 +94,7 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
         three.start_all("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", nodes=3)
-        run = three.run()
+        run = three.run("by_hand")
         if "first" in cut:
             three.until("\nrun ", 2)
         else:
@@ -123,14 +109,14 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
             "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for"
         ), ended
         assert "error: rank 0 (node1) cannot be reached: node 0 (node1) has not answered for" in ended[2][1]
-        assert not [pid for k in range(3) for pid in net.pids(k) if is_worker(pid)]
+        assert not any(map(net.workers, range(3)))
 
 
 @pytest.mark.long
 def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: Lan2) -> None:
     """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
     two.start_all("TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
-    run = two.run()
+    run = two.run("by_hand")
     two.until(lambda: run.metrics.is_file() and bool(metrics(run.path)))
     for pid in two.net.pids(1):
         if "accelerate.commands.launch" in command_line(pid):
@@ -146,7 +132,7 @@ def test_an_elastic_run_continues_without_a_machine_and_takes_it_back(tmp_path: 
         three = Lan2(net, tmp_path, tiny)
         words = ("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", "LAUNCH_ELASTIC=2:3", "LAUNCH_SILENT_SECONDS=6")
         three.start_all(*words, nodes=3, MASTER_KEY="known-on-all-three-of-them")
-        run = three.run()
+        run = three.run("by_hand")
         three.until(lambda: run.checkpoint(5).exists())
         net.link(2, up=False)
         three.until("all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 1 process", 0)
@@ -174,7 +160,7 @@ def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -
         words = (f"NUM_GPUS={count}", f"DATA_TRAIN_PATH={rows}", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
         two.start(k, "train-distributed", *words, SFT_PLAY_CACHE=str(folder / "cache"))
     all_ended_with_0(two.end_all())
-    run = two.run()
+    run = two.run("by_hand")
     for k, found in enumerate((run, run.of_node(1))):
         prepared = Prepared.load(found.prepared).train
         assert prepared and str(two.folder / f"home{k}") in prepared.path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,8 @@ import pytest
 from sft_play.plan.plan import Plan
 from tests.conftest import metrics
 from tests.home_machines import OWN, Home, home
-from tests.lan import is_worker
-from tests.multinode.test_train_cluster import events, kill_workers, losses
+from tests.lan import losses
+from tests.multinode.test_train_cluster import events
 from tests.quota import memory_limit, move
 from tests.tiny_models import build_tiny_llama
 
@@ -32,7 +34,8 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
     before = [machines.net.sent_bytes(k) for k in range(3)]
     machines.train("staged", "LAUNCH_STRATEGY=pipeline", "LAUNCH_MAX_RESTARTS=1", "TRAIN_SAVE_STEPS=5", *words)
     machines.until_step("staged", 8)
-    assert kill_workers(machines, 1)
+    for pid in machines.net.workers(1):
+        os.kill(pid, signal.SIGKILL)
     assert machines.end() == 0, machines.said()
     assert "restarting: rank 1 (node2) was killed by SIGKILL" in machines.said(), machines.said()
     run = machines.run("staged")
@@ -45,24 +48,27 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
 
 def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path: Path) -> None:
     """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much beside torch's own libraries."""
-    limit, cgroup = 1_200_000_000, "/sys/fs/cgroup"
+    most, cgroup = 1_200_000_000, "/sys/fs/cgroup"
     model = build_tiny_llama(
         tmp_path / "nine", hidden_size=512, intermediate_size=2048, num_hidden_layers=9, num_attention_heads=8
     )
     with home(tmp_path, model, own=[*OWN, cgroup]) as machines, contextlib.ExitStack() as stack:
-        groups = [stack.enter_context(memory_limit(limit)) for _ in range(3)]
+        groups = [stack.enter_context(memory_limit(most)) for _ in range(3)]
         for k in range(3):
-            for name, text in (("max", str(limit)), ("current", "0"), ("stat", "inactive_file 0")):
+            for name, text in (("max", str(most)), ("current", "0"), ("stat", "inactive_file 0")):
                 (machines.own(k, cgroup) / f"memory.{name}").write_text(text)
         words = ("TUNING_MODE=full", "TRAIN_MAX_STEPS=3", "TRAIN_SAVE_STRATEGY=no", "LAUNCH_NETWORK=1Gbit")
         machines.train("unasked", *words)
         limited: set[int] = set()
-        while len(limited) < len(groups):
-            found = {k: pid for k in range(3) for pid in machines.net.pids(k) if k not in limited and is_worker(pid)}
-            for k, pid in found.items():
-                move(pid, groups[k])
-            limited |= found.keys()
-            machines.until(lambda: True)
+
+        def limit() -> bool:
+            for k, group in enumerate(groups):
+                for pid in machines.net.workers(k):
+                    move(pid, group)
+                    limited.add(k)
+            return len(limited) == len(groups)
+
+        machines.until(limit)
         assert machines.end() == 0, machines.said()
         run = machines.run("unasked")
     plan = Plan.load(run.plan)

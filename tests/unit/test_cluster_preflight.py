@@ -34,13 +34,10 @@ def seen(k: int, doctor: Sequence[Mapping[str, str]] = (), **changes: Any) -> Se
     return Seen(host, answers=True, skew_seconds=0.0001, facts=dataclasses.replace(OWN, **(own | changes)), doctor=doctor)
 
 
-def inventory_of(machines: tuple[Seen, ...], network: str | None = None) -> Inventory:
-    return Inventory(hosts=tuple(one.host for one in machines), network=network, path=Path("c.yaml"))
-
-
 def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = None, **found: Any) -> dict[str, list[Finding]]:
+    inventory = Inventory(hosts=tuple(one.host for one in machines), network=network, path=Path("c.yaml"))
     examined = Examined(hosts={one.host.name: one for one in machines}, **found)
-    return judge(examined, inventory_of(machines, network), wanted or Wanted(port=29500))
+    return judge(examined, inventory, wanted or Wanted(port=29500))
 
 
 @pytest.mark.parametrize(

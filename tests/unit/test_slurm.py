@@ -281,7 +281,6 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
     assert "https_proxy" in done.err
     assert "export HF_HOME=/shared/hf" in text and f"export RUNS_DIR={tmp_path / 'runs'}" in text
     assert "#SBATCH --gpus-per-node=4\n" in text
-    (tmp_path / "demo.yaml").write_text("model:\n  name: another\n")  # a later edit
     frozen = read_config(folder / "job.config.json")
     assert (frozen.config.train.learning_rate, frozen.config.train.seed) == (3e-5, 7)
     assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
