@@ -209,7 +209,7 @@ MAKEFILE_TARGETS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and returns the exit code of contract section 7; under make, which has its own, it ends make."""
+    """Run one command and return its exit code (`docs/launching.md`); under make, which has its own, it ends make."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # libgomp reads it when torch is loaded, here or in a worker

@@ -375,7 +375,7 @@ def _key(one: _Given) -> str | None:
 
 
 def _of_cluster(name: str, row: Command) -> bool:
-    """Whether a variable changes the inventory of `CLUSTER=`, as `config.cluster` decides: `CLUSTER_NETWORK`, `CLUSTER_LAPTOP_GPUS`."""
+    """Whether a variable changes the inventory of `CLUSTER=`, as `cluster.inventory` decides: `CLUSTER_NETWORK`, `CLUSTER_LAPTOP_GPUS`."""
     return name.startswith("CLUSTER_") and "CLUSTER" in row.options
 
 

@@ -77,7 +77,7 @@ class Values:
         self.values[key] = Value(node, origin, literal, self.layer)
 
     def settle_batch(self) -> None:
-        """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (contract B2)."""
+        """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS B2)."""
         numbers = [self.values.get(key) for key in ("train.batch_size", "train.grad_accum", GLOBAL_BATCH)]
         micro, steps, rows = (value if value and value.node.value != "auto" else None for value in numbers)
         if not (micro and steps and rows) or rows.layer >= min(micro.layer, steps.layer):

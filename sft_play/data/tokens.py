@@ -207,7 +207,7 @@ ANCHOR = "\n"
 
 
 class RowTokens:
-    """Tokenises rows with one tokenizer."""
+    """Tokenises rows with one tokenizer; labels are -100 where nothing is learnt."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[int]) -> None:
         self.tokenizer = tokenizer

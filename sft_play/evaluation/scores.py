@@ -167,7 +167,7 @@ def _sacrebleu(name: str, *, sentence: bool = False) -> Any:
     from sacrebleu.metrics import BLEU, CHRF
 
     # `force` only silences a remark about texts that look tokenised.
-    return BLEU(effective_order=sentence, force=True) if name == "bleu" else CHRF()
+    return {"bleu": partial(BLEU, effective_order=sentence, force=True), "chrf": CHRF}[name]()
 
 
 def signature(name: str) -> str:

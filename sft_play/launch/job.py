@@ -118,7 +118,7 @@ WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
 
 def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy) -> Path | None:
     """Return the accelerate config to read: the one that was named, else accelerate's default file where it asks for what nothing typed
-    contradicts, several machines or a strategy (contract C4). Says what becomes of that one, before anything is refused because of it.
+    contradicts, several machines or a strategy (STATUS C4). Says what becomes of that one, before anything is refused because of it.
     """
     if named := call.options.get("ACCELERATE_CONFIG"):
         return None if named == NO_FILE else Path(named)

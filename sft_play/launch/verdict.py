@@ -57,7 +57,7 @@ class Outcome:
     """How a launch ended."""
 
     code: int
-    """Exit code of contract section 7."""
+    """Exit code, as in `docs/launching.md`."""
     rank: int | None = None
     """The rank that failed first."""
     host: str = ""

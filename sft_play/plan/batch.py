@@ -301,7 +301,7 @@ def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -
 
 
 def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
-    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (contract B10).
+    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (STATUS B10).
 
     The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes below one
     row, and where all have one already nothing changes.

@@ -363,7 +363,7 @@ LOGIT_BYTES = 12
 def logit_bytes(config: Config, shape: ModelShape, setup: Setup, labels: float) -> float:
     """Return the bytes of the logits of `labels` positions, with what chunks need beside, at the worst moment.
 
-    In chunks (`model/chunked_head.py`) only the logits of one chunk exist; for that, the gradient of all positions' hidden states is held
+    In chunks (`model/kernels.py`) only the logits of one chunk exist; for that, the gradient of all positions' hidden states is held
     from the forward pass on, and a trained head's gradient is summed in a buffer. Where that needs more than the whole, the whole counts.
     """
     whole = labels * shape.vocab_size * LOGIT_BYTES

@@ -182,7 +182,7 @@ class Plan(Setup):
     node_ranks: tuple[int, ...] = ()
     """Ranks of each node; empty where all have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()
-    """What each way to share gradients costs over the given network (`plan.network.Exchange`); empty where none was given."""
+    """What each way to share gradients costs over the given network (`plan.network.exchanges`); empty where none was given."""
     kernels: Literal["off", "liger"] = "off"
     """Whose kernels compute norms, rotary embeddings and SwiGLU: transformers' own, or Liger's."""
     most_rows: int = 0
@@ -194,7 +194,7 @@ class Plan(Setup):
     peak_remedy: str | None = None
     """Its largest part that can shrink, what would do that, and by how much the whole peak falls; `None` where nothing would."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
-    """What was changed because memory ran out, oldest first (`launch.recovery.Recovery`)."""
+    """What was changed because memory ran out, oldest first (`launch.recovery.facts`)."""
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
     notices: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ from sft_play.runs.prepared import Prepared, lookup
 Source = Literal["formula", "trace", "probe", "known", "auto"]
 """`known`: a trace where an earlier one is in the cache, else the formula; never starts one. `auto`, for training: `known`, and a
 new trace where the formula comes near the limit; both trace a family that the formulas do not know. `probe`: a trace, corrected by what
-`launch.preparation` measured; measurements of earlier probes correct every plan but one by `formula`."""
+`launch.attempt.probe` measured; measurements of earlier probes correct every plan but one by `formula`."""
 ROUNDS = 5
 UNSETTLED = "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a new one"
 WORTH_A_TRACE = 0.5

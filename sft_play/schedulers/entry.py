@@ -3,7 +3,7 @@
 Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`, `SKYPILOT_*`); here they become `NUM_NODES`,
 `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type manually, with `LAUNCH_AUTO_RESUME=true`, so that the same container
 starts a run and continues it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart policy `ExitCode` tries again
-only from 128 on (contract section 7).
+only from 128 on.
 
 A PyTorchJob with `ExitCode` and a SkyPilot task with `recover_on_exit_codes` know no limit (kubeflow/trainer#2045: `backoffLimit` counts
 restarts of containers, and these pods are recreated). Where `SFT_PLAY_MAX_RESTARTS` gives one, node 0 counts in a file next to the run's

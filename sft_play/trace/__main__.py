@@ -16,7 +16,7 @@ from typing import Any
 from sft_play.errors import UserError
 
 UNUSED = ("bitsandbytes", "deepspeed", "datasets")
-"""Imported by libraries only because they are installed, as in `training.arguments`; `trace.build` needs no bitsandbytes."""
+"""Imported by libraries only because they are installed, as in `training.process.import_libraries`; `trace.build` needs no bitsandbytes."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Shares of a step for unequal ranks, measured and adjusted while training (contract B11)."""
+"""Shares of a step for unequal ranks, measured and adjusted while training (STATUS B11)."""
 
 from __future__ import annotations
 

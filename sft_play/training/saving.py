@@ -1,4 +1,4 @@
-"""Saving a checkpoint so that it appears complete or not at all, and so that a full disk ends no run (contract B8, T7).
+"""Saving a checkpoint so that it appears complete or not at all, and so that a full disk ends no run (STATUS B8, T7).
 
     space      every rank compares what it will write with what is free; all agree
     snapshot   states of all ranks; weights, and states of ranks that do not see its folder, sent to rank 0 (collective)

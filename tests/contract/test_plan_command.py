@@ -1,4 +1,4 @@
-"""`make plan` as a user types it (C9), and every preset on the hardware that it names (contract section 8)."""
+"""`make plan` as a user types it (C9), and every preset on the hardware that it names (docs/presets.md)."""
 
 from __future__ import annotations
 

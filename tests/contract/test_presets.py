@@ -1,4 +1,4 @@
-"""The shipped presets are those of contract section 8, and what comments and pages say of batches and speeds is what the plan finds."""
+"""The shipped presets are those of docs/presets.md, and what comments and pages say of batches and speeds is what the plan finds."""
 
 from __future__ import annotations
 

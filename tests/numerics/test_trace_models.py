@@ -23,7 +23,7 @@ from tests.processor_time import importing, seconds_of
 PRESETS = {name: hardware for name, hardware in MADE_FOR.items() if name in QUOTED or name in ("run_bnb", "smoke")} | {
     "quickstart": "cpu"
 }
-"""All of contract section 8 but `run_unsloth`, whose own kernels cannot be traced, and `from_scratch`."""
+"""All presets but `run_unsloth`, whose own kernels cannot be traced, and `from_scratch`."""
 FULL = ["TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"]
 OTHERWISE = {"home_lan_13b": ["LAUNCH_STRATEGY=fsdp2", "LAUNCH_SLOW_NETWORK=allow"]}
 """Stages are not traced."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from sft_play.data.formats import Example, recognise, understand
+from sft_play.config.schema import DataSource
+from sft_play.data.formats import FORMATS, Example, recognise, understand
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
@@ -31,6 +32,10 @@ def refused(row: Row, **options: Any) -> DataError:
         read(row, **options)
     assert caught.value.place == "f.jsonl:3"
     return caught.value
+
+
+def test_every_format_can_be_named() -> None:
+    assert set(get_args(get_type_hints(DataSource)["format"])) == {"auto", *FORMATS}
 
 
 @pytest.mark.parametrize("form", ROWS)

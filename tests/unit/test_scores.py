@@ -9,9 +9,11 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
+from sft_play.config.metrics import LABELS
 from sft_play.errors import DataError
-from sft_play.evaluation.scores import ROUGE as METRICS
 from sft_play.evaluation.scores import (
+    CORPUS,
+    OF_SINGLE_ANSWERS,
     LibraryMetric,
     check_library_metrics,
     exact_match,
@@ -19,6 +21,7 @@ from sft_play.evaluation.scores import (
     score_answers,
     token_f1,
 )
+from sft_play.evaluation.scores import ROUGE as METRICS
 from sft_play.evaluation.scores import mean_interval as bootstrap
 from tests.library_metric import library_metric
 
@@ -34,6 +37,10 @@ PAIRS = [
 
 REFERENCES = [reference for reference, _ in PAIRS]
 ANSWERS = [answer for _, answer in PAIRS]
+
+
+def test_every_metric_with_a_label_is_computed() -> None:
+    assert LABELS.keys() == {*METRICS, *CORPUS, *OF_SINGLE_ANSWERS}
 
 
 def test_rouge_is_that_of_rouge_score_with_stems() -> None:
