@@ -365,10 +365,10 @@ class Control:
 
     def missing(self) -> dict[Host, int]:
         """Return the machines whose launcher is to be started again -> the GPUs that they had; none while there is no place for one."""
+        if self.members[0].code is not None or self.stop.wanted or not self.free_ranks() or not self.has_begun():
+            return {}
         members = list(self.members.values())
         # A code below 6 is an error after which no launcher tries again.
         out = {one.host.name for one in members if one.code is None or one.code in range(1, 6)}
         hosts = [host for host in self.task.inventory.hosts[1:] if host.name not in out]
-        if not hosts or self.stop.wanted or not self.free_ranks() or not self.has_begun():
-            return {}
         return {host: max((one.facts.gpu_count for one in members if one.host.name == host.name), default=0) for host in hosts}
