@@ -54,14 +54,12 @@ class Home(Typed):
 
     def resume(self, name: str, *words: str) -> str:
         """Resumes a run to its end, and returns what was said."""
-        self.start("train-cluster", f"RUN={name}", *words)
-        assert self.end() == 0, self.said()
-        return self.said()
+        return self.type("train-cluster", f"RUN={name}", *words)
 
-    def type(self, *words: str, **env: str) -> tuple[int, str]:
-        """Types a command and waits for its end."""
-        self.start(*words, **env)
-        return self.end(), self.said()
+    def type(self, *words: str, code: int = 0) -> str:
+        """Types a command and waits for its end; returns what it has printed."""
+        self.start(*words)
+        return self.finish(code)
 
     def run(self, name: str, k: int = 0) -> RunFolder:
         """A run as machine `k` has it."""

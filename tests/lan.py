@@ -186,6 +186,11 @@ class Typed:
         until(lambda: process.poll() is not None, seconds=seconds, said=lambda: self.said(number))
         return process.returncode
 
+    def finish(self, code: int = 0, seconds: float = SECONDS) -> str:
+        """Waits for the end of the last command, which must have this exit code; returns what it has printed."""
+        assert self.end(seconds) == code, self.said()
+        return self.said()
+
     def until(self, happened: str | Callable[[], object], number: int = -1) -> None:
         """Waits until a command has said this, or for something else while it runs."""
         until(

@@ -36,7 +36,7 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
     machines.until_step("staged", 8)
     for pid in machines.net.workers(1):
         os.kill(pid, signal.SIGKILL)
-    assert machines.end() == 0, machines.said()
+    machines.finish()
     assert "restarting: rank 1 (node2) was killed by SIGKILL" in machines.said(), machines.said()
     run = machines.run("staged")
     assert events(run) == ["started", "restarted", "finished"]
@@ -69,7 +69,7 @@ def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path
             return len(limited) == len(groups)
 
         machines.until(limit)
-        assert machines.end() == 0, machines.said()
+        machines.finish()
         run = machines.run("unasked")
     plan = Plan.load(run.plan)
     assert len(plan.stages) == 3

@@ -46,7 +46,7 @@ def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iter
 def test_a_panel_on_a_terminal(machines: Home) -> None:
     """The run's panel stands below the lines of the machines; rank 0's lines of progress are left out."""
     machines.train("panel", terminal=True, TERM="xterm", COLUMNS="100")
-    assert machines.end() == 0, machines.said()
+    machines.finish()
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", machines.said())
     panels = re.findall(r"─ panel: (\w+) ─.*?╯", said, re.DOTALL)
     assert "loading" in panels, said
@@ -62,7 +62,7 @@ def test_a_panel_on_a_terminal(machines: Home) -> None:
 def test_two_machines(machines: Home) -> None:
     """Code, model and data come to the second; losses are those of one process; logs are here, and nothing is left there."""
     machines.train("two")
-    assert machines.end() == 0, machines.said()
+    machines.finish()
     run, said = machines.run("two"), machines.said()
     assert len(metrics(run.path)[0]["rank_tokens"]) == 2
     assert losses(run) == pytest.approx(machines.alone(), rel=1e-5)
@@ -83,24 +83,23 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
     machines.train("three", "TRAIN_MAX_STEPS=5000", "TRAIN_SAVE_STEPS=5000")
     machines.until_step("three", 12)
     trained = machines.started[-1]
-    code, said = machines.type("cluster-status", "JSON=1")
-    assert code == 0, said
+    said = machines.type("cluster-status", "JSON=1")
     rows = json.loads(said)
     assert [(row["host"], row["run"], row["ranks"]) for row in rows] == [(f"node{k + 1}", "three", [k]) for k in range(3)]
     assert all(row["processes"] >= 2 and row["loss"] and len(row["memory_gib"]) == 1 for row in rows)
-    code, said = machines.type("cluster-logs", "RUN=three", "RANK=2")
-    assert code == 0 and said.strip(), said
+    said = machines.type("cluster-logs", "RUN=three", "RANK=2")
+    assert said.strip(), said
     machines.train("three")
     assert machines.end() == 2 and "exists already" in machines.said(), machines.said()
-    code, said = machines.type("cluster-stop", "RUN=three")
-    assert code == 0 and "stopped by SIGTERM" in said and "RUN=three resumes it" in said, said
+    said = machines.type("cluster-stop", "RUN=three")
+    assert "stopped by SIGTERM" in said and "RUN=three resumes it" in said, said
     machines.started.append(trained)
-    assert machines.end(10) == 143, machines.said()
+    machines.finish(143, 10)
     machines.all_free(0, 1, 2)
-    code, said = machines.type("cluster-status")
-    assert code == 0 and re.search(r"node3 +idle", said), said
-    code, said = machines.type("cluster-stop", "RUN=three")
-    assert code == 2 and "no command of this machine trains `three`" in said, said
+    said = machines.type("cluster-status")
+    assert re.search(r"node3 +idle", said), said
+    said = machines.type("cluster-stop", "RUN=three", code=2)
+    assert "no command of this machine trains `three`" in said, said
     run = machines.run("three")
     steps = metrics(run.path)[-1]["step"] + 2
     assert "has no random states" not in machines.resume("three", f"TRAIN_MAX_STEPS={steps}"), "each rank goes on with its own"
@@ -117,7 +116,7 @@ def test_a_link_is_cut_and_the_run_goes_on_with_two_and_a_fourth_joins(machines:
     machines.until_step("cut", 4)
     machines.net.link(2, up=False)
     began = time.monotonic()
-    assert machines.end(60) == 75, machines.said()
+    machines.finish(75, 90)
     machines.all_free(0, 1, seconds=1)
     machines.all_free(2, seconds=max(5, 40 - (time.monotonic() - began)))  # what is cut off ends by itself
     said = machines.said()
@@ -160,8 +159,7 @@ def test_elastic_goes_on_with_those_that_are_left_and_takes_one_back(machines: H
     step = metrics(run.path)[-1]["step"]
     machines.until_step("grows", step + 2)
     process.send_signal(signal.SIGINT)
-    assert machines.end(25) == 130, machines.said()
-    said = machines.said()
+    said = machines.finish(130, 25)
     assert "stopping all hosts" in said and f"make train-cluster CLUSTER={machines.inventory} RUN=grows" in said, said
     assert "restarting: rank 2 (node3) cannot be reached" in said and "starting again with node 2 (node3)" in said, said
     steps = [row["step"] for row in metrics(run.path)]
@@ -183,8 +181,7 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
     for pid in machines.net.workers(1):
         size = int(Path(f"/proc/{pid}/status").read_text().split("VmSize:")[1].split()[0]) * 1024
         resource.prlimit(pid, resource.RLIMIT_AS, (size + 550 * 2**20,) * 2)  # four long rows take 750 MiB, two 380
-    assert machines.end() == 0, machines.said()
-    said = machines.said()
+    said = machines.finish()
     (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
     assert line.startswith("recovering: rank 1 (node2)") and "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
     assert "does not start again by itself" not in said + (run.logs / "node1.log").read_text(), "no launcher says what to type"
@@ -217,7 +214,7 @@ def test_an_ssh_connection_that_breaks_ends_no_run(machines: Home) -> None:
                 os.kill(pid, signal.SIGKILL)
     machines.until("warning: the SSH connection to `node2` has ended: its ranks continue training")
     machines.run("loose").rank_log(1).unlink(missing_ok=True)
-    assert machines.end() == 0, machines.said()
+    machines.finish()
     assert machines.said().count("SSH connection to") == 1 and "restarting" not in machines.said(), machines.said()
     assert [row["step"] for row in metrics(machines.run("loose").path)] == list(range(1, 61)), "each step is made once"
     assert worlds(machines.run("loose")) == [2]
@@ -238,8 +235,7 @@ def test_what_cannot_be_started(machines: Home) -> None:
     for keys, text, remedy in faults:
         machines.write_inventory({"node2": keys})
         machines.train("bad", f"DATA_SYNC={'rsync' if keys else 'shared'}")
-        assert machines.end() == 3, machines.said()
-        said = machines.said()
+        said = machines.finish(3)
         assert f"host `node2`: {text}" in said and remedy in said, said
         assert not machines.run("bad").path.exists() and "Traceback" not in said, said
 
@@ -250,8 +246,7 @@ def test_install(machines: Home) -> None:
     """An environment that cannot be filled (no network), then one that is there: what failed is said, and the same command goes on."""
     project = machines.own(1, "project")
     machines.write_inventory(python=".venv/bin/python")
-    code, said = machines.type("cluster-install")
-    assert code == 3, said
+    said = machines.type("cluster-install", code=3)
     assert "node2 | making a virtual environment in .venv" in said, said
     assert re.search(r"failed  node2: scripts/install\.sh ended with code \d+: \w.*torch", said), said
     assert "fix the error above and repeat the command" in said and "ready  node1" in said
@@ -259,8 +254,8 @@ def test_install(machines: Home) -> None:
     (own,) = (project / ".venv" / "lib").glob("python*/site-packages")
     (own / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (project / ".venv" / ".runtime").touch()
-    code, said = machines.type("cluster-install")
-    assert code == 0 and "node2 | the environment in .venv is up to date" in said, said
+    said = machines.type("cluster-install")
+    assert "node2 | the environment in .venv is up to date" in said, said
     assert re.search(r"ready  node2: Python 3\.\d+\.\d+, torch \d", said), said
 
 
@@ -269,7 +264,7 @@ def test_one_disk_for_all(tmp_path: Path, tiny: Path) -> None:
     """Runs, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is written twice."""
     with home(tmp_path, tiny, 2, own=["project"]) as machines:
         machines.train("disk", "TRAIN_MAX_STEPS=2", "DATA_SYNC=shared", "TRAIN_SAVE_STEPS=1")
-        assert machines.end() == 0, machines.said()
+        machines.finish()
         machines.resume("disk", "TRAIN_MAX_STEPS=3")
         run = machines.run("disk")
         assert [row["step"] for row in metrics(run.path)] == [1, 2, 3]
