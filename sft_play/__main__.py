@@ -45,13 +45,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "train": Command("sft_play.launch.commands:train", "one process on the best device here", LAUNCH),
     "train-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH),
-    "train-distributed": Command("sft_play.launch.commands:train_distributed", "all GPUs, or NUM_GPUS processes", LAUNCH),
+    "train-distributed": Command("sft_play.launch.commands:train", "all GPUs, or NUM_GPUS processes", LAUNCH),
     "train-distributed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH),
-    "train-deepspeed": Command(
-        "sft_play.launch.commands:train_deepspeed", "the same under DeepSpeed ZeRO", f"{LAUNCH} DEEPSPEED_CONFIG"
-    ),
+    "train-deepspeed": Command("sft_play.launch.commands:train", "the same under DeepSpeed ZeRO", f"{LAUNCH} DEEPSPEED_CONFIG"),
     "train-deepspeed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", f"{LAUNCH} DEEPSPEED_CONFIG"),
-    "train-fsdp": Command("sft_play.launch.commands:train_fsdp", "the same under FSDP2", LAUNCH),
+    "train-fsdp": Command("sft_play.launch.commands:train", "the same under FSDP2", LAUNCH),
     "resume": Command("sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", f"RUN {PROCESSES}"),
     "eval": Command(
         "sft_play.evaluation.evaluate:main",

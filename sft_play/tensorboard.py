@@ -22,7 +22,7 @@ from sft_play.access import address_of
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json
-from sft_play.launch import commands
+from sft_play.launch.commands import train as train_alone
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import runs_folder
@@ -32,9 +32,6 @@ HOST = "127.0.0.1"
 DEFAULT_PORT = 6006
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
-TRAININGS = {
-    "train-tb": commands.train, "train-distributed-tb": commands.train_distributed, "train-deepspeed-tb": commands.train_deepspeed,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +71,7 @@ def train(call: Call) -> int:
     code = start(replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False))
     if code:
         return code
-    code = TRAININGS[call.command](call)
+    code = train_alone(call)
     tell("TensorBoard keeps running; `make tensorboard-stop` ends it")
     return code
 

@@ -1,69 +1,171 @@
-"""Commands in a folder of their own, started as a user starts them."""
+"""Commands started as a user starts them, with a tiny model; the processes of a launch, and what is left of them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from sft_play.launch.liveness import MARK
+from sft_play.launch.node import AGENT_MODULE, is_worker
+from tests.conftest import ROOT, Done, metrics, run_program
 from tests.waiting import until
 
-ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240
+
+
+def tiny_config(folder: Path, model: Path, *, rows: int = 16, steps: int = 60, save_steps: int = 5) -> Path:
+    """Writes a configuration of a run whose steps take some hundredths of a second."""
+    data, config = folder / "rows.jsonl", folder / "demo.yaml"
+    turns = [{"prompt": f"say {number}", "completion": f"I say {number} now"} for number in range(rows)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in turns))
+    config.write_text(
+        f"model:\n  name: {model}\n  max_seq_len: 64\ntuning:\n  mode: lora\ndata:\n  train_path: {data}\n"
+        f"train:\n  global_batch_size: 4\n  max_steps: {steps}\n  save_steps: {save_steps}\n  packing: off\n"
+    )
+    return config
 
 
 class Launcher:
     """Runs commands in a folder of its own with a tiny model and eight rows."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
-        self.runs = folder / "runs"
-        rows = [
-            {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"I say {i} now"}]}
-            for i in range(8)
-        ]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.config = folder / "demo.yaml"
-        self.config.write_text(
-            f"model:\n  name: {model}\n  max_seq_len: 64\ntuning:\n  mode: lora\ndata:\n  train_path: {folder / 'rows.jsonl'}\n"
-            "train:\n  global_batch_size: 4\n  max_steps: 2\n  save_steps: 1\n"
-        )
+        self.folder, self.runs = folder, folder / "runs"
+        self.config = tiny_config(folder, model, rows=8, steps=2, save_steps=1)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_"))}
         self.environment = {
             **kept, "PYTHONPATH": str(ROOT), "RUNS_DIR": str(self.runs), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"
         }  # fmt: skip
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "sft_play", *arguments]
-        return subprocess.Popen(
-            command,
-            env=self.environment | environment,
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    def start(self, *words: str, name: str = "", **environment: str) -> Started:
+        return start(self.environment | environment, *words, name=name, cwd=self.folder)
+
+    def __call__(self, *words: str, **environment: str) -> Done:
+        return run_program(list(words), self.environment | environment, cwd=self.folder)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return events(self.runs / name)
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def workers_of(launcher: int) -> dict[int, psutil.Process]:
+    """Returns rank -> process of the workers below a launcher, or below `accelerate launch` itself; what they have forked is none."""
+    found, agents = {}, {launcher, *(agent.pid for agent in family(launcher, AGENT_MODULE))}
+    for child in family(launcher):
+        with contextlib.suppress(psutil.Error):
+            if child.ppid() in agents and is_worker(child.cmdline()):
+                found[int(child.environ().get("RANK", "0"))] = child
+    return found
+
+
+def family(launcher: int, *words: str) -> list[psutil.Process]:
+    """Returns the living descendants of a launcher with one of `words` on their command line; without any, all of them."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if one.status() != psutil.STATUS_ZOMBIE and (not words or any(word in one.cmdline() for word in words)):
+                    found.append(one)
+    return found
+
+
+@dataclass
+class Started:
+    """A command in the background, and its processes; as a context it is killed where a test has failed."""
+
+    process: subprocess.Popen[bytes]
+    run: Path
+    output: Path
+    """What it says, on both streams."""
+    mark: str = ""
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        everybody = [*self.family(), *(self.left() if self.mark else [])]
+        self.process.kill()
+        self.process.wait(timeout=30)
+        for process in everybody:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def wait_for(self, happened: Callable[[], bool]) -> None:
+        """Waits for something while the launch runs."""
+        until(happened, process=self.process, seconds=SECONDS, pause=0.002, said=self.output.read_text)
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until the metrics hold a step."""
+        file = self.run / "metrics.jsonl"
+        self.wait_for(lambda: file.is_file() and any(row["step"] >= step for row in _whole(self.run)))
+
+    def family(self, *words: str) -> list[psutil.Process]:
+        return family(self.process.pid, *words)
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """Returns rank -> worker, and remembers the launch's mark."""
+        found = workers_of(self.process.pid)
+        for worker in found.values():
+            self.mark = worker.environ()[MARK]
+        return found
+
+    def agent(self) -> psutil.Process:
+        """Returns `accelerate launch`."""
+        return self.family(AGENT_MODULE)[0]
+
+    def left(self) -> list[psutil.Process]:
+        """Returns the living processes of this launch, wherever they are."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def end(self, *, within: float = SECONDS) -> tuple[int, str]:
+        """Waits for the end; returns code and what was said."""
+        return self.process.wait(timeout=within), self.output.read_text()
+
+    def lost(self, *said: str) -> str:
+        """Waits for the end of a run that a rank was lost of: it says so and leaves no process; returns all that was said."""
+        code, error = self.end(within=40)
+        assert code == 75 and all(words in error for words in said), error
+        assert self.left() == []
+        return error
+
+    def events(self) -> list[dict[str, Any]]:
+        return events(self.run)
+
+
+def _whole(run: Path) -> list[dict[str, Any]]:
+    with contextlib.suppress(json.JSONDecodeError):  # the last line is being written
+        return metrics(run)
+    return []
+
+
+def start(variables: Mapping[str, str], *words: str, name: str = "", cwd: Path = ROOT) -> Started:
+    """Starts a command in the background, in a session of its own, as a terminal would; `name` is that of a new run."""
+    runs = Path(variables["RUNS_DIR"])
+    output = runs.parent / f"said-{time.monotonic_ns()}.txt"
+    command = [sys.executable, "-m", "sft_play", *words, *([f"RUN_NAME={name}"] if name else [])]
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            command, env=dict(variables), cwd=cwd, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
-
-    def __call__(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
-        output, error = process.communicate(timeout=SECONDS)
-        return subprocess.CompletedProcess(arguments, process.returncode, output, error)
-
-    def events(self, name: str, runs: Path | None = None) -> list[dict[str, Any]]:
-        text = ((runs or self.runs) / name / "events.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
-
-    def wait_for(self, path: Path, process: subprocess.Popen[str]) -> None:
-        until(path.exists, process=process, seconds=SECONDS)
-
-    def wait_for_steps(self, run: Path, steps: int, process: subprocess.Popen[str]) -> None:
-        """Waits until the metrics hold this many lines: a rank that has not ended a step yet has nothing to save when it is asked to stop."""
-        file = run / "metrics.jsonl"
-        until(lambda: file.exists() and file.read_text().count("\n") >= steps, process=process, seconds=SECONDS)
+    return Started(process, runs / name, output)
 
 
 def can_mount() -> bool:

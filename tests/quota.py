@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fault_runs import workers_of
+from tests.launcher import workers_of
 from tests.waiting import until
 
 PERIOD = 10_000
 """Microseconds between two allowances: short, so that each micro-step is slowed evenly."""
 
 
-def _controller(name: str = "cpu") -> tuple[Path, int]:
+def _controller(name: str) -> tuple[Path, int]:
     """Returns the folder in which groups with a controller can be made, and the version of its files; skips where there is none."""
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
         _, where, kind, options, *_ = line.split()
@@ -33,15 +33,15 @@ def _controller(name: str = "cpu") -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
+def quota(share: float) -> Iterator[Path]:
     """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without the right to."""
     with _group("cpu") as (group, version):
-        allowance = int(share * period)
+        allowance = int(share * PERIOD)
         if version == 1:
-            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
             (group / "cpu.cfs_quota_us").write_text(str(allowance))
         else:
-            (group / "cpu.max").write_text(f"{allowance} {period}")
+            (group / "cpu.max").write_text(f"{allowance} {PERIOD}")
         yield group
 
 
@@ -72,7 +72,7 @@ def _group(controller: str) -> Iterator[tuple[Path, int]]:
     finally:
         for process in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):
-                (root / "cgroup.procs").write_text(process)
+                move(int(process), root)
         with contextlib.suppress(OSError):
             group.rmdir()
 
@@ -87,7 +87,7 @@ def slowed(pid: int, share: float) -> Iterator[None]:
     """Gives a process `share` of a core meanwhile: by a quota, or where no group can be made by stopping and continuing it all the time."""
     with contextlib.ExitStack() as stack:
         try:
-            move(pid, stack.enter_context(quota(share, 20_000)))
+            move(pid, stack.enter_context(quota(share)))
         except pytest.skip.Exception:
             over = threading.Event()
 

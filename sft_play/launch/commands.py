@@ -59,30 +59,15 @@ from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import end_text, notify, wait_until_sent
 from sft_play.text import plural
 
+STRATEGIES: Mapping[str, CommandStrategy] = {
+    "train": "single", "train-distributed": "auto", "train-deepspeed": "zero", "train-fsdp": "fsdp2",
+}  # fmt: skip
+"""Command -> what it asks of the plan."""
+
 
 def train(call: Call) -> int:
-    """One process on the best device here."""
-    return start(call, "single")
-
-
-def train_distributed(call: Call) -> int:
-    """All GPUs of this machine or `NUM_GPUS`; without GPUs, processes on the CPU."""
-    return start(call, "auto")
-
-
-def train_deepspeed(call: Call) -> int:
-    """The same under DeepSpeed ZeRO."""
-    return start(call, "zero")
-
-
-def train_fsdp(call: Call) -> int:
-    """The same under FSDP2."""
-    return start(call, "fsdp2")
-
-
-def start(call: Call, asked_strategy: CommandStrategy) -> int:
-    """A new run, with its last words."""
-    return finish(call, *start_run(call, asked_strategy))
+    """A new run by the strategy of its command (also with `-tb`), with its last words."""
+    return finish(call, *start_run(call, STRATEGIES[call.command.removesuffix("-tb")]))
 
 
 def start_run(
@@ -267,11 +252,7 @@ def _decide(
         return Following(outcome=Outcome(code=error.exit_code, rank=outcome.rank, message=message))
     if outcome.cause == OUT_OF_MEMORY:
         return _with_less(job, prepared, plan, outcome, checkpoint, budget) if job.node.rank == 0 else Following()
-    if budget.allows(checkpoint):
-        said = recovery.restart_announcement(outcome, checkpoint, budget)
-        facts = recovery.restart_facts(outcome, checkpoint)
-        return Following(again=True, said=said, event=recovery.RESTARTED, facts=facts, pause=budget.pause())
-    return Following(outcome=budget.refused(outcome))
+    return budget.following(outcome, checkpoint)
 
 
 def _meet_again(

@@ -155,7 +155,7 @@ class Watch:
             return None
         self.silence[process] = spent, seconds + passed
         limit, how, hint = FROZEN.get(state, SILENT)
-        return (f"{how} for {limit:.0f} s; all ranks were stopped", hint) if seconds + passed > limit else None
+        return (f"{how} for {limit:.0f} s", hint) if seconds + passed > limit else None
 
     def _hanging(self) -> Loss | None:
         """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
@@ -257,7 +257,7 @@ def _wait(
         time.sleep(AGENT_POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.wanted:
         name = signal.Signals(-process.returncode).name  # the workers leave with it, so no rank is to blame
-        text = f"the process that had started the workers (`accelerate launch`) was killed by {name}; all ranks were stopped"
+        text = f"the process that had started the workers (`accelerate launch`) was killed by {name}"
         watch.loss = Loss(cause="agent", rank=None, text=text)
     return ended
 
@@ -271,8 +271,7 @@ def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | No
     if late := stop.late(watch):
         return f"ranks {', '.join(map(str, late))} have not left within {LIMITS.leave:.0f} s; killing all workers"
     if watch.loss and watch.is_over(stopping=stop.wanted):
-        first_line = watch.loss.text.partition("\n")[0].removesuffix("; all ranks were stopped")
-        return first_line and f"stopping all ranks: {first_line}"
+        return watch.loss.text and f"stopping all ranks: {watch.loss.text}"
     return "" if stop.is_done(watch) else None
 
 

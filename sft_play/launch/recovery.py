@@ -138,7 +138,9 @@ def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, ch
     changes = []
     if _slots(before) != _slots(after):
         new = _divided(after).replace("accumulation ", "")
-        changes.append(f"micro-batch {_divided(before)} -> {new} on every rank{_although_typed(config)}")
+        typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]
+        although = f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
+        changes.append(f"micro-batch {_divided(before)} -> {new} on every rank{although}")
     elif has_grown(before, outcome):
         failed = _failed(before, outcome)
         planned = failed.micro_batch if failed else 0
@@ -149,11 +151,14 @@ def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, ch
         changes.append("packing on -> off")
     if after.gradient_checkpointing and not before.gradient_checkpointing:
         changes.append("gradient checkpointing off -> on")
-    source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
     return (
-        f"recovering: {where}{what}: {', '.join(changes)}, global batch {after.global_batch_size} as before; continuing from {source} "
-        f"(retry {retry} of {config.launch.max_oom_retries})"
+        f"recovering: {where}{what}: {', '.join(changes)}, global batch {after.global_batch_size} as before; "
+        f"continuing from {_start(checkpoint)} (retry {retry} of {config.launch.max_oom_retries})"
     )
+
+
+def _start(checkpoint: Path | None) -> str:
+    return checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
 
 
 def _slots(plan: Plan) -> list[tuple[int, int]]:
@@ -166,11 +171,6 @@ def _divided(plan: Plan) -> str:
     if len({steps for _, steps in slots}) == 1:
         return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
     return ", ".join(f"{micro} x {steps}" for micro, steps in slots)
-
-
-def _although_typed(config: Config) -> str:
-    typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]
-    return f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
 
 
 def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
@@ -219,37 +219,21 @@ class Restarts:
         if machines and outcome.cause == "unreachable":
             self.limit = max(self.limit, machines)
 
-    def allows(self, checkpoint: Path | None) -> bool:
-        """Whether a run that lost a rank may start again from `checkpoint`; counts it."""
+    def following(self, outcome: Outcome, checkpoint: Path | None) -> Following:
+        """Return the next start from `checkpoint` of a run that lost a rank, which it counts, in 2, 4, 8, ... at most 60 s; or its end."""
         step = step_of(checkpoint) if checkpoint else 0
         if step > self.step:
             self.used, self.step = 0, step
         if self.used >= self.limit:
-            return False
+            why = f"{self.used} of {plural(self.limit, 'restart')} without a newer checkpoint are used up (`launch.max_restarts`)"
+            return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{why}"))
         self.used += 1
-        return True
-
-    def pause(self) -> float:
-        """Return the seconds to wait before the next start: 2, 4, 8, ... at most 60."""
-        return float(min(MOST_SECONDS, FIRST_SECONDS * 2.0 ** (self.used - 1)))
-
-    def refused(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, with restarts that are used up as the reason why it ends."""
-        why = f"{self.used} of {plural(self.limit, 'restart')} without a newer checkpoint are used up (`launch.max_restarts`)"
-        return replace(outcome, message=f"{outcome.message}\n\n{why}")
-
-
-def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
-    """Return the event's fields."""
-    return {
-        "rank": outcome.rank,
-        "cause": outcome.cause,
-        "error": outcome.first_line,
-        "checkpoint": checkpoint.name if checkpoint else None,
-    }
-
-
-def restart_announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> str:
-    """Return the one line that says what happened and where it continues."""
-    source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
-    return f"restarting: {outcome.first_line}; continuing from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
+        pause, what = min(MOST_SECONDS, FIRST_SECONDS * 2.0 ** (self.used - 1)), outcome.first_line
+        facts = {
+            "rank": outcome.rank,
+            "cause": outcome.cause,
+            "error": what,
+            "checkpoint": checkpoint.name if checkpoint else None,
+        }
+        said = f"restarting: {what}; continuing from {_start(checkpoint)} in {pause:g} s (restart {self.used} of {self.limit})"
+        return Following(again=True, said=said, event=RESTARTED, facts=facts, pause=pause)

@@ -293,22 +293,18 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
     The number of nodes and of processes may be another than before. Raise `UserError` where the run was launched in another way.
     """
     first, mine, request = launches(run)[0]["launch"], launch_facts(options), options.request
-    if not _same_command(first["command"], mine["command"], given=request.num_gpus is not None):
-        raise UserError(
-            f"the run `{run.name}` was started by `make {COMMANDS[first['command']]}`, not by `make {COMMANDS[mine['command']]}`",
-            hint=f"type the same command, or: make resume RUN={run.name}",
-        )
+    before, now = first["command"], mine["command"]
+    # `make train` and `make train-distributed` differ by the number of processes only
+    same = before == now or ({before, now} <= OF_REPLICAS and (now == "single" or request.num_gpus is not None))
+    how = "" if same else f"by `make {COMMANDS[before]}`, not by `make {COMMANDS[now]}`"
     for name in ("deepspeed", "fsdp"):
         if json.dumps(first[name], sort_keys=True) != json.dumps(mine[name], sort_keys=True):
-            raise UserError(
-                f"the run `{run.name}` was started with other launch settings (`{name}`)",
-                hint=f"type the same command, or: make resume RUN={run.name}",
-            )
+            how = how or f"with other launch settings (`{name}`)"
+    if how:
+        hint = f"type the same command, or: make resume RUN={run.name}"
+        raise UserError(f"the run `{run.name}` was started {how}", hint=hint)
     if (nodes := last_launch(run, request.node_rank)["num_nodes"]) != request.num_nodes:
-        print(
-            f"note: `{run.name}` ran on {nodes} node{'s' if nodes > 1 else ''}, and continues with {request.num_nodes}",
-            file=sys.stderr,
-        )
+        print(f"note: `{run.name}` ran on {plural(nodes, 'node')}, and continues with {request.num_nodes}", file=sys.stderr)
     given = {name: text for name, text in call.options.items() if name not in OF_A_START}
     given |= {"RUN": str(run.path)}
     places = {
@@ -320,14 +316,6 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
     }
     given |= {name: str(value) for name, value in places.items() if value is not None}
     return replace(call, command="resume", options=given, overrides=tuple(changes(read_config(run.config), loaded)))
-
-
-def _same_command(first: str, now: str, *, given: bool) -> bool:
-    """Whether a command continues what another began: `make train` and `make train-distributed` differ by the number of processes only.
-
-    `given`: whether `NUM_GPUS` says how many there are to be now.
-    """
-    return first == now or ({first, now} <= OF_REPLICAS and (now == "single" or given))
 
 
 def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:

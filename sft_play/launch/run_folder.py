@@ -176,7 +176,9 @@ def find_run(name: str) -> RunFolder:
 def find_named_run(call: Call) -> RunFolder:
     """Return the run that a command's `RUN` names. Raise `UserError` without one, `CheckpointError` as `find_run`."""
     if not call.options.get("RUN"):
-        raise UserError(f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME")
+        raise UserError(
+            f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME; `make runs` lists the runs"
+        )
     return find_run(call.options["RUN"])
 
 

@@ -88,6 +88,8 @@ class Loss:
     rank: int | None
     text: str = ""
     """One line for the user; empty where the records and the agent say more."""
+    lines: tuple[str, ...] = ()
+    """What follows it: where each rank stands."""
     hint: str = ""
 
 
@@ -224,7 +226,8 @@ def _seen(run: RunFolder, loss: Loss) -> Outcome:
     """What the launcher ended everything for."""
     log = f"the log of rank {loss.rank}: {run.rank_log(loss.rank)}" if loss.rank is not None else f"logs: {run.logs}"
     hint = f"{loss.hint}; {log}" if loss.hint else log
-    return Outcome(code=LOST, rank=loss.rank, message=f"error: {loss.text}\n\nhint: {hint}", cause=loss.cause)
+    text = "\n".join([f"error: {loss.text}; all ranks were stopped", *loss.lines])
+    return Outcome(code=LOST, rank=loss.rank, message=f"{text}\n\nhint: {hint}", cause=loss.cause)
 
 
 def _out_of_memory(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
@@ -389,5 +392,4 @@ def hang(found: Mapping[int, Mapping[str, Any]], run: RunFolder) -> Loss:
     hint += "docs/troubleshooting.md#hangs-after-initialized"
     if any(facts["collectives"] is not None for facts in found.values()):
         hint += f"; collective operations: {run.logs}/collectives-rank*.json"
-    text = "\n".join([f"{said}; all ranks were stopped", *lines])
-    return Loss(cause="hang", rank=blamed[0] if len(blamed) == 1 else None, text=text, hint=hint)
+    return Loss(cause="hang", rank=blamed[0] if len(blamed) == 1 else None, text=said, lines=tuple(lines), hint=hint)

@@ -12,7 +12,7 @@ from sft_play.config.load import read_config
 from sft_play.config.metrics import label_of_metric
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.files import read_object, write_text
-from sft_play.launch.run_folder import find_run
+from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
@@ -66,9 +66,7 @@ def push(call: Call) -> int:
 
 
 def _weights(call: Call) -> tuple[RunFolder, Path]:
-    if not call.options.get("RUN"):
-        raise UserError(f"`make {call.command}` needs `RUN=name-or-folder`", hint="`make runs` lists the runs")
-    run = find_run(call.options["RUN"])
+    run = find_named_run(call)
     return run, weights_folder(run, call.options.get("CHECKPOINT"))
 
 

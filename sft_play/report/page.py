@@ -19,9 +19,8 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS, label_of_metric
-from sft_play.errors import UserError
 from sft_play.files import finite, read_json_lines, read_object, write_text
-from sft_play.launch.run_folder import find_run, read_events
+from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
 from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_predictions, read_scores
@@ -43,9 +42,7 @@ PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-
 
 def main(call: Call) -> int:
     """Write `report.html` into the run's folder, or `OUT`."""
-    if not call.options.get("RUN"):
-        raise UserError("`make report` needs `RUN=name-or-folder`", hint="`make runs` lists the runs")
-    run = find_run(call.options["RUN"])
+    run = find_named_run(call)
     path = write_report(run, Path(call.options["OUT"]) if call.options.get("OUT") else None)
     print(json.dumps({"run": str(run.path), "report": str(path)}) if call.json else f"report: {path}")
     return 0

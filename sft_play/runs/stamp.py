@@ -84,7 +84,7 @@ class Stamp:
         try:
             value = read_json(path)
             # A stamp of an earlier version lacks the fields that have a default.
-            known = {item.name for item in fields(Stamp)} & value.keys()
+            known = {item.name for item in fields(Stamp)} & dict(value).keys()
             stamp = Stamp(**{name: value[name] for name in known.union(required_fields(Stamp))})
             return replace(stamp, recoveries=tuple(stamp.recoveries))
         except FileNotFoundError:

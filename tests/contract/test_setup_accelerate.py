@@ -35,18 +35,15 @@ def test_it_chooses_and_says_why(setup: Program) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("NUM_GPUS=3", "STRATEGY=ddp"), ("ddp", 3, 1)),
-        (("NUM_GPUS=2", "STRATEGY=zero3"), ("zero", 2, 1)),
-        (("NUM_GPUS=2", "STRATEGY=fsdp2", "NUM_NODES=2"), ("fsdp2", 2, 2)),
-        (("NUM_GPUS=1",), ("single", 1, 1)),
+        ("NUM_GPUS=3 STRATEGY=ddp", ("ddp", 3, 1)),
+        ("NUM_GPUS=2 STRATEGY=zero3", ("zero", 2, 1)),
+        ("NUM_GPUS=2 STRATEGY=fsdp2 NUM_NODES=2", ("fsdp2", 2, 2)),
+        ("NUM_GPUS=1", ("single", 1, 1)),
     ],
 )
-def test_answers_as_variables(setup: Program, arguments: tuple[str, ...], expected: tuple[str, int, int]) -> None:
-    outcome = setup(*arguments, "OUT=mine.yaml", "JSON=1")
-    assert outcome.code == 0, outcome.err
-    report = outcome.json
-    assert report["path"] == "mine.yaml"
-    assert len(report["reasons"]) == 4
+def test_answers_as_variables(setup: Program, arguments: str, expected: tuple[str, int, int]) -> None:
+    report = setup(*arguments.split(), "OUT=mine.yaml", "JSON=1").json
+    assert report["path"] == "mine.yaml" and len(report["reasons"]) == 4
     choices = read_accelerate_config(Path("mine.yaml"))
     assert (choices.strategy, choices.num_gpus, choices.num_nodes) == expected
     if choices.deepspeed:
@@ -54,26 +51,22 @@ def test_answers_as_variables(setup: Program, arguments: tuple[str, ...], expect
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "word"),
+    ("arguments", "code", "said"),
     [
-        (("MIXED_PRECISION=fp8",), 2, "`MIXED_PRECISION` is `fp8`"),
-        (("MIXED_PRECISION=fp16",), 3, "CPUs cannot train in"),
-        (("STRATEGY=ddp", "NUM_GPUS=1"), 2, "the number of processes is 1"),
-        (("STRATEGY=single", "NUM_GPUS=2"), 2, "the number of processes is 2"),
+        ("MIXED_PRECISION=fp8", 2, "`MIXED_PRECISION` is `fp8`"),
+        ("MIXED_PRECISION=fp16", 3, "CPUs cannot train in"),
+        ("STRATEGY=ddp NUM_GPUS=1", 2, "the number of processes is 1"),
+        ("STRATEGY=single NUM_GPUS=2", 2, "the number of processes is 2"),
     ],
 )
-def test_refusals(setup: Program, arguments: tuple[str, ...], code: int, word: str) -> None:
-    outcome = setup(*arguments)
-    assert outcome.code == code, outcome.err
-    assert word in outcome.err
+def test_refusals(setup: Program, arguments: str, code: int, said: str) -> None:
+    setup(*arguments.split()).refused(code, said)
     assert list(Path().iterdir()) == []
 
 
 def test_only_what_it_wrote_itself_is_replaced(setup: Program) -> None:
     Path("notes.txt").write_text("buy: milk\n")
-    outcome = setup("OUT=notes.txt")
-    assert outcome.code == 2
-    assert "`notes.txt` exists and was not written by `make setup-accelerate`" in outcome.err
+    setup("OUT=notes.txt").refused(2, "`notes.txt` exists and was not written by `make setup-accelerate`")
     assert Path("notes.txt").read_text() == "buy: milk\n"
     assert setup("OUT=mine.yaml").code == setup("OUT=mine.yaml").code == 0
     assert "num_processes" in Path("mine.yaml").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.runs.folder import RunFolder
-from tests.conftest import metrics
+from tests.conftest import Done, metrics
 from tests.launcher import SECONDS, Launcher, can_mount
 from tests.tiny_models import build_tiny_llama
 
@@ -25,38 +25,28 @@ def launcher(tmp_path: Path) -> Launcher:
     return made
 
 
-def one_error(text: str) -> str:
-    """Returns the error, after it was seen to be one and no traceback."""
-    assert "Traceback" not in text, text
-    assert len(re.findall(r"^error: ", text, re.M)) == 1, text
-    return text.partition("error: ")[2]
+def require_one_error(done: Done, code: int, *said: str) -> None:
+    done.refused(code, *said)
+    assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
 
 
 @pytest.mark.long
 def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
     words = ("train", f"CONFIG={launcher.config}", "RUN_NAME=busy")
-    process = launcher.start(*words, "TRAIN_MAX_STEPS=4000", "TRAIN_SAVE_STEPS=1000")
-    try:
-        launcher.wait_for(launcher.runs / "busy" / "metrics.jsonl", process)
-        resumed = launcher("resume", "RUN=busy")
-        assert resumed.returncode == 2
-        assert f"the run `busy` is in use: process {process.pid} trains it" in one_error(resumed.stderr)
-        again = launcher(*words)
-        assert again.returncode == 2
-        assert "the run `busy` exists already" in one_error(again.stderr)
-        other = launcher(*words, "LAUNCH_AUTO_RESUME=true")
-        assert other.returncode == 2
-        assert "is in use" in one_error(other.stderr)
-        assert process.poll() is None, "the run itself goes on"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 143, error
+    with launcher.start(*words[:2], "TRAIN_MAX_STEPS=4000", "TRAIN_SAVE_STEPS=1000", name="busy") as launch:
+        launch.wait_for_step(1)
+        in_use = f"the run `busy` is in use: process {launch.process.pid} trains it"
+        require_one_error(launcher("resume", "RUN=busy"), 2, in_use)
+        require_one_error(launcher(*words), 2, "the run `busy` exists already")
+        require_one_error(launcher(*words, "LAUNCH_AUTO_RESUME=true"), 2, in_use)
+        assert launch.process.poll() is None, "the run itself goes on"
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.end()[0] == 143
 
 
 def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) -> None:
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=half", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     run = RunFolder(launcher.runs / "half")
     for lost in (run.checkpoint(4), run.model):  # as a kill in step 3 leaves it
         shutil.rmtree(lost)
@@ -65,18 +55,12 @@ def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) 
     weights = base / "model.safetensors"
     before, said = weights.read_bytes(), rows.read_text()
     weights.write_bytes(before[:-4] + bytes([before[-4] ^ 1]) + before[-3:])
-    done = launcher("resume", "RUN=half")
-    assert done.returncode == 5, done.stderr
-    assert "`base_fingerprint`" in one_error(done.stderr) and "restore them" in done.stderr
+    require_one_error(launcher("resume", "RUN=half"), 5, "`base_fingerprint`", "restore them")
     weights.unlink()
-    done = launcher("resume", "RUN=half")
-    assert done.returncode in (4, 5), done.stderr
-    assert str(base) in one_error(done.stderr)
+    require_one_error(launcher("resume", "RUN=half"), 4, str(base))
     weights.write_bytes(before)
     rows.write_text(said.replace("I say 3 now", "I say three now"))
-    done = launcher("resume", "RUN=half")
-    assert done.returncode == 5, done.stderr
-    assert "`train_data`" in one_error(done.stderr)
+    require_one_error(launcher("resume", "RUN=half"), 5, "`train_data`")
     assert {path: path.lstat().st_mtime_ns for path in run.checkpoints.rglob("*")} == checkpoints
 
 
@@ -100,13 +84,15 @@ def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> N
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "inside"
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=none", SFT_PLAY_CACHE=str(cache))
-    assert done.returncode == 3, done.stderr
-    assert str(cache) in one_error(done.stderr) and "SFT_PLAY_CACHE" in done.stderr
+    require_one_error(done, 3, str(cache), "SFT_PLAY_CACHE")
     assert not (launcher.runs / "none").exists()
 
 
 def test_a_console_that_is_closed_does_not_end_the_run(launcher: Launcher) -> None:
-    process = launcher.start("train", f"CONFIG={launcher.config}", "RUN_NAME=unread", "TRAIN_MAX_STEPS=6")
+    words = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}", "RUN_NAME=unread", "TRAIN_MAX_STEPS=6"]
+    process = subprocess.Popen(
+        words, env=launcher.environment, cwd=launcher.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stderr is not None
     while not process.stdout.readline().startswith("run "):
         assert process.poll() is None

@@ -13,18 +13,12 @@ import pytest
 
 from sft_play.launch.environment import free_port
 from tests.conftest import metrics
-from tests.launcher import SECONDS, Launcher, can_mount
-from tests.tiny_models import build_tiny_llama
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("launch-model"))
+from tests.launcher import SECONDS, Launcher, can_mount, events
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, tiny_model: Path) -> Launcher:
-    return Launcher(tmp_path, tiny_model)
+def launcher(tmp_path: Path, tiny: Path) -> Launcher:
+    return Launcher(tmp_path, tiny)
 
 
 def changed_at(run: Path) -> dict[Path, int]:
@@ -37,62 +31,56 @@ def test_a_tb_command_trains_and_leaves_its_curves_open(launcher: Launcher, comm
     port = free_port()
     try:
         done = launcher(command, f"CONFIG={launcher.config}", "RUN_NAME=one", f"TENSORBOARD_PORT={port}")
-        assert done.returncode == 0 and "TensorBoard keeps running" in done.stderr, done.stderr
+        assert done.code == 0 and "TensorBoard keeps running" in done.err, done.err
         assert [event["event"] for event in launcher.events("one")] == ["started", "finished"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=20) as response:
             assert response.status == 200
     finally:
-        assert launcher("tensorboard-stop").returncode == 0
+        assert launcher("tensorboard-stop").code == 0
 
 
 def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one", "JSON=1", PET_NNODES="7", RANK="3", NCCL_DEBUG="WARN")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)  # stdout holds the result only
+    assert done.code == 0, done.err
+    result = json.loads(done.out)  # stdout holds the result only
     assert result["code"] == 0
     assert Path(result["model"]).is_dir()
-    before_steps = done.stderr.partition("step 1/2")[0].splitlines()
-    assert len(before_steps) <= 15 and "because" not in done.stderr, done.stderr
-    assert "PET_NNODES, RANK" in done.stderr  # taken out, and said
+    before_steps = done.err.partition("step 1/2")[0].splitlines()
+    assert len(before_steps) <= 15 and "because" not in done.err, done.err
+    assert "PET_NNODES, RANK" in done.err  # taken out, and said
     run = launcher.runs / "one"
     for line in ("accelerate launch --config_file", "NCCL_DEBUG=WARN  (yours)"):
-        assert line not in done.stderr and line in (run / "logs" / "launcher.log").read_text()
+        assert line not in done.err and line in (run / "logs" / "launcher.log").read_text()
     for name in ("config.json", "plan.json", "prepared.json", "stamp.json", "accelerate.yaml", "metrics.jsonl", "logs/rank0.log"):
         assert (run / name).is_file(), name
     assert [e["event"] for e in launcher.events("one")] == ["started", "finished"]
     told = [line for line in (run / "logs" / "rank0.log").read_text().splitlines() if line.startswith("step ")]
-    assert told and told == [line for line in done.stderr.splitlines() if line.startswith("step ")], (
+    assert told and told == [line for line in done.err.splitlines() if line.startswith("step ")], (
         "once in the log, as on the console"
     )
 
     before = changed_at(run)
     again = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one")
-    assert again.returncode == 2
-    assert "the run `one` exists already" in again.stderr
-    assert "make resume RUN=one" in again.stderr
+    again.refused(2, "the run `one` exists already", "make resume RUN=one")
     assert changed_at(run) == before
 
     complete = launcher("resume", "RUN=one")
-    assert complete.returncode == 0
-    assert "is complete" in complete.stderr
+    assert complete.code == 0 and "is complete" in complete.err
     assert changed_at(run) == before
     (run / "report.html").rename(run / ".report.html.abcd1234")  # a launcher that was killed as it wrote the report
     complete = launcher("resume", "RUN=one")
-    assert complete.returncode == 0 and (run / "report.html").is_file() and not (run / ".report.html.abcd1234").exists()
+    assert complete.code == 0 and (run / "report.html").is_file() and not (run / ".report.html.abcd1234").exists()
     before = changed_at(run)
 
     other = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=4", "TUNING_BACKEND=unsloth")
-    assert other.returncode == 5
-    assert "`backend` was `bnb` and is `unsloth`" in other.stderr
-    rate = launcher("resume", "RUN=one", "TRAIN_LEARNING_RATE=1")
-    assert rate.returncode == 2
-    assert "`train.learning_rate` cannot change" in rate.stderr
+    other.refused(5, "`backend` was `bnb` and is `unsloth`")
+    launcher("resume", "RUN=one", "TRAIN_LEARNING_RATE=1").refused(2, "`train.learning_rate` cannot change")
     assert changed_at(run) == before
 
     longer = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=3", "WHY=1")
-    assert longer.returncode == 0, longer.stderr
-    assert "from step-000002" in longer.stderr
-    assert "  because  " in longer.stdout and "accelerate launch --config_file" in longer.stdout
+    assert longer.code == 0, longer.err
+    assert "from step-000002" in longer.err
+    assert "  because  " in longer.out and "accelerate launch --config_file" in longer.out
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
 
 
@@ -102,21 +90,21 @@ def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
 
     def on_both(code: int, *words: str) -> list[str]:
         nodes = [launcher.start(*words, *place, f"NODE_RANK={rank}", RUNS_DIR=str(folder)) for rank, folder in enumerate(runs)]
-        said = [node.communicate(timeout=SECONDS)[1] for node in nodes]
-        assert [node.returncode for node in nodes] == [code, code], said
-        return said
+        codes, said = zip(*(node.end() for node in nodes), strict=True)
+        assert codes == (code, code), said
+        return list(said)
 
     on_both(0, "train-distributed", f"CONFIG={launcher.config}", "NUM_NODES=2", "NUM_GPUS=1", "RUN_NAME=nodes")
     for rank, folder in enumerate(runs):
         logs = folder / "nodes" / "logs"
         assert (logs / f"rank{rank}.log").is_file() and (logs / f"holdings-rank{rank}.json").is_file()
-        assert launcher.events("nodes", folder)[-1]["event"] == "finished"
+        assert events(folder / "nodes")[-1]["event"] == "finished"
     host = socket.gethostname()
     for said in on_both(5, "resume", "RUN=nodes", "TRAIN_MAX_STEPS=9"):
         assert f"different checkpoints: node 0 ({host}): step-000002 (" in said and f"), node 1 ({host}): its start" in said
         assert "hint: let RUNS_DIR be a folder that all" in said
     alone = launcher("resume", "RUN=nodes", "NUM_NODES=1", "TRAIN_MAX_STEPS=3", RUNS_DIR=str(runs[0]))
-    assert alone.returncode == 0 and "ran with 2 processes, and continues with 1;" in alone.stderr, alone.stderr
+    assert alone.code == 0 and "ran with 2 processes, and continues with 1;" in alone.err, alone.err
 
 
 @pytest.mark.parametrize(
@@ -139,11 +127,8 @@ def test_refusals_leave_nothing(launcher: Launcher, arguments: tuple[str, ...], 
         values = {"busy": str(listener.getsockname()[1]), "folder": str(launcher.folder)}
         given = [part.format(**values) for part in arguments]
         outcome = launcher("train-distributed", f"CONFIG={launcher.config}", *given)
-    assert outcome.returncode == code, outcome.stderr
-    assert outcome.stderr.count("error: ") == 1
-    assert "Traceback" not in outcome.stderr
-    for word in words:
-        assert word.format(**values) in outcome.stderr
+    outcome.refused(code, *(word.format(**values) for word in words))
+    assert outcome.err.count("error: ") == 1
     assert not launcher.runs.exists()
 
 
@@ -171,6 +156,6 @@ def test_training_follows_the_accelerate_config_that_is_named(launcher: Launcher
     )
     words = (f"CONFIG={launcher.config}", f"ACCELERATE_CONFIG={named}", "RUN_NAME=mine", "TRAIN_MAX_STEPS=1")
     outcome = launcher("train-distributed", *words)
-    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.code == 0, outcome.err
     plan = json.loads((launcher.runs / "mine" / "plan.json").read_text())
     assert (plan["strategy"], plan["world_size"]) == ("ddp", 2)

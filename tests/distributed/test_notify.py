@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.progress import notify, wait_until_sent
 from tests.conftest import Program
 from tests.launcher import Launcher
-from tests.quota import worker_of
 from tests.tiny_models import build_tiny_llama
 
 SECRET = "hf_" + "Q7xk2Lm9" * 4
@@ -52,21 +49,23 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
-    words = ("NUM_GPUS=2", "RUN_NAME=told", "TRAIN_MAX_STEPS=40", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_NOTIFY=$MY_HOOK")
+    words = ("NUM_GPUS=2", "TRAIN_MAX_STEPS=40", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_NOTIFY=$MY_HOOK")
     spikes = ("TRAIN_SPIKE_GUARD=report", "TRAIN_SPIKE_FACTOR=1.01")
     with webhook() as (url, said):
-        process = launcher.start("train-distributed", f"CONFIG={launcher.config}", *words, *spikes, MY_HOOK=url, HF_TOKEN=SECRET)
-        launcher.wait_for_steps(launcher.runs / "told", 3, process)
-        os.kill(worker_of(process.pid, 1), signal.SIGKILL)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
+        launch = launcher.start(
+            "train-distributed", f"CONFIG={launcher.config}", *words, *spikes, name="told", MY_HOOK=url, HF_TOKEN=SECRET
+        )
+        launch.wait_for_step(3)
+        launch.workers()[1].kill()
+        code, printed = launch.end()
+        assert code == 0, printed
     events = [one["event"] for one in said]
     assert [one for one in events if one != "spike"] == ["restarted", "finished"] and "spike" in events
     texts = {one["event"]: one["text"] for one in said}
     assert "SIGKILL" in texts["restarted"] and "the gradient norm jumps" in texts["spike"]
     assert texts["finished"].startswith("told finished: steps 40, loss ")
     assert all(one["run"] == "told" and one["content"] == one["text"] for one in said)
-    assert SECRET not in json.dumps(said) and url not in out + err + (launcher.runs / "told" / "config.json").read_text()
+    assert SECRET not in json.dumps(said) and url not in printed + (launch.run / "config.json").read_text()
 
 
 def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None:
@@ -74,14 +73,14 @@ def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None
     notes = tmp_path / "notes"
     words = (f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=2000", "LAUNCH_NOTIFY=$MY_NOTIFY")
     launcher.environment["MY_NOTIFY"] = f"cat >> {notes}; echo >> {notes}"
-    process = launcher.start("train-distributed", "NUM_GPUS=2", *words, "RUN_NAME=fails")
-    launcher.wait_for_steps(launcher.runs / "fails", 3, process)
-    os.kill(worker_of(process.pid, 1), signal.SIGKILL)
-    assert process.wait(60) == 75
-    process = launcher.start("train", *words, "RUN_NAME=stops")
-    launcher.wait_for_steps(launcher.runs / "stops", 3, process)
-    assert launcher("stop", "RUN=stops").returncode == 0
-    process.wait(60)
+    launch = launcher.start("train-distributed", "NUM_GPUS=2", *words, name="fails")
+    launch.wait_for_step(3)
+    launch.workers()[1].kill()
+    launch.lost()
+    launch = launcher.start("train", *words, name="stops")
+    launch.wait_for_step(3)
+    assert launcher("stop", "RUN=stops").code == 0
+    launch.end(within=60)
     first, second = (json.loads(line) for line in notes.read_text().split("\n") if line)
     assert first["event"] == "failed" and re.search(r"rank 1 \(.+\) was killed by SIGKILL", first["text"])
     assert (second["event"], second["run"]) == ("stopped", "stops")

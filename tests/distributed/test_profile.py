@@ -21,10 +21,10 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     config = f"CONFIG={launcher.config}"
     done = launcher("profile", config, "NUM_GPUS=2", "TRAIN_PROFILE_RANKS=[0,1]", "RUN_NAME=two")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     folder = launcher.runs / "two" / "profile"
     for rank in (0, 1):
-        assert f"rank{rank}: steps 4 to 6, " in done.stdout
+        assert f"rank{rank}: steps 4 to 6, " in done.out
         trace = json.loads(gzip.decompress((folder / f"rank{rank}.pt.trace.json.gz").read_bytes()))
         names = {event["name"] for event in trace["traceEvents"]}
         assert {"ProfilerStep#1", "ProfilerStep#3", "aten::mm"} <= names and trace["distributedInfo"]["rank"] == rank
@@ -33,19 +33,19 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
         assert summary["shares"]["communication"] > 0 and summary["shares"]["kernels"] > 0
         costs = [row["seconds"] for row in summary["operators"]]
         assert costs == sorted(costs, reverse=True) and costs[0] < summary["step_seconds"]
-    assert "waiting for communication" in done.stdout and "aten::mm" in done.stdout and str(folder) in done.stdout
+    assert "waiting for communication" in done.out and "aten::mm" in done.out and str(folder) in done.out
     again = launcher("profile", "RUN=two")
-    assert again.returncode == 0 and again.stdout in done.stdout
+    assert again.code == 0 and again.out in done.out
 
-    assert "is for a new one" in launcher("profile", "RUN=two", "TRAIN_PROFILE_STEPS=2").stderr
+    assert "is for a new one" in launcher("profile", "RUN=two", "TRAIN_PROFILE_STEPS=2").err
 
     launcher("train", config, "RUN_NAME=plain", "TRAIN_MAX_STEPS=4")
     words = ("RUN_NAME=watched", "TRAIN_MAX_STEPS=4", "TRAIN_PROFILE_START=2", "TRAIN_PROFILE_STEPS=2")
-    assert launcher("train", config, *words).returncode == 0
+    assert launcher("train", config, *words).code == 0
     losses = [[row["loss"] for row in metrics(launcher.runs / name)] for name in ("plain", "watched")]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     none = launcher("profile", "RUN=plain")
-    assert none.returncode == 2 and "has no profile" in none.stderr and "TRAIN_PROFILE_STEPS=3" in none.stderr
+    assert none.code == 2 and "has no profile" in none.err and "TRAIN_PROFILE_STEPS=3" in none.err
 
 
 @pytest.mark.parametrize(

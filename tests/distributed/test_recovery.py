@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import metrics, run_program
-from tests.fault_runs import Started
-from tests.fault_runs import start as start_launch
+from tests.launcher import Started, start
 from tests.memory_runs import heavy_config
 from tests.quota import limit_memory, memory_limit, move
 
@@ -23,12 +22,8 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return heavy_config(tmp_path_factory.mktemp("heavy"))
-
-
-def start(variables: dict[str, str], config: Path, command: str, *words: str, name: str) -> Started:
-    return start_launch(variables, command, f"CONFIG={config}", *words, name=name)
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"CONFIG={heavy_config(tmp_path_factory.mktemp('heavy'))}"
 
 
 def limit_address_space(process: psutil.Process, mebibytes: int) -> None:
@@ -52,10 +47,10 @@ def status(pid: int, name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: Path, variables: dict[str, str]) -> tuple[Path, int]:
+def undisturbed(config: str, variables: dict[str, str]) -> tuple[Path, int]:
     """A run with half the micro-batch from the start, and the most address space that its worker took."""
     peak = 0
-    with start(variables, config, "train", "TRAIN_BATCH_SIZE=4", name="undisturbed") as launch:
+    with start(variables, "train", config, "TRAIN_BATCH_SIZE=4", name="undisturbed") as launch:
         while launch.process.poll() is None:
             with contextlib.suppress(psutil.Error, OSError, IndexError):
                 peak = max([peak, *(status(one.pid, "VmPeak") for one in launch.workers().values())])
@@ -76,10 +71,10 @@ def require_same(run: Path, reference: Path, copies: int = 1) -> None:
 
 
 def test_a_failed_allocation_halves_the_micro_batch(
-    config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
+    config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     reference, peak = undisturbed
-    with start(variables, config, "train", "TRAIN_BATCH_SIZE=8", name="short") as launch:
+    with start(variables, "train", config, "TRAIN_BATCH_SIZE=8", name="short") as launch:
         limit = peak + 300 * MIB  # eight rows take 700 MiB more
         resource.prlimit(launch.process.pid, resource.RLIMIT_AS, (limit, limit))  # of its children too
         line = end(launch)
@@ -106,10 +101,10 @@ def test_a_failed_allocation_halves_the_micro_batch(
 
 
 def test_one_rank_of_two_at_a_micro_batch_of_one_turns_to_checkpointing(
-    config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
+    config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     words = ("NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_SAVE_STRATEGY=no")
-    with start(variables, config, "train-distributed", *words, name="pair") as launch:
+    with start(variables, "train-distributed", config, *words, name="pair") as launch:
         launch.wait_for_step(1)
         limit_address_space(launch.workers()[1], 60)  # a long row takes 190
         line = end(launch)
@@ -122,9 +117,9 @@ def test_one_rank_of_two_at_a_micro_batch_of_one_turns_to_checkpointing(
     assert [rank["micro_batch"] for rank in plan["ranks"]] == [1, 1]
 
 
-def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_remedy_the_ways_out_are_named(config: str, variables: dict[str, str], tmp_path: Path) -> None:
     words = ("TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=false")
-    with start(variables | {"RUNS_DIR": str(tmp_path / "runs")}, config, "train", *words, name="end") as launch:
+    with start(variables | {"RUNS_DIR": str(tmp_path / "runs")}, "train", config, *words, name="end") as launch:
         launch.wait_for_step(1)
         limit_address_space(launch.workers()[0], 60)
         code, said = launch.end()
@@ -151,10 +146,10 @@ def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[s
     ],
 )
 def test_shards_and_parts_go_on_from_their_checkpoint(
-    command: str, way: str, room: int, config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
+    command: str, way: str, room: int, config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     words = ("NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", *way.split())
-    with start(variables, config, command, *words, name=f"{command}{way}".replace("_", "-")) as launch:
+    with start(variables, command, config, *words, name=f"{command}{way}".replace("_", "-")) as launch:
         launch.wait_for_step(1)
         limit_address_space(launch.workers()[1], room)
         line = end(launch)
@@ -170,11 +165,11 @@ def held_by(folder: Path) -> int:
 
 
 def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
-    config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
+    config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     with (
         memory_limit(2**40) as cgroup,
-        start(variables, config, "train-distributed", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", name="killed") as launch,
+        start(variables, "train-distributed", config, "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", name="killed") as launch,
     ):
         move(launch.process.pid, cgroup)
         launch.wait_for_step(1)

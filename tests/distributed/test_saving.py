@@ -17,7 +17,7 @@ import pytest
 
 from sft_play.runs.checkpoints import clean_up, newest_valid
 from sft_play.runs.folder import RunFolder
-from tests.fault_runs import family
+from tests.launcher import family
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, column, command, logs, make_run, must_train, rows, train
 from tests.waiting import until

@@ -13,7 +13,6 @@ from sft_play.runs.manifest import verify
 from tests.launcher import Launcher
 
 pytestmark = pytest.mark.long
-SECONDS = 240
 
 
 @pytest.fixture
@@ -27,8 +26,7 @@ def on_both(launcher: Launcher, *words: str) -> list[tuple[int, str]]:
     nodes = [
         launcher.start(*words, f"NODE_RANK={rank}", *shared, RUNS_DIR=str(launcher.folder / f"runs{rank}")) for rank in range(2)
     ]
-    ended = [node.communicate(timeout=SECONDS) for node in nodes]
-    return [(node.returncode, "".join(said)) for node, said in zip(nodes, ended, strict=True)]
+    return [node.end() for node in nodes]
 
 
 def start(launcher: Launcher, command: str, *words: str) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import environment, metrics, ragged_rows, run_program
-from tests.fault_runs import Started, start
+from tests.launcher import Started, start
 
 IN_TIME = 25.0
 """Seconds from the signal to the launcher's end that the documentation promises."""
@@ -37,13 +37,19 @@ class Place:
     def start(self, name: str, *more: str) -> Started:
         return start(self.environment, *self.words, f"CONFIG={self.config}", *more, name=name)
 
-    def again(self, name: str, *more: str) -> Started:
-        """The same command to its end; it must succeed."""
-        launch = self.start(name, *more)
-        with launch:
+    def complete(self, name: str, *more: str) -> str:
+        """The same command to its end; it must succeed. Returns what it said."""
+        with self.start(name, *more) as launch:
             code, said = launch.end()
         assert code == 0, said
-        return launch
+        return said
+
+    def require_same(self, launch: Started, *more: str) -> str:
+        """Completes a launch that was stopped, to the figures and weights of the run that nobody disturbed; returns what it said."""
+        said = self.complete(launch.run.name, *more)
+        assert figures(launch.run) == figures(launch.run.parent / "whole"), said
+        assert weights(launch.run) == weights(launch.run.parent / "whole")
+        return said
 
 
 def make_place(folder: Path, tiny: Path, cache: Path, *words: str) -> Place:
@@ -61,7 +67,7 @@ def make_place(folder: Path, tiny: Path, cache: Path, *words: str) -> Place:
     )
     (folder / "runs").mkdir()
     place = Place(config=config, environment=environment(cache, folder / "runs", {"OMP_NUM_THREADS": "1"}), words=words)
-    place.again("whole")
+    place.complete("whole")
     return place
 
 
@@ -80,11 +86,8 @@ def figures(run: Path) -> dict[str, list[list[Any]]]:
     return {kind: [[row[key] for key in keys] for row in metrics(run, kind)] for kind, keys in EXACT.items()}
 
 
-def assert_same(launch: Started) -> None:
-    run, whole = launch.run, launch.run.parent / "whole"
-    assert figures(run) == figures(whole), launch.output.read_text()
-    weights = Path("model") / "adapter_model.safetensors"
-    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+def weights(run: Path) -> bytes:
+    return (run / "model" / "adapter_model.safetensors").read_bytes()
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -147,16 +150,23 @@ def stop(launch: Started, moment: Callable[[Started], bool], number: int, target
     return code
 
 
-@pytest.mark.parametrize("target", ["1", "agent"])
-def test_two_ranks_stop_in_an_evaluation_and_the_same_command_goes_on(double: Place, target: str) -> None:
-    launch = double.start(f"evaluation-{target}")
+ZERO3 = ("train-deepspeed", "LAUNCH_STRATEGY=zero3")
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [((), "1"), ((), "agent"), *(pytest.param(words, "1", marks=pytest.mark.long) for words in (("train-fsdp",), ZERO3))],
+)
+def test_ranks_leave_an_evaluation_together_and_the_same_command_goes_on(
+    words: tuple[str, ...], target: str, double: Place, tmp_path: Path, tiny: Path, cache: Path
+) -> None:
+    place = make_place(tmp_path, tiny, cache, *words, "NUM_GPUS=2") if words else double
+    launch = place.start(f"evaluation-{target}")
     assert stop(launch, evaluating, signal.SIGTERM, target) == 143, launch.output.read_text()
     last = launch.events()[-1]
     assert (last["event"], last["signal"], last["step"], last["saved"]) == ("stopped", "SIGTERM", EVERY, "step-000003")
     assert not rows(launch, "eval"), "an evaluation that did not end leaves no figures"
-    again = double.again(launch.run.name)
-    assert "step-000003" in again.output.read_text()
-    assert_same(again)
+    assert "step-000003" in place.require_same(launch)
 
 
 def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
@@ -166,40 +176,38 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
     assert launch.events()[-1]["event"] == "stopped"
 
 
-@pytest.mark.parametrize(("changed", "words"), [
-    (("TRAIN_LEARNING_RATE=1e-3",), ("`train.learning_rate` cannot change", "TRAIN_LEARNING_RATE=1e-3")),
-    (("MODEL_MAX_SEQ_LEN=128",), ("max_seq_len", "set `model.max_seq_len` back")),
-])  # fmt: skip
-def test_another_run_is_refused_as_resume_refuses_it(double: Place, changed: tuple[str, ...], words: tuple[str, ...]) -> None:
-    before = figures(Path(double.environment["RUNS_DIR"]) / "whole")
-    launch = double.start("whole", *changed)
-    code, said = launch.end(within=60)
-    assert code in (2, 5)
-    assert all(word in said for word in words) and "Traceback" not in said, said
-    assert figures(launch.run) == before
-
-
-def test_without_a_name_or_by_another_command_nothing_goes_on(double: Place) -> None:
-    done = run_program(["train", f"CONFIG={double.config}"], double.environment)
-    assert done.code == 2 and "`launch.auto_resume` needs `RUN_NAME`" in done.err and "stops.yaml" in done.err, done.err
-    done = run_program(["train-fsdp", f"CONFIG={double.config}", "RUN_NAME=whole", "NUM_GPUS=2"], double.environment)
-    assert done.code == 2 and "was started by `make train-distributed`, not by `make train-fsdp`" in done.err, done.err
-
-
-MOMENTS = {
-    "preparing-everybody": (preparing, signal.SIGTERM, "everybody"),
-    "loading-ctrl-c": (loading, signal.SIGINT, "group"),
-    "before-steps": (before_steps, signal.SIGTERM, "launcher"),
-    "step-ctrl-c": (stepping, signal.SIGINT, "group"),
-    "step-worker": (stepping, signal.SIGUSR1, "0"),
-}
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("train-distributed RUN_NAME=whole TRAIN_LEARNING_RATE=1e-3", 2, ("`train.learning_rate` cannot change", "TRAIN_LEARNING_RATE=1e-3")),
+        ("train-distributed RUN_NAME=whole MODEL_MAX_SEQ_LEN=128", 5, ("max_seq_len", "set `model.max_seq_len` back")),
+        ("train-fsdp RUN_NAME=whole", 2, ("was started by `make train-distributed`, not by `make train-fsdp`",)),
+        ("train-distributed", 2, ("`launch.auto_resume` needs `RUN_NAME`", "stops.yaml")),
+    ],
+)  # fmt: skip
+def test_another_run_is_refused_as_resume_refuses_it(double: Place, words: str, code: int, said: tuple[str, ...]) -> None:
+    whole = Path(double.environment["RUNS_DIR"]) / "whole"
+    before = figures(whole)
+    run_program([*words.split(), f"CONFIG={double.config}", "NUM_GPUS=2"], double.environment).refused(code, *said)
+    assert figures(whole) == before
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MOMENTS)
-def test_a_stop_loses_nothing(single: Place, name: str) -> None:
-    moment, number, target = MOMENTS[name]
-    launch = single.start(name)
+@pytest.mark.parametrize(
+    ("moment", "number", "target", "words"),
+    [
+        (preparing, signal.SIGTERM, "everybody", ()),
+        (loading, signal.SIGINT, "group", ()),
+        (before_steps, signal.SIGTERM, "launcher", ()),
+        (stepping, signal.SIGINT, "group", ()),
+        (stepping, signal.SIGUSR1, "0", ()),
+        (saving, signal.SIGTERM, "launcher", ("TRAIN_SAVE_STEPS=2",)),
+    ],
+)
+def test_a_stop_loses_nothing(
+    single: Place, moment: Callable[[Started], bool], number: signal.Signals, target: str, words: tuple[str, ...]
+) -> None:
+    launch = single.start(f"{moment.__name__}-{target}", *words)
     assert stop(launch, moment, number, target) == (130 if number == signal.SIGINT else 143), launch.output.read_text()
     if moment == preparing:
         assert not launch.run.exists(), "what never began leaves no trace"
@@ -207,29 +215,9 @@ def test_a_stop_loses_nothing(single: Place, name: str) -> None:
         assert launch.events()[-1]["event"] == "stopped"
     if moment == stepping:
         assert checkpoints(launch.run)[-1] == f"step-{metrics(launch.run)[-1]['step']:06d}"
-    assert_same(single.again(name))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("command", "words"), [("train-fsdp", ()), ("train-deepspeed", ("LAUNCH_STRATEGY=zero3",))])
-def test_sharded_ranks_leave_an_evaluation_together(
-    command: str, words: tuple[str, ...], tmp_path: Path, tiny: Path, cache: Path
-) -> None:
-    place = make_place(tmp_path, tiny, cache, command, "NUM_GPUS=2", *words)
-    launch = place.start("sharded")
-    assert stop(launch, evaluating, signal.SIGTERM, "1") == 143, launch.output.read_text()
-    last = launch.events()[-1]
-    assert (last["step"], last["saved"], rows(launch, "eval")) == (EVERY, "step-000003", 0)
-    assert_same(place.again("sharded"))
-
-
-@pytest.mark.long
-def test_a_save_is_finished_and_none_follows(single: Place) -> None:
-    launch = single.start("save", "TRAIN_SAVE_STEPS=2")
-    assert stop(launch, saving, signal.SIGTERM) == 143, launch.output.read_text()
-    last = launch.events()[-1]
-    assert checkpoints(launch.run)[-1] == last["saved"]
-    assert_same(single.again("save"))
+    if moment == saving:
+        assert checkpoints(launch.run)[-1] == launch.events()[-1]["saved"], "it is finished, and none follows"
+    single.require_same(launch, *words)
 
 
 @pytest.mark.long
@@ -241,7 +229,7 @@ def test_a_step_that_does_not_end_is_left(double: Place) -> None:
     assert stop(launch, lambda _: True, signal.SIGTERM) == 143, launch.output.read_text()
     last = launch.events()[-1]
     assert last["event"] == "stopped" and last["saved"] in checkpoints(launch.run)
-    assert_same(double.again("frozen"))
+    double.require_same(launch)
 
 
 @pytest.mark.long
@@ -250,7 +238,7 @@ def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
     with launch:
         launch.wait_for(lambda: preparing(launch))
     assert (launch.run / "config.json").is_file() and not (launch.run / "events.jsonl").exists()
-    assert_same(single.again("reserved"))
+    single.require_same(launch)
 
 
 @pytest.mark.long
@@ -258,6 +246,5 @@ def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
 def test_what_no_checkpoint_keeps_is_published_after_the_last_step(single: Place, moment: Callable[[Started], bool]) -> None:
     launch = single.start(f"only-model-{time.monotonic_ns()}", "TRAIN_SAVE_STRATEGY=no")
     assert stop(launch, moment, signal.SIGTERM) == 0, launch.output.read_text()
-    weights = Path("model") / "adapter_model.safetensors"
-    assert (launch.run / weights).read_bytes() == (launch.run.parent / "whole" / weights).read_bytes()
+    assert weights(launch.run) == weights(launch.run.parent / "whole")
     assert launch.events()[-1]["event"] == "finished" and not checkpoints(launch.run)

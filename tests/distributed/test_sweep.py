@@ -20,21 +20,22 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     words = ("sweep", f"CONFIG={launcher.config}", "SWEEP=rates.yaml", "TRAIN_MAX_STEPS=30", "PRICE_PER_HOUR=2",
              "DATA_VAL_PATH=rows.jsonl", "TRAIN_EVAL_STRATEGY=steps", "TRAIN_EVAL_STEPS=30", "TRAIN_PREDICT_WITH_GENERATE=true",
              "TRAIN_GENERATION_MAX_NEW_TOKENS=2")  # fmt: skip
-    process = launcher.start(*words)
-    launcher.wait_for_steps(launcher.runs / "demo-rates-02", 2, process)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 143 and "the same command continues the sweep" in err, err
-    assert out.startswith("sweep of 4 runs\n") and "demo-rates-04  0.05" in out and not (launcher.runs / "demo-rates-03").exists()
+    sweep = launcher.start(*words)
+    sweep.run = launcher.runs / "demo-rates-02"
+    sweep.wait_for_step(2)
+    sweep.process.send_signal(signal.SIGTERM)
+    code, said = sweep.end(within=120)
+    assert code == 143 and "the same command continues the sweep" in said, said
+    assert "sweep of 4 runs\n" in said and "demo-rates-04  0.05" in said and not (launcher.runs / "demo-rates-03").exists()
 
     done = launcher(*words, "JSON=1")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert [one["event"] for one in launcher.events("demo-rates-01")] == ["started", "finished"], (
         "a finished run is left as it is"
     )
     assert [one["event"] for one in launcher.events("demo-rates-02")] == ["started", "stopped", "resumed", "finished"]
-    assert "about " in done.stderr and "cost about " in done.stderr
-    found = json.loads(done.stdout)
+    assert "about " in done.err and "cost about " in done.err
+    found = json.loads(done.out)
     assert {one["run"]: one["values"] for one in found} == {
         f"demo-rates-0{2 * i + j + 1}": {"train.learning_rate": rate, "tuning.lora.r": rank}
         for i, rate in enumerate(("1e-5", "0.05")) for j, rank in enumerate(("2", "4"))
@@ -44,22 +45,20 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     config = json.loads((launcher.runs / "demo-rates-03" / "config.json").read_text())["config"]
     assert config["train"]["learning_rate"] == 0.05 and config["tuning"]["lora"]["r"] == 2
 
-    told = launcher(*words).stdout
+    told = launcher(*words).out
     assert "ROUGE-L, paired difference" in told and f'make compare RUNS="{found[0]["run"]} {found[1]["run"]}"' in told
 
     (tmp_path / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n")
     edited = launcher(*words)
-    assert edited.returncode == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.stderr, (
-        edited.stderr
-    )
-    assert "begun with 2" in edited.stderr and "sweep of" not in edited.stdout
+    assert edited.code == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.err, edited.err
+    assert "begun with 2" in edited.err and "sweep of" not in edited.out
 
     (tmp_path / "half.yaml").write_text(
         "method: halving\nruns: 3\nmetric: loss\nkeys: {train.learning_rate: [1e-5, 0.05, 1e+30]}\n"
     )
     halving = launcher("sweep", f"CONFIG={launcher.config}", "SWEEP=half.yaml", "RUN_NAME=half", "TRAIN_MAX_STEPS=16")
-    assert halving.returncode == 0, halving.stderr
-    assert "sweep of 6 runs in 3 rounds: 3 of 4 steps, 2 of 8 steps, 1 of 16 steps" in halving.stdout
+    assert halving.code == 0, halving.err
+    assert "sweep of 6 runs in 3 rounds: 3 of 4 steps, 2 of 8 steps, 1 of 16 steps" in halving.out
     crashed = {path.name for path in launcher.runs.glob("half-*") if launcher.events(path.name)[-1]["event"] == "failed"}
     promoted = {path.name.partition(".")[0] for path in launcher.runs.glob("half-*.*")}
     assert len(crashed) == 1 and len(promoted) == 2 and not crashed & promoted

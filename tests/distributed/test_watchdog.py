@@ -1,4 +1,4 @@
-"""Ranks, agents and launchers that are killed, frozen or made to wait from outside: everyone stops, and the cause is named."""
+"""Ranks, agents and launchers that are killed, frozen or made to wait from outside: the cause is named, and everyone stops or restarts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ import psutil
 import pytest
 
 from sft_play.launch.liveness import SCALE
-from tests.fault_runs import Started, start, tiny_config
+from tests.conftest import metrics
+from tests.launcher import start, tiny_config
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by what Linux has")]
-TWO = ("train-distributed", "NUM_GPUS=2", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=1000")
+TWO = ("train-distributed", "NUM_GPUS=2")
+LONG = (*TWO, "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=1000")
 """Two ranks that have enough to do."""
+RANK_1 = f"rank 1 ({socket.gethostname()})"
 
 
 @pytest.fixture(scope="module")
@@ -28,55 +32,45 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"CONFIG={tiny_config(tmp_path_factory.mktemp('watched'), tiny, rows=4000)}"
 
 
-def gone_within(launch: Started, seconds: float) -> float:
-    """Waits until no process of a launch lives; returns how long that took."""
-    began = time.monotonic()
-    while left := launch.left():
-        assert time.monotonic() - began < seconds, [process.cmdline() for process in left]
-        time.sleep(0.2)
-    return time.monotonic() - began
-
-
-def test_a_killed_launcher_leaves_no_process(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, name="launcher") as launch:
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_killed_launcher_leaves_no_process(frozen: bool, variables: dict[str, str], config: str) -> None:
+    with start(variables, *LONG, config, name=f"launcher-{frozen}") as launch:
         launch.wait_for_step(2)
-        assert sorted(launch.workers()) == [0, 1]
+        workers = launch.workers()
+        assert sorted(workers) == [0, 1]
+        if frozen:
+            workers[1].suspend()
         launch.process.kill()
         launch.end(within=30)
-        gone_within(launch, 30)
+        until(lambda: not launch.left(), seconds=60 if frozen else 30, said=launch.left)
         said = "".join(path.read_text() for path in launch.run.glob("logs/rank*.log"))
         assert re.search(r"the launcher is gone; rank \d leaves", said), (
             "the first that looks; the other may see its peer leave before"
         )
 
 
-def test_a_killed_rank_is_named_and_everything_stops(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, name="lost") as launch:
+@pytest.mark.parametrize(
+    ("target", "number", "scale", "said"),
+    [
+        (1, signal.SIGKILL, "1", (f"{RANK_1} was killed", "/logs/rank1.log")),
+        pytest.param(None, signal.SIGKILL, "1", ("`accelerate launch`) was killed by SIGKILL",), marks=pytest.mark.long),
+        (1, signal.SIGSTOP, "0.2", (f"{RANK_1} is frozen", "stopped by a signal for 4 s", "/logs/rank1.log")),
+        pytest.param(1, signal.SIGSTOP, "1", ("stopped by a signal for 20 s",), marks=pytest.mark.long),
+    ],
+)
+def test_a_lost_process_is_named_and_everything_stops(
+    target: int | None, number: int, scale: str, said: tuple[str, ...], variables: dict[str, str], config: str
+) -> None:
+    with start({**variables, SCALE: scale}, *LONG, config, name=f"lost-{target}-{number}-{scale}") as launch:
         launch.wait_for_step(2)
-        launch.workers()[1].kill()
-        code, error = launch.end(within=30)
-        assert code == 75, error
-        assert f"rank 1 ({socket.gethostname()}) was killed" in error and str(launch.run / "logs" / "rank1.log") in error
-        assert launch.left() == []
+        (launch.workers() | {None: launch.agent()})[target].send_signal(number)
+        launch.lost(*said)
         assert [event["event"] for event in launch.events()] == ["started", "failed"], "nothing shows that memory was short"
-        assert launch.events()[-1]["rank"] == 1
-
-
-@pytest.mark.long
-def test_a_killed_agent_is_named(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, name="agent") as launch:
-        launch.wait_for_step(2)
-        launch.workers()
-        launch.agent().kill()
-        code, error = launch.end(within=30)
-        assert code == 75, error
-        assert "`accelerate launch`) was killed by SIGKILL" in error
-        assert launch.left() == []
-        assert launch.events()[-1] | {"event": "failed", "code": 75, "rank": None} == launch.events()[-1]
+        assert (launch.events()[-1]["rank"], launch.events()[-1]["code"]) == (target, 75)
 
 
 def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(variables: dict[str, str], config: str) -> None:
-    with start({**variables, SCALE: "1"}, *TWO, config, name="twice") as launch:
+    with start({**variables, SCALE: "1"}, *LONG, config, name="twice") as launch:
         launch.wait_for_step(2)
         for worker in launch.workers().values():
             worker.suspend()
@@ -89,29 +83,16 @@ def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(variables: dict[s
         assert launch.left() == []
 
 
-@pytest.mark.parametrize("scale", [0.2, pytest.param(1.0, marks=pytest.mark.long)])
-def test_a_frozen_rank_is_named(scale: float, variables: dict[str, str], config: str) -> None:
-    with start({**variables, SCALE: str(scale)}, *TWO, config, name=f"frozen-{scale}") as launch:
-        launch.wait_for_step(2)
-        launch.workers()[1].send_signal(signal.SIGSTOP)
-        code, error = launch.end(within=30)
-        assert code == 75, error
-        assert f"rank 1 ({socket.gethostname()}) is frozen" in error
-        assert f"stopped by a signal for {20 * scale:.0f} s" in error
-        assert str(launch.run / "logs" / "rank1.log") in error
-        assert launch.left() == []
-
-
 @pytest.mark.long
 def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, name="pause") as launch:
+    with start(variables, *LONG, config, name="pause") as launch:
         launch.wait_for_step(2)
         everyone = [*launch.workers().values(), psutil.Process(launch.process.pid)]
         for process in everyone:  # a computer that sleeps
-            process.send_signal(signal.SIGSTOP)
+            process.suspend()
         time.sleep(25)
         for process in everyone:
-            process.send_signal(signal.SIGCONT)
+            process.resume()
         step = launch.run / "metrics.jsonl"
         size = step.stat().st_size
         launch.wait_for(lambda: step.stat().st_size > size)
@@ -122,41 +103,75 @@ def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config:
 
 
 def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
-    words = ("TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8")
-    with start(variables, *TWO, config, *words, name="hang") as launch:
+    with start(variables, *LONG, config, "TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8", name="hang") as launch:
         launch.wait_for_step(2)
         helpers = [child for child in launch.workers()[1].children() if "resource_tracker" not in " ".join(child.cmdline())]
         assert helpers
         for helper in helpers:
-            helper.send_signal(signal.SIGSTOP)
-        code, error = launch.end(within=40)
-        assert code == 75, error
-        assert f"rank 1 ({socket.gethostname()}) made no step for" in error
-        assert "rank 0" in error
-        assert "waiting for other ranks" in error
-        assert "waiting for the rows of the next" in error
+            helper.suspend()
+        launch.lost(
+            f"{RANK_1} made no step for", "rank 0", "waiting for other ranks", "waiting for the rows of the next",
+            "collective operations begun", "/logs/collectives-rank*.json",
+        )  # fmt: skip
         for rank in range(2):
             assert "train.py" in (launch.run / "logs" / f"stack-rank{rank}.txt").read_text()
             assert json.loads((launch.run / "logs" / f"collectives-rank{rank}.json").read_text())["entries"]
-        assert "collective operations begun" in error and "/logs/collectives-rank*.json" in error
-        assert launch.left() == []
         assert launch.events()[-1]["rank"] == 1
 
 
 def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, "LAUNCH_TIMEOUT_SECONDS=1", name="absent") as launch:
+    with start(variables, *LONG, config, "LAUNCH_TIMEOUT_SECONDS=1", name="absent") as launch:
         launch.wait_for(lambda: 1 in launch.workers())
         slow = launch.workers()[1]
         while launch.process.poll() is None and slow.is_running():  # it lives, and does not get far
             with contextlib.suppress(psutil.NoSuchProcess):
-                slow.send_signal(signal.SIGSTOP)
+                slow.suspend()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launch.process.wait(timeout=5)
             with contextlib.suppress(psutil.NoSuchProcess):
-                slow.send_signal(signal.SIGCONT)
+                slow.resume()
                 time.sleep(0.05)
-        code, error = launch.end(within=30)
-        assert code == 75, error
-        assert "rank 1 of 2 did not join within 1 s" in error, error
-        assert f"there are: 0 ({socket.gethostname()})" in error
-        assert launch.left() == []
+        launch.lost("rank 1 of 2 did not join within 1 s", f"there are: 0 ({socket.gethostname()})")
+
+
+# A launch goes on by itself after a lost rank (`launch.max_restarts`).
+
+
+def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbed(variables: dict[str, str], config: str) -> None:
+    learnt, told = [], []
+    for name in ("undisturbed", "killed"):
+        with start(variables, *TWO, config, "LAUNCH_MAX_RESTARTS=1", name=name) as launch:
+            if name == "killed":
+                launch.wait_for_step(7)
+                launch.workers()[1].kill()
+            code, error = launch.end()
+        assert code == 0, error
+        learnt.append([[row[key] for key in ("step", "loss", "grad_norm", "learning_rate")] for row in metrics(launch.run)])
+        told.append(json.loads((launch.run / "training_metrics.json").read_text())["restarts"])
+    assert f"restarting: {RANK_1} was killed by SIGKILL" in error and "(restart 1 of 1)" in error
+    assert learnt[0] == learnt[1]
+    started, restarted, finished = launch.events()
+    assert [started["event"], restarted["event"], finished["event"]] == ["started", "restarted", "finished"]
+    assert (restarted["rank"], restarted["cause"]) == (1, "killed") and restarted["checkpoint"].startswith("step-0000")
+    assert told == [[], [{key: restarted[key] for key in ("rank", "cause", "error", "checkpoint")}]]
+
+
+@pytest.mark.long
+def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[str, str], config: str) -> None:
+    with start(variables, *TWO, config, "LAUNCH_MAX_RESTARTS=1", name="damaged") as launch:
+        launch.wait_for_step(12)
+        workers = launch.workers()
+        for worker in workers.values():
+            worker.suspend()
+        saved = sorted((launch.run / "checkpoints").glob("step-*"))
+        for checkpoint in saved:
+            weights = checkpoint / "adapter_model.safetensors"
+            content = weights.read_bytes()
+            weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        workers[1].kill()
+        workers[0].resume()
+        code, error = launch.end()
+        assert code == 5, error
+        assert saved and all(f"skipped: {checkpoint.name}: " in error for checkpoint in saved), error
+        assert "no valid checkpoint to continue from" in error and f"{RANK_1} was killed" in error
+        assert [event["event"] for event in launch.events()] == ["started", "failed"]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.progress import findings
 from tests.launcher import Launcher
 from tests.quota import slowed, worker_of
-from tests.tiny_models import build_tiny_llama
+from tests.waiting import until
 
 SLOW = re.compile(r"rank 1 is [6-9]\d% slower than the others")
 """A rank with a twentieth of a core; on a busy machine any rank may be a little slower for a while."""
@@ -42,11 +41,8 @@ class Terminal:
             while data := os.read(self.ours, 65536):
                 self.text += data.decode(errors="replace")
 
-    def wait(self, there: Callable[[], object], process: subprocess.Popen[Any], seconds: float = 90.0) -> None:
-        end = time.monotonic() + seconds
-        while not there():
-            assert process.poll() is None and time.monotonic() < end, self.text[-4000:]
-            time.sleep(0.1)
+    def wait(self, there: Callable[[], object], process: subprocess.Popen[Any]) -> None:
+        until(there, process=process, seconds=90, pause=0.1, said=lambda: self.text[-4000:])
 
 
 @contextlib.contextmanager
@@ -65,8 +61,8 @@ def on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, s
             process.wait(60)
 
 
-def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path, tiny: Path) -> None:
+    launcher = Launcher(tmp_path, tiny)
     words = ("train-distributed", f"CONFIG={launcher.config}",
              "NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off",
              "TRAIN_GLOBAL_BATCH_SIZE=8")  # fmt: skip
@@ -84,9 +80,9 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
             terminal.wait(lambda: SLOW.search(str(record_of(run)["findings"])), process)  # what the page shows
             watched = launcher.start("watch", "RUN=live")
             stopped = launcher("stop", "RUN=live")
-            assert stopped.returncode == 0, stopped.stderr
-        out, err = watched.communicate(timeout=60)
-        assert watched.returncode == 0 and SLOW.search(out) and out.endswith("`live`: stopped\n"), out + err
+            assert stopped.code == 0, stopped.err
+        code, said = watched.end(within=60)
+        assert code == 0 and SLOW.search(said) and said.endswith("`live`: stopped\n"), said
         process.wait(60)
     with on_a_terminal(launcher, "eval", "RUN=live", f"DATA={launcher.folder / 'rows.jsonl'}") as (other, process):
         assert process.wait(120) == 0, other.text

@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.plan.detect import detect
 from tests.conftest import environment
-from tests.fault_runs import start, tiny_config
+from tests.launcher import start, tiny_config
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +18,15 @@ from sft_play.plan.strategies import conflict_for
 from tests.families import tiny_model
 
 
+def request(where: str, kernels: Any = "auto", **tuning: Any) -> Request:
+    config = Config(
+        model=ModelConfig(name="meta-llama/Meta-Llama-3-8B"), tuning=TuningConfig(**tuning), train=TrainConfig(kernels=kernels)
+    )
+    return Request(config=config, hardware=parse_hardware(where), shape=shape_of(config.model))
+
+
 @pytest.mark.parametrize(
-    ("where", "changes", "words"),
+    ("where", "tuning", "said"),
     [
         ("cpu", {}, "need an NVIDIA GPU"),
         ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has its own kernels"),
@@ -28,28 +34,23 @@ from tests.families import tiny_model
     ],
 )
 def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
-    where: str, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    where: str, tuning: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
+    found, reasons = importlib.util.find_spec, list[str]()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
-    hardware, reasons = parse_hardware(where), list[str]()
-    values = {"name": "meta-llama/Meta-Llama-3-8B", "mode": "lora", "backend": "bnb"} | changes
-    config = Config(model=ModelConfig(name=values["name"]), tuning=TuningConfig(mode=values["mode"], backend=values["backend"]))
-    request = Request(config=config, hardware=hardware, shape=shape_of(config.model))
-    assert choose_kernels(request, reasons) == "off"
-    assert (words in "".join(reasons)) is (where != "cpu"), "nobody asked about kernels on a CPU"
+    assert choose_kernels(request(where, **tuning), reasons) == "off"
+    assert (said in "".join(reasons)) is (where != "cpu"), "nobody asked about kernels on a CPU"
     with pytest.raises(HardwareError) as caught:
-        choose_kernels(replace(request, config=replace(config, train=TrainConfig(kernels="liger"))), [])
-    assert words in caught.value.message
-    assert ("pip install" in str(caught.value.hint)) is ("installed" in words)
+        choose_kernels(request(where, "liger", **tuning), [])
+    assert said in caught.value.message
+    assert ("pip install" in str(caught.value.hint)) is ("installed" in said)
 
 
 def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    config, reasons = Config(model=ModelConfig(name="meta-llama/Meta-Llama-3-8B")), list[str]()
-    request = Request(config=config, hardware=parse_hardware("H100"), shape=shape_of(config.model))
-    assert choose_kernels(request, reasons) == "liger" and "kernels liger" in reasons[0]
-    assert choose_kernels(replace(request, config=replace(config, train=TrainConfig(kernels="off"))), []) == "off"
+    reasons = list[str]()
+    assert choose_kernels(request("H100"), reasons) == "liger" and "kernels liger" in reasons[0]
+    assert choose_kernels(request("H100", "off"), []) == "off"
 
 
 @pytest.mark.parametrize(

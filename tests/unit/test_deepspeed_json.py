@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,13 @@ def test_every_removed_key_is_refused_by_name_and_line(tmp_path: Path) -> None:
         section, _, leaf = key.rpartition(".")
         content: dict[str, Any] = {"zero_optimization": {"stage": 2}}
         (content[section] if section else content)[leaf] = {"enabled": True}
-        message = refusal(tmp_path, json.dumps(content, indent=1))
-        assert f"`{key}`: " in message
-        assert "ds.json:" in message
+        assert re.search(rf"ds.json:\d+: `{key}`: ", refusal(tmp_path, json.dumps(content, indent=1)))
 
 
 @pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
 def test_states_on_nvme_are_refused_since_no_checkpoint_could_hold_them(part: str, tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 3,\n "' + part + '": {"device": "nvme", "nvme_path": "/tmp"}}}')
-    with pytest.raises(UserError, match=rf"`zero_optimization\.{part}.device` is `nvme`") as caught:
-        read_user_json(path)
-    assert caught.value.place == f"{path}:2"
+    text = '{"zero_optimization": {"stage": 3,\n "' + part + '": {"device": "nvme", "nvme_path": "/tmp"}}}'
+    assert f"ds.json:2: `zero_optimization.{part}.device` is `nvme`" in refusal(tmp_path, text)
 
 
 def test_old_offload_is_translated_with_a_notice(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ downcast_bf16: 'no'
 enable_cpu_affinity: false
 machine_rank: 0
 main_training_function: main
-mixed_precision: {precision}
+mixed_precision: bf16
 num_machines: 1
 num_processes: 2
 rdzv_backend: static
@@ -30,17 +30,15 @@ use_cpu: false
 """What `accelerate config` writes, word for word."""
 
 
-def read(
-    folder: Path, extra: str = "", *, kind: str = "MULTI_GPU", precision: str = "bf16", base: str = BASE
-) -> AccelerateChoices:
+def read(folder: Path, extra: str, kind: str) -> AccelerateChoices:
     path = folder / "acc.yaml"
-    path.write_text(base.format(kind=kind, precision=precision) + extra)
+    path.write_text(BASE.format(kind=kind) + extra)
     return read_accelerate_config(path)
 
 
-def refusal(folder: Path, extra: str = "", *, kind: str = "MULTI_GPU", precision: str = "bf16", base: str = BASE) -> str:
+def refusal(folder: Path, extra: str, kind: str) -> str:
     with pytest.raises(UserError) as caught:
-        read(folder, extra, kind=kind, precision=precision, base=base)
+        read(folder, extra, kind)
     return caught.value.render()
 
 
@@ -50,7 +48,7 @@ def test_deepspeed_by_stage(tmp_path: Path) -> None:
         "  offload_optimizer_device: cpu\n"
         "  offload_param_device: none\n  zero3_init_flag: true\n  zero_stage: 3\n  zero3_save_16bit_model: true\n"
     )
-    choices = read(tmp_path, extra, kind="DEEPSPEED")
+    choices = read(tmp_path, extra, "DEEPSPEED")
     assert choices.strategy == "zero"
     assert choices.deepspeed is not None
     assert choices.deepspeed.stage == 3
@@ -67,10 +65,10 @@ def test_deepspeed_by_stage(tmp_path: Path) -> None:
 def test_deepspeed_by_file(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}} // mine')
     extra = f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n  zero3_init_flag: false\n"
-    choices = read(tmp_path, extra, kind="DEEPSPEED")
+    choices = read(tmp_path, extra, "DEEPSPEED")
     assert choices.deepspeed is not None
     assert choices.deepspeed.stage == 1
-    assert "uses only the file" in refusal(tmp_path, extra + "  zero_stage: 2\n", kind="DEEPSPEED")
+    assert "uses only the file" in refusal(tmp_path, extra + "  zero_stage: 2\n", "DEEPSPEED")
 
 
 FSDP = (
@@ -81,7 +79,7 @@ FSDP = (
 
 
 def test_fsdp2(tmp_path: Path) -> None:
-    choices = read(tmp_path, FSDP, kind="FSDP")
+    choices = read(tmp_path, FSDP, "FSDP")
     assert choices.strategy == "fsdp2"
     assert choices.fsdp == {"fsdp_reshard_after_forward": False}
     assert choices.train["gradient_checkpointing"] is True
@@ -102,5 +100,5 @@ def test_fsdp2(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[str, ...]) -> None:
-    message = refusal(tmp_path, extra, kind=kind)
+    message = refusal(tmp_path, extra, kind)
     assert all(word in message for word in words), message

@@ -24,16 +24,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def test_an_existing_name_is_refused_and_nothing_is_lost(runs: Path) -> None:
-    (runs / "a").mkdir(parents=True)
-    (runs / "a" / "precious").touch()
-    with pytest.raises(UserError, match="exists already") as caught, reserve_folder("a"):
-        pass
-    assert caught.value.exit_code == 2
-    assert "make resume RUN=a" in caught.value.render()
-    assert (runs / "a" / "precious").exists()
-
-
 def test_a_second_node_joins_once() -> None:
     with reserve_folder("d") as run:
         record_event(run, "started", node_rank=0)
