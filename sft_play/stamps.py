@@ -117,11 +117,9 @@ def _one(call: Call) -> int:
         print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
         return 0
     print(_one_line(f"{folder}, after {_text(stamp.step)} steps" if stamp.step else str(folder)) + "\n")
-    rows = [("", "", *PURPOSES)]
+    rows: list[tuple[str, ...]] = [("", "", *PURPOSES)]
     for field, rule in RULES.items():
-        verdicts = tuple(getattr(rule, purpose) for purpose in PURPOSES)
-        for number, (label, text) in enumerate(_lines(field, getattr(stamp, field))):
-            rows.append((label, text, *(verdicts if number == 0 else ("",) * len(PURPOSES))))
+        rows += _lines(field, tuple(getattr(rule, purpose) for purpose in PURPOSES), getattr(stamp, field))
     print(*table(rows, widest=44), sep="\n")
     print("\nrefuse, warn, allow: what happens when that field differs")
     if again:
@@ -157,11 +155,7 @@ def _difference(call: Call) -> int:
         return 0
     rows: list[tuple[str, ...]] = [("", "A", "B", *PURPOSES)]
     for row in found:
-        one, other = _pair(row["a"], row["b"])
-        for number, part in enumerate(one):
-            label = _one_line(row["field"] + (f".{part}" if part else ""))
-            verdicts = tuple(row[purpose] for purpose in PURPOSES) if number == 0 else ("",) * len(PURPOSES)
-            rows.append((label, one[part], other[part], *verdicts))
+        rows += _lines(row["field"], tuple(row[purpose] for purpose in PURPOSES), row["a"], row["b"])
     print(*table(rows, widest=44), sep="\n")
     print()
     for row in found:
@@ -170,22 +164,20 @@ def _difference(call: Call) -> int:
     return 0
 
 
-def _pair(one: Any, other: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what differs of two values, by the name inside a mapping; single values have the name ``."""
-    if not isinstance(one, Mapping) and not isinstance(other, Mapping):
-        return {"": _text(one)}, {"": _text(other)}
-    left, right = (dict(value) if isinstance(value, Mapping) else {} for value in (one, other))
-    names = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
-    return {name: _text(left.get(name)) for name in names}, {name: _text(right.get(name)) for name in names}
-
-
-def _lines(field: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and text of a field, one line for each entry of a mapping."""
-    if isinstance(value, Mapping) and value:
-        for name, part in value.items():
-            yield _one_line(f"{field}.{name}"), _text(part)
-    else:
-        yield field, _text(value)
+def _lines(field: str, verdicts: tuple[str, ...], *values: Any) -> Iterator[tuple[str, ...]]:
+    """Yield name and texts of a field, one line for each entry of a mapping, the first with the verdicts; of two values what differs."""
+    lines = [(field, *map(_text, values))]
+    if any(isinstance(value, Mapping) and value for value in values):
+        parts = [value if isinstance(value, Mapping) else {} for value in values]
+        names = dict.fromkeys(name for part in parts for name in part)
+        entries = {name: [part.get(name) for part in parts] for name in names}
+        lines = [
+            (_one_line(f"{field}.{name}"), *map(_text, entry))
+            for name, entry in entries.items()
+            if len(values) == 1 or entry[0] != entry[1]
+        ]
+    for number, line in enumerate(lines):
+        yield (*line, *(verdicts if number == 0 else ("",) * len(PURPOSES)))
 
 
 def _text(value: Any) -> str:

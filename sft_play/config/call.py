@@ -358,7 +358,7 @@ def _typed(words: Sequence[str], commands: Mapping[str, Command], problems: list
         else:
             known = [option for row in commands.values() for option in row.options]
             better = names.suggest(word, options=known)
-            hint = f"did you mean `{_as_variable(better)}=...`?" if better else "everything after the command is `NAME=value`"
+            hint = f"did you mean `{variable_name(better)}=...`?" if better else "everything after the command is `NAME=value`"
             if word.endswith((".yaml", ".yml")) or preset_path(word).is_file():
                 hint = f"did you mean `CONFIG={word}`?"
             problems.append(UserError(f"`{word}` is not `NAME=value`", hint=hint))
@@ -448,7 +448,7 @@ def _hint(one: _Given, known: frozenset[str], command: str, commands: Mapping[st
 
 def _words(meant: Mapping[str, str], command: str, one: _Given) -> str:
     """Return what to type, with the command that takes it where the one that was typed starts a single process."""
-    typed = " ".join(f"{_as_variable(name)}={value}" for name, value in meant.items())
+    typed = " ".join(f"{variable_name(name)}={value}" for name, value in meant.items())
     several = next((other for start, other in FOR_SEVERAL if f" {typed}".find(f" {start}") >= 0), None)
     if command not in SINGLE or several is None or typed in (f"NUM_GPUS={few}" for few in ("1", "...")):
         return f"`{typed}`"
@@ -466,10 +466,6 @@ def _did_you_mean(one: _Given, better: str, command: str) -> str:
         takes = "a number" if better in NUMBERS else "text"
     more = f"It takes {takes}" if takes else COUNTED_HERE.get(names.plain_word(one.name), "")
     return f"did you mean {_words({better: '...' if takes else value}, command, one)}? {more}".rstrip()
-
-
-def _as_variable(name: str) -> str:
-    return variable_name(name) if "." in name else name
 
 
 def _listed(options: frozenset[str]) -> str:

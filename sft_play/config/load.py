@@ -222,9 +222,8 @@ def _read_overrides(overrides: Iterable[Override], found: Values) -> None:
 
 
 def _refused(key: str, place: str) -> UserError:
-    instead, why = names.refusal(key) or (None, "there is no such key")
-    hint = f"use `{variable_name(instead) if '.' in instead else instead}`" if instead else None
-    return UserError(f"`{key}` is not taken: {why}", place=without_secret(place, key), hint=hint)
+    place = without_secret(place, key)
+    return names.refusal(key, place, variable_name) or UserError(f"`{key}` is not taken: there is no such key", place=place)
 
 
 # ---- Together

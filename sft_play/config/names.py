@@ -324,10 +324,13 @@ def closest_section(name: str) -> str | None:
     return close[0] if close else None
 
 
-def refusal(key: str) -> tuple[str | None, str] | None:
-    """Return (name to use, why) for a `train.` field of `TrainingArguments` that is decided elsewhere."""
+def refusal(key: str, place: str | None = None, spell: Callable[[str], str] = str) -> UserError | None:
+    """Return the error of a `train.` field of `TrainingArguments` that is decided elsewhere; `spell` writes the key to use instead."""
     section, _, leaf = key.partition(".")
-    return REFUSED.get(leaf) if section == "train" else None
+    if section != "train" or leaf not in REFUSED:
+        return None
+    instead, why = REFUSED[leaf]
+    return UserError(f"`{key}` is not taken: {why}", place=place, hint=f"use `{spell(instead)}`" if instead else None)
 
 
 def closest_file(path: Path, folder: Path) -> str | None:
@@ -357,9 +360,8 @@ def unknown_key(key: str, place: str, node: Node) -> UserError:
         first = {"data": "train_path", "model": "name", "tuning": "mode"}.get(key)
         hint = f"did you mean `{key}.{first}: {shown(node)}`?" if first and isinstance(node.value, str) else None
         return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place, hint=hint)
-    if refused := refusal(key):
-        instead, why = refused
-        return UserError(f"`{key}` is not taken: {why}", place=place, hint=f"use `{instead}`" if instead else None)
+    if refused := refusal(key, place):
+        return refused
     section, _, leaf = key.rpartition(".")
     if leaf == "<<":
         return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")

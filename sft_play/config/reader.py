@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,15 @@ class Range:
         return "".join(f" {sign} {limit} and" for sign, limit in limits if limit is not None).removesuffix(" and")
 
 
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What the whole of a text looks like; a rule compares it, beside the other rules (`config.schedulers`)."""
+
+    regex: re.Pattern[str]
+    words: str
+    """The same for messages."""
+
+
 Positive = Annotated[int, Range(minimum=1)]
 FromZero = Annotated[int, Range(minimum=0)]
 Count = Annotated[int, Range(minimum=0, maximum=LARGEST_FREE)]
@@ -85,26 +95,30 @@ INVALID = object()
 
 
 @cache
-def _parts(annotation: Any) -> tuple[tuple[Any, Range], ...]:
-    """Return the members of a union, each with its range."""
+def _parts(annotation: Any) -> tuple[tuple[Any, Range | Pattern | None], ...]:
+    """Return the members of a union, each with its range or pattern."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        member, *marks = get_args(annotation)
-        limits = next((mark for mark in marks if isinstance(mark, Range)), Range())
-        return tuple((part, limits) for part in options(member))
+        member, mark = get_args(annotation)
+        return tuple((part, mark) for part in options(member))
     if origin in (Union, types.UnionType):
         return tuple(part for member in get_args(annotation) for part in _parts(member))
-    return ((annotation, Range()),)
+    return ((annotation, None),)
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone; without ranges."""
+    """Return the members of a union, or the annotation alone; without ranges and patterns."""
     return tuple(part for part, _ in _parts(annotation))
 
 
 def limits_of(annotation: Any) -> Range:
     """Return the range of the numbers that an annotation takes."""
-    return next((limits for part, limits in _parts(annotation) if part in (int, float)), Range())
+    return next((mark for _, mark in _parts(annotation) if isinstance(mark, Range)), Range())
+
+
+def pattern_of(annotation: Any) -> Pattern | None:
+    """Return what a text must look like, where the annotation says it."""
+    return next((mark for _, mark in _parts(annotation) if isinstance(mark, Pattern)), None)
 
 
 def literals(annotation: Any) -> tuple[Any, ...]:
@@ -139,14 +153,8 @@ def describe(annotation: Any) -> str:
         elif get_origin(part) is list:
             (entry,) = get_args(part)
             of_records = dataclasses.is_dataclass(entry)
-            example = "mappings such as `[{name: text}]`" if get_origin(entry) is Mapping else ""
-            words.append(
-                f"a list of entries with {_keys_of(entry)}"
-                if of_records
-                else f"a list of {example}"
-                if example
-                else "a list such as `[a, b]`"
-            )
+            example = "of mappings such as `[{name: text}]`" if get_origin(entry) is Mapping else "such as `[a, b]`"
+            words.append(f"a list {f'of entries with {_keys_of(entry)}' if of_records else example}")
         elif dataclasses.is_dataclass(part):
             words.append(f"an entry with {_keys_of(part)}")
         elif part is not type(None):

@@ -5,37 +5,59 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from sft_play.config.reader import Conflict, FromZero, Positive, Range, quoted
+from sft_play.config.reader import Conflict, FromZero, Pattern, Positive, Range, fields_of, pattern_of, quoted
 from sft_play.errors import HUB_LOGIN, SECRET_VARIABLE, without_tokens
+
+NAME = re.compile(r"[\w.,@:+/-]+")
+"""A name of the cluster's (partition, account, ...), or several between commas."""
+ARRAY = Pattern(
+    re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?", re.ASCII),
+    "indices such as `0-3`, `1,5,7` or `1-10%1`",
+)
+LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+"""RFC 1035: what a Service, a namespace and an operator's job may be called."""
+SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""RFC 1123: claims, Secrets, storage classes."""
+QUALIFIED = re.compile(r"([a-z0-9][-a-z0-9.]{0,251}/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
+"""Keys of labels."""
+RESOURCE = re.compile(r"(?=[^/]*/)" + QUALIFIED.pattern, re.ASCII)
+IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.ASCII)
+ADAPTERS = re.compile(r"[=^]{0,2}[\w.:,-]+", re.ASCII)
+Claim = Annotated[str, Pattern(SUBDOMAIN, "small letters, digits, `-` and `.`, at most 253")]
+Resource = Annotated[str, Pattern(RESOURCE, "a resource's name such as `nvidia.com/gpu`")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig:
     """What `make slurm` asks the scheduler for. Nodes and GPUs come from the plan."""
 
-    partition: str | None = None
+    partition: Annotated[str, Pattern(NAME, "the name of a partition, as `sinfo -s` lists them")] | None = None
     """Default: the cluster's."""
-    account: str | None = None
+    account: Annotated[str, Pattern(NAME, "the name of an account")] | None = None
     """Account to charge."""
-    qos: str | None = None
+    qos: Annotated[str, Pattern(NAME, "the name of a quality of service")] | None = None
     """Quality of service."""
     time: str = "24:00:00"
     """Time limit (`days-hours:minutes:seconds`)."""
-    gpu_type: str | None = None
+    gpu_type: Annotated[str, Pattern(NAME, "the cluster's name of a GPU, such as `h100`")] | None = None
     """GPU type (`--gpus-per-node=TYPE:COUNT`)."""
     cpus_per_gpu: Positive = 8
     """Cores per GPU; without GPUs per process."""
-    memory: str | None = None
+    memory: Annotated[str, Pattern(re.compile(r"[0-9]+[KMGT]?"), "a number with `K`, `M`, `G` or `T`, such as `200G`")] | None = (
+        None
+    )
     """Memory per node (`200G`); default: the partition's."""
-    constraint: str | None = None
+    constraint: (
+        Annotated[str, Pattern(re.compile(r"[\w.,@:+/&|*()\[\]-]+"), "features without blanks, such as `ib&h100`")] | None
+    ) = None
     """Feature the nodes must have."""
     warning_seconds: Annotated[int, Range(minimum=30, maximum=65_535)] = 120
     """Save and stop this long before the limit."""
     max_requeues: FromZero = 20
     """Most requeues."""
-    array: str | None = None
+    array: Annotated[str, ARRAY] | None = None
     """Job array (`0-3`, `1-10%1`): each task is a run `RUN_NAME-INDEX`."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the launch (`module load cuda`)."""
@@ -49,29 +71,29 @@ class KubernetesConfig:
 
     kind: Literal["pytorchjob", "trainjob", "job", "skypilot"] = "pytorchjob"
     """What is [written](kubernetes.md)."""
-    image: str = "sft-play:latest"
+    image: Annotated[str, Pattern(IMAGE, "an image such as `registry.example/sft-play:1.0`")] = "sft-play:latest"
     """Made by the `Dockerfile`; SkyPilot installs this folder unless it is typed."""
-    namespace: str | None = None
+    namespace: Annotated[str, Pattern(LABEL, "small letters, digits and `-`, at most 63, the first a letter")] | None = None
     """Default: the current context's."""
-    models_claim: str | None = "models"
+    models_claim: Claim | None = "models"
     """PersistentVolumeClaim for models and prepared data; SkyPilot: a volume, if typed."""
-    runs_claim: str | None = "runs"
+    runs_claim: Claim | None = "runs"
     """The same for run folders."""
-    tracking_claim: str | None = None
+    tracking_claim: Claim | None = None
     """The same for a tracker, at `/tracking`."""
     create_claims: bool = False
     """Render the claims; needs `kubernetes.storage_class`."""
-    storage_class: str | None = None
+    storage_class: Claim | None = None
     """Storage class of rendered claims."""
     access_mode: Literal["auto", "ReadWriteMany", "ReadWriteOnce"] = "auto"
     """Of rendered claims; `auto`: `ReadWriteMany` for several pods."""
     storage_size: str = "200Gi"
     """Size of each rendered claim."""
-    token_secret: str | None = None
+    token_secret: Claim | None = None
     """Secret with the hub's token as key `HF_TOKEN`."""
-    pull_secret: str | None = None
+    pull_secret: Claim | None = None
     """Secret for pulling the image."""
-    gpu_resource: str = "nvidia.com/gpu"
+    gpu_resource: Resource = "nvidia.com/gpu"
     """Resource name of GPUs."""
     cpus: Positive = 8
     """Cores per pod."""
@@ -89,17 +111,17 @@ class KubernetesConfig:
     """`[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
     infiniband: bool = False
     """Request InfiniBand devices and unlimited locked memory."""
-    rdma_resource: str = "rdma/ib"
+    rdma_resource: Resource = "rdma/ib"
     """Their resource name."""
     rdma_count: Positive = 1
     """Their number per pod."""
-    hca: str | None = None
+    hca: Annotated[str, Pattern(ADAPTERS, "adapters as NCCL takes them: `mlx5`, `=mlx5_0:1,mlx5_1:1`, `^mlx5_3`")] | None = None
     """`NCCL_IB_HCA`, such as `mlx5`."""
     max_restarts: FromZero = 10
     """Restarts in a row without a newer checkpoint."""
     finished_seconds: FromZero = 604800
     """Seconds until a finished PyTorchJob or Job is removed."""
-    queue: str | None = None
+    queue: Annotated[str, Pattern(SUBDOMAIN, "the name of a Kueue LocalQueue")] | None = None
     """Kueue queue."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables; no secrets."""
@@ -108,13 +130,8 @@ class KubernetesConfig:
 # Rules of `slurm`.
 
 
-NAME = re.compile(r"[\w.,@:+/-]+")
-"""A name of the cluster's (partition, account, ...), or several between commas."""
-CONSTRAINT = re.compile(r"[\w.,@:+/&|*()\[\]-]+")
-MEMORY = re.compile(r"[0-9]+[KMGT]?")
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::([0-5]?\d))?(?::([0-5]?\d))?", re.ASCII)
 """`days-hours[:minutes[:seconds]]`, `minutes[:seconds]` or `hours:minutes:seconds`: what sbatch takes. It also adds up `25:99`, a slip."""
-ARRAY = re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?", re.ASCII)
 OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\"\\]+)?")
 OF_KEYS: Mapping[str, str] = {
     "partition": "slurm.partition", "account": "slurm.account", "qos": "slurm.qos", "time": "slurm.time", "mem": "slurm.memory",
@@ -140,22 +157,21 @@ def seconds_of(time: str) -> int | None:
     return first * 60 + second
 
 
-def slurm_names(slurm: SlurmConfig) -> Iterator[Conflict]:
-    """Names, amounts and indices, each as sbatch takes it."""
-    expected: Mapping[str, tuple[re.Pattern[str], str]] = {
-        "partition": (NAME, "the name of a partition, as `sinfo -s` lists them"),
-        "account": (NAME, "the name of an account"),
-        "qos": (NAME, "the name of a quality of service"),
-        "gpu_type": (NAME, "the cluster's name of a GPU, such as `h100`"),
-        "constraint": (CONSTRAINT, "features without blanks, such as `ib&h100`"),
-        "memory": (MEMORY, "a number with `K`, `M`, `G` or `T`, such as `200G`"),
-        "array": (ARRAY, "indices such as `0-3`, `1,5,7` or `1-10%1`"),
-    }
-    for key, (pattern, words) in expected.items():
-        text = getattr(slurm, key)
-        backwards = key == "array" and any(int(low) > int(high) for low, high in re.findall(r"(\d+)-(\d+)", text or ""))
-        if text is not None and (backwards or not pattern.fullmatch(text)):
-            yield Conflict(f"slurm.{key}", f"; expected {words}")
+def texts(section: SlurmConfig | KubernetesConfig) -> Iterator[Conflict]:
+    """Names, amounts and indices, each as the scheduler takes it."""
+    record: Any = type(section)
+    name = "slurm" if record is SlurmConfig else "kubernetes"
+    for key, annotation in fields_of(record).items():
+        text, pattern = getattr(section, key), pattern_of(annotation)
+        if pattern and text is not None and not pattern.regex.fullmatch(text):
+            yield Conflict(f"{name}.{key}", f"; expected {pattern.words}")
+
+
+def array(slurm: SlurmConfig) -> Iterator[Conflict]:
+    """Ranges of a job array, the lower end first."""
+    given = slurm.array or ""
+    if ARRAY.regex.fullmatch(given) and any(int(low) > int(high) for low, high in re.findall(r"(\d+)-(\d+)", given)):
+        yield Conflict("slurm.array", f"; expected {ARRAY.words}")
 
 
 def times(slurm: SlurmConfig) -> Iterator[Conflict]:
@@ -187,19 +203,12 @@ def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
             yield Conflict(name, ", which is not for the script", f"omit it, or type `sbatch --{match[1]}` when you submit")
 
 
-SLURM_RULES = (slurm_names, times, slurm_lines)
+SLURM_RULES = (texts, array, times, slurm_lines)
 
 
 # Rules of `kubernetes`: what the API server would refuse, or an operator's web hook, later.
 
 
-LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-"""RFC 1035: what a Service, a namespace and an operator's job may be called."""
-SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-"""RFC 1123: claims, Secrets, storage classes."""
-QUALIFIED = re.compile(r"([a-z0-9][-a-z0-9.]{0,251}/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
-"""Keys of labels."""
-RESOURCE = re.compile(r"(?=[^/]*/)" + QUALIFIED.pattern, re.ASCII)
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
@@ -207,8 +216,6 @@ UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
 LEAST_BYTES = 2**20
 """Less is a slip of the unit."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.ASCII)
-ADAPTERS = re.compile(r"[=^]{0,2}[\w.:,-]+", re.ASCII)
 OUR_VARIABLES = re.compile(
     r"PET_\w+|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|NODE_RANK|MASTER_(ADDR|PORT|KEY)|JOB_COMPLETION_INDEX|SKYPILOT_\w+|POD_IP|RUNS_DIR"
     r"|SFT_PLAY_MAX_RESTARTS"
@@ -223,20 +230,8 @@ def quantity(text: str) -> int | None:
     return int(float(match.group(1)) * UNITS[match.group(2) or ""]) if match else None
 
 
-def kubernetes_names(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
-    """Names of what is in the cluster, and labels."""
-    claim, resource = "small letters, digits, `-` and `.`, at most 253", "a resource's name such as `nvidia.com/gpu`"
-    expected: Mapping[str, tuple[re.Pattern[str], str]] = {
-        "namespace": (LABEL, "small letters, digits and `-`, at most 63, the first a letter"),
-        **dict.fromkeys(("models_claim", "runs_claim", "tracking_claim", "token_secret", "pull_secret", "storage_class"), (SUBDOMAIN, claim)),
-        "gpu_resource": (RESOURCE, resource), "rdma_resource": (RESOURCE, resource),
-        "queue": (SUBDOMAIN, "the name of a Kueue LocalQueue"), "image": (IMAGE, "an image such as `registry.example/sft-play:1.0`"),
-        "hca": (ADAPTERS, "adapters as NCCL takes them: `mlx5`, `=mlx5_0:1,mlx5_1:1`, `^mlx5_3`"),
-    }  # fmt: skip
-    for key, (pattern, words) in expected.items():
-        text = getattr(kubernetes, key)
-        if text is not None and not pattern.fullmatch(text):
-            yield Conflict(f"kubernetes.{key}", f"; expected {words}")
+def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
+    """What chooses the nodes: labels and tolerations."""
     for key, selectors in (("node_selector", [kubernetes.node_selector]), ("replica_selectors", kubernetes.replica_selectors)):
         for name, value in (pair for selector in selectors for pair in selector.items()):
             if not QUALIFIED.fullmatch(name) or not LABEL_VALUE.fullmatch(value):
@@ -298,4 +293,4 @@ def environment(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
             yield Conflict(key, f"`{key}` holds `{name}`, which the manifests or the operator set")
 
 
-KUBERNETES_RULES = (kubernetes_names, sizes, together, environment)
+KUBERNETES_RULES = (texts, labels, sizes, together, environment)
