@@ -26,7 +26,6 @@ CASES = {
     "a file as a section": ("model: {name: some/model}\ndata: rows.jsonl\n", [], "did you mean `data.train_path: rows.jsonl`?"),
     "unknown variable": (GOOD, ["TRAIN_LEARNIG_RATE=1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
     "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `train-distributed NUM_GPUS=2`?"),
-    "flag": (GOOD, ["--learning-rate", "1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
     "wrong type": (GOOD + "train:\n  batch_size: two\n", [], "x.yaml:4: `train.batch_size` is `two`; expected an integer >= 1 or `auto`"),
     "no GPUs": (GOOD, ["NUM_GPUS=0"], "`NUM_GPUS` is `0`; expected an integer >= 1"),
     "decided elsewhere": (GOOD, ["TRAIN_OUTPUT_DIR=out"], "use `RUN_NAME`"),

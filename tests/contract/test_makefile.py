@@ -77,7 +77,6 @@ def make(*words: str, before: Callable[[], object] | None = None) -> subprocess.
         (["check", "TESTS=tests/unit"], "takes no TESTS"),
         (["bench-training", "CONFIG=$(shell false)"], "takes no CONFIG"),
         (["test", "TESTS=a\ntouch x"], "holds a newline; write it on one line"),
-        (["bench-preparation", "ROWS=1\n2"], "holds a newline; write it on one line"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,8 +45,7 @@ def test_a_link_out_of_the_run_is_refused_with_its_target(run: RunFolder, name: 
     link = run.checkpoints / name
     link.unlink(missing_ok=True)
     link.symlink_to(target)
-    asks: list[Callable[[], object]] = [lambda: weights_folder(run, name), lambda: find(f"demo@{name}")]
-    for ask in asks:
+    for ask in (lambda: weights_folder(run, name), lambda: find(f"demo@{name}")):
         with pytest.raises(CheckpointError, match="is a link to") as refused:
             ask()
         assert refused.value.place == str(link) and f"`{link.readlink()}`" in refused.value.message
