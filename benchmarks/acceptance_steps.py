@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -27,13 +27,13 @@ from sft_play.runs.folder import RunFolder, cache_folder
 
 GIB, MIB = 2**30, 2**20
 TINY_SHAPE = {"layers": 2, "hidden": 64, "inner": 128, "heads": 4, "kv_heads": 2, "vocabulary": 1024}
-SHORT = {"TRAIN_MAX_STEPS": "10", "TRAIN_SAVE_STRATEGY": "no"}
-COMPARED = {
-    "TRAIN_BATCH_SIZE": str(BATCH_SIZE), "TRAIN_GLOBAL_BATCH_SIZE": str(BATCH_SIZE), "TRAIN_LEARNING_RATE": str(LEARNING_RATE),
-    "TRAIN_LR_SCHEDULER_TYPE": "constant", "TRAIN_WARMUP_STEPS": "0", "TRAIN_MAX_STEPS": "12", "TRAIN_SAVE_STRATEGY": "no",
-}  # fmt: skip
+SHORT = "TRAIN_MAX_STEPS=10 TRAIN_SAVE_STRATEGY=no"
+COMPARED = (
+    f"TRAIN_BATCH_SIZE={BATCH_SIZE} TRAIN_GLOBAL_BATCH_SIZE={BATCH_SIZE} TRAIN_LEARNING_RATE={LEARNING_RATE} "
+    "TRAIN_LR_SCHEDULER_TYPE=constant TRAIN_WARMUP_STEPS=0 TRAIN_MAX_STEPS=12 TRAIN_SAVE_STRATEGY=no"
+)
 """What the other trainers of `benchmarks.training` do."""
-PACKED = {"TRAIN_PACKING": "on", "TRAIN_SAVE_STRATEGY": "no"}
+PACKED = "TRAIN_PACKING=on TRAIN_SAVE_STRATEGY=no"
 FORTY_GIB, HUNDRED_GIB = 40, 100
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 CURVE = {"fp32": 2e-3, "bf16": 3e-2}
@@ -44,7 +44,7 @@ CONTEXT = "import torch; torch.zeros(1).cuda(); free, all = torch.cuda.mem_get_i
 class Training:
     """One call of a training command."""
 
-    words: Mapping[str, str] = field(default_factory=dict)
+    words: str = ""
     command: str = "train"
     large: bool = False
     """Whether it is the 8B model's; else that of `configs/quickstart.yaml`."""
@@ -53,38 +53,34 @@ class Training:
 
 TRAININGS: Mapping[str, Training] = {
     **{
-        f"packed, {kind}": Training(PACKED | {"MODEL_ATTN_IMPLEMENTATION": kind})
+        f"packed, {kind}": Training(f"{PACKED} MODEL_ATTN_IMPLEMENTATION={kind}")
         for kind in ("sdpa", "varlen", "flex_attention", "flash_attention_2")
     },
-    "unpacked": Training(PACKED | {"TRAIN_PACKING": "off", "MODEL_ATTN_IMPLEMENTATION": "eager"}),
-    "cpu": Training({"TRAIN_BF16": "false"}, cpu=True),
-    "fp32": Training({"TRAIN_BF16": "false"}),
-    "bf16": Training({"TRAIN_BF16": "true"}),
-    "QLoRA, nf4": Training(SHORT | {"TUNING_MODE": "qlora"}),
-    "QLoRA, int8": Training(SHORT | {"TUNING_MODE": "qlora", "TUNING_QUANTIZATION": "int8"}),
-    "full": Training(SHORT | {"TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-4"}),
-    "fp16": Training(SHORT | {"TRAIN_FP16": "true", "TRAIN_BF16": "false"}),
-    "recomputation": Training(SHORT | {"TRAIN_GRADIENT_CHECKPOINTING": "true"}),
-    "undisturbed": Training({"TRAIN_MAX_STEPS": "60"}),
-    "stopped": Training({"TRAIN_MAX_STEPS": "60"}),
+    "unpacked": Training("TRAIN_PACKING=off TRAIN_SAVE_STRATEGY=no MODEL_ATTN_IMPLEMENTATION=eager"),
+    "cpu": Training("TRAIN_BF16=false", cpu=True),
+    "fp32": Training("TRAIN_BF16=false"),
+    "bf16": Training("TRAIN_BF16=true"),
+    "QLoRA, nf4": Training(f"{SHORT} TUNING_MODE=qlora"),
+    "QLoRA, int8": Training(f"{SHORT} TUNING_MODE=qlora TUNING_QUANTIZATION=int8"),
+    "full": Training(f"{SHORT} TUNING_MODE=full TRAIN_LEARNING_RATE=1e-4"),
+    "fp16": Training(f"{SHORT} TRAIN_FP16=true TRAIN_BF16=false"),
+    "recomputation": Training(f"{SHORT} TRAIN_GRADIENT_CHECKPOINTING=true"),
+    "undisturbed": Training("TRAIN_MAX_STEPS=60"),
+    "stopped": Training("TRAIN_MAX_STEPS=60"),
     "8B LoRA": Training(large=True),
-    "8B LoRA, sdpa": Training({"MODEL_ATTN_IMPLEMENTATION": "sdpa"}, large=True),
-    "8B LoRA, plain kernels": Training({"TRAIN_KERNELS": "off"}, large=True),
-    "8B QLoRA": Training({"TUNING_MODE": "qlora"}, large=True),
-    "8B QLoRA, int8": Training({"TUNING_MODE": "qlora", "TUNING_QUANTIZATION": "int8", "TRAIN_MAX_STEPS": "6"}, large=True),
-    "8B full": Training({"TUNING_MODE": "full", "TRAIN_MAX_STEPS": "6"}, large=True),
-    "out of memory": Training(SHORT | {"TRAIN_BATCH_SIZE": "32", "TRAIN_GLOBAL_BATCH_SIZE": "32", "TRAIN_PACKING": "off"}),
-    "generating": Training(
-        SHORT | {"TRAIN_EVAL_STRATEGY": "steps", "TRAIN_EVAL_STEPS": "10", "TRAIN_PREDICT_WITH_GENERATE": "true"}
-    ),
+    "8B LoRA, sdpa": Training("MODEL_ATTN_IMPLEMENTATION=sdpa", large=True),
+    "8B LoRA, plain kernels": Training("TRAIN_KERNELS=off", large=True),
+    "8B QLoRA": Training("TUNING_MODE=qlora", large=True),
+    "8B QLoRA, int8": Training("TUNING_MODE=qlora TUNING_QUANTIZATION=int8 TRAIN_MAX_STEPS=6", large=True),
+    "8B full": Training("TUNING_MODE=full TRAIN_MAX_STEPS=6", large=True),
+    "out of memory": Training(f"{SHORT} TRAIN_BATCH_SIZE=32 TRAIN_GLOBAL_BATCH_SIZE=32 TRAIN_PACKING=off"),
+    "generating": Training(f"{SHORT} TRAIN_EVAL_STRATEGY=steps TRAIN_EVAL_STEPS=10 TRAIN_PREDICT_WITH_GENERATE=true"),
     "8B LoRA, 4 rows a step": Training(COMPARED, large=True),
     "LoRA, 4 rows a step": Training(COMPARED),
-    "FSDP2": Training(SHORT | {"NUM_GPUS": "1"}, "train-fsdp"),
-    "FSDP2, QLoRA": Training(SHORT | {"NUM_GPUS": "1", "TUNING_MODE": "qlora"}, "train-fsdp"),
-    "ZeRO-2": Training(SHORT | {"NUM_GPUS": "1"}, "train-deepspeed"),
-    "ZeRO-3, offloaded": Training(
-        SHORT | {"NUM_GPUS": "1", "DEEPSPEED_CONFIG": "deepspeed/zero3_offload.json"}, "train-deepspeed"
-    ),
+    "FSDP2": Training(f"{SHORT} NUM_GPUS=1", "train-fsdp"),
+    "FSDP2, QLoRA": Training(f"{SHORT} NUM_GPUS=1 TUNING_MODE=qlora", "train-fsdp"),
+    "ZeRO-2": Training(f"{SHORT} NUM_GPUS=1", "train-deepspeed"),
+    "ZeRO-3, offloaded": Training(f"{SHORT} NUM_GPUS=1 DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "train-deepspeed"),
 }
 GOALS: Mapping[str, Mapping[str, tuple[int, float | None]]] = {
     "H200": {"8B LoRA": (15_000, None), "8B QLoRA": (8_000, None), "8B full": (9_000, None)},
@@ -164,7 +160,8 @@ class Lab:
 
     def words(self, one: Training) -> dict[str, str]:
         """Return the variables of a training."""
-        words = {"CONFIG": str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml", **one.words}
+        words = dict(word.split("=", 1) for word in one.words.split())
+        words["CONFIG"] = str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml"
         if one.large and self.memory_bytes < FORTY_GIB * GIB:
             words = {"TRAIN_BATCH_SIZE": "1", "TRAIN_GRADIENT_CHECKPOINTING": "true"} | words  # their goals bound memory, too
         if self.small and not one.large:
@@ -203,25 +200,30 @@ class Lab:
                 raise StepError(f"`{' '.join(words[:4])}` was stopped: the step's time was over")
             return process.returncode, *said
 
-    def program(self, command: str, words: Mapping[str, str], env: Mapping[str, str] | None = None) -> str:
-        """Run `python -m sft_play COMMAND NAME=value ...`, which must end with 0, and returns its stdout."""
-        code, out, err = self.call("-m", "sft_play", command, *(f"{name}={value}" for name, value in words.items()), env=env)
-        if code:
-            raise StepError(f"`{command}` ended with code {code}: {last_error(err or out)}")
+    def program(self, command: str, words: Mapping[str, str], *, code: int = 0, **options: Any) -> str:
+        """Run `python -m sft_play COMMAND NAME=value ...`, which must end with `code`; return its stdout. For `options` see `call`."""
+        found, out, err = self.call("-m", "sft_play", command, *(f"{name}={value}" for name, value in words.items()), **options)
+        if found != code:
+            raise StepError(f"`{command}` ended with code {found}: {last_error(err or out)}")
         return out
 
-    def train(self, name: str, env: Mapping[str, str] | None = None) -> Run:
+    def run(self, name: str) -> Run:
+        """Return the run of this training."""
+        return Run(self.folder / "runs" / slug(name))
+
+    def train(self, name: str, *, env: Mapping[str, str] | None = None, **options: Any) -> Run:
         """Start a new run under this name and return it; 8B weights that it wrote are removed, since disks are small."""
-        one, run = TRAININGS[name], Run(self.folder / "runs" / slug(name))
+        one, run = TRAININGS[name], self.run(name)
         shutil.rmtree(run.folder, ignore_errors=True)
-        self.program(one.command, self.words(one) | {"RUN_NAME": slug(name)}, {**(HIDDEN if one.cpu else {}), **(env or {})})
+        env = {**(HIDDEN if one.cpu else {}), **(env or {})}
+        self.program(one.command, self.words(one) | {"RUN_NAME": slug(name)}, env=env, **options)
         if one.large:
             shutil.rmtree(run.folder / "model", ignore_errors=True)
         return run
 
     def trained(self, name: str) -> Run:
         """Return the run of an earlier step, or trains it."""
-        run = Run(self.folder / "runs" / slug(name))
+        run = self.run(name)
         return run if (run.folder / "training_metrics.json").is_file() else self.train(name)
 
 
@@ -322,13 +324,9 @@ def both_devices(lab: Lab) -> Iterator[Row]:
 
 def resumed(lab: Lab) -> Iterator[Row]:
     """SIGTERM after step 15, then `make resume`, compared with an undisturbed run."""
-    undisturbed, run = lab.train("undisturbed"), Run(lab.folder / "runs" / "stopped")
-    shutil.rmtree(run.folder, ignore_errors=True)
-    words = [f"{name}={value}" for name, value in (lab.words(TRAININGS["stopped"]) | {"RUN_NAME": "stopped"}).items()]
-    code, _, err = lab.call("-m", "sft_play", "train", *words, stop=lambda: max(run.column("loss"), default=0) >= 15)
-    yield Row("SIGTERM in mid-run: exit code", str(code), "143", code == 143)
-    if code != 143:
-        raise StepError(last_error(err))
+    undisturbed, run = lab.train("undisturbed"), lab.run("stopped")
+    lab.train("stopped", code=143, stop=lambda: max(run.column("loss"), default=0) >= 15)
+    yield Row("SIGTERM in mid-run: exit code", "143", "143", True)
     lab.program("resume", {"RUN": "stopped"})
     yield close("resumed and undisturbed", run, undisturbed, 1e-3)
 
@@ -390,7 +388,7 @@ def out_of_memory(lab: Lab) -> Iterator[Row]:
     fixed = sum(plan["ranks"][0]["memory_bytes"].get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer"))
     share = (fixed + 0.38 * (allocated(plan) - fixed)) / lab.memory_bytes
     limit = f"expandable_segments:True,per_process_memory_fraction:{share:.5f}"
-    run = lab.train("out of memory", {"PYTORCH_ALLOC_CONF": limit})
+    run = lab.train("out of memory", env={"PYTORCH_ALLOC_CONF": limit})
     count, steps = len(run.metrics["recoveries"]), len(run.column("loss"))
     yield Row("recoveries", f"{count}, micro-batch 32 -> {run.plan['ranks'][0]['micro_batch']}", ">= 1", count >= 1)
     yield Row("steps after all", str(steps), words["TRAIN_MAX_STEPS"], steps == int(words["TRAIN_MAX_STEPS"]))
@@ -401,7 +399,7 @@ def evaluation(lab: Lab) -> Iterator[Row]:
     found = []
     for name, env in (("fp32", {}), ("cpu", HIDDEN)):
         lab.trained(name)
-        found.append(json.loads(lab.program("eval", {"RUN": name, "EVAL_SAMPLES": "80", "JSON": "1"}, env)))
+        found.append(json.loads(lab.program("eval", {"RUN": name, "EVAL_SAMPLES": "80", "JSON": "1"}, env=env)))
     for what, values, most in (
         ("held-out loss", [one["loss"] for one in found], 0.01),
         ("ROUGE-L", [one["rougeL"]["mean"] for one in found], 0.02),

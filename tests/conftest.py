@@ -22,6 +22,7 @@ from sft_play.errors import HardwareError
 from sft_play.plan.detect import detect
 from tests import warm
 from tests.documents import ROOT
+from tests.doubles.machine import pynvml, sitecustomize
 from tests.tiny_models import build_tiny_llama
 
 NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE", "PYTHONWARNINGS")
@@ -115,12 +116,28 @@ def _leading_to(descriptor: int, stream: IO[str]) -> Iterator[None]:
         os.close(kept)
 
 
+@contextlib.contextmanager
+def on_machine(env: Mapping[str, str]) -> Iterator[None]:
+    """This process has `env`, and is on the machine that its `NVML_DOUBLE` describes, as a child of it would be (but for torch)."""
+    kernel, real = sitecustomize.kernel(env.get("NVML_DOUBLE")), sys.modules.get("pynvml")
+    if "NVML_DOUBLE" in env:
+        sys.modules["pynvml"] = pynvml
+    try:
+        with mock.patch.dict(os.environ, env, clear=True), mock.patch("os.uname", lambda: kernel):
+            yield
+    finally:
+        if real is not None:
+            sys.modules["pynvml"] = real
+        else:
+            sys.modules.pop("pynvml", None)
+
+
 def called(function: Callable[[], int], env: Mapping[str, str], *, cwd: Path = ROOT) -> Done:
     """Calls a program's `main` in this process: what it and its children print, and its code, are the same; its imports are made."""
     with (
         tempfile.TemporaryFile("a+", encoding="utf-8") as out,
         tempfile.TemporaryFile("a+", encoding="utf-8") as err,
-        mock.patch.dict(os.environ, env, clear=True),
+        on_machine(env),
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import pytest
 
 from tests.conftest import ROOT
 
@@ -133,13 +130,3 @@ MACHINES: dict[str, Machine] = {
 def emulated(folder: Path, name: str, *, torch: bool = False) -> dict[str, str]:
     """Returns the environment of a process on one of `MACHINES`."""
     return MACHINES[name].environment(folder, torch=torch)
-
-
-def move_to(monkeypatch: pytest.MonkeyPatch, machine: Machine, folder: Path) -> None:
-    """Puts this very process on a machine, but for the kernel's name and torch."""
-    import tests.doubles.machine.pynvml as double
-
-    for name, value in machine.environment(folder).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", double)

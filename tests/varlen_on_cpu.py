@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @cache
@@ -23,20 +27,18 @@ def register() -> None:
 
 
 def _rows(
-    query_THD: Tensor, key_TKD: Tensor, ends: Tensor, causal: bool, scale: float | None, window: Any
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yields each row's place and its attention weights [H, t, t]: causal, or the window's `left` tokens before and `right` after."""
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, window: Any
+) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+    """Yields each row's place, its query, key and value [1, H, t, D] in fp32, and its mask: causal, or the window's `left` tokens."""
     left, right = window
-    groups = query_THD.shape[1] // key_TKD.shape[1]
-    for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False):
+    for start, end in pairwise(ends.tolist()):
         row = slice(start, end)
-        query, key = query_THD[row].transpose(0, 1).float(), key_TKD[row].transpose(0, 1).repeat_interleave(groups, 0).float()
-        scores = query @ key.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        tensors = [x[row].transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0)[None] for x in (query, key, value)]
         back = torch.arange(end - start)[:, None] - torch.arange(end - start)
         seen = back >= (0 if causal or right == 0 else -(end - start))
         if left >= 0:
             seen &= back <= left
-        yield row, scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        yield row, [x.float() for x in tensors], torch.zeros(back.shape).masked_fill(~seen, float("-inf"))
 
 
 def _forward(
@@ -47,12 +49,10 @@ def _forward(
     assert cu_seq_q.dtype == torch.int32 and int(cu_seq_q[0]) == 0 and int(cu_seq_q[-1]) == query.shape[0] == key.shape[0]
     assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == int(lengths.max()) and type(max_q) is int
     assert query.dtype == key.dtype == value.dtype and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    out, groups = torch.empty_like(query), query.shape[1] // key.shape[1]
-    for row, weights in _rows(query, key, cu_seq_q, is_causal, scale, window_size):
-        values = value[row].transpose(0, 1).repeat_interleave(groups, 0).float()
-        out[row] = (weights @ values).transpose(0, 1).to(out.dtype)
-    sums = torch.zeros(query.shape[1], query.shape[0], dtype=torch.float)
-    return out, sums, torch.zeros(2, dtype=torch.uint64)
+    out = torch.empty_like(query)
+    for row, tensors, mask in _rows(query, key, value, cu_seq_q, is_causal, window_size):
+        out[row] = ATTEND(*tensors, attn_mask=mask, scale=scale)[0][0].transpose(0, 1)
+    return out, torch.zeros(query.shape[1], query.shape[0]), torch.zeros(2, dtype=torch.uint64)
 
 
 def _backward(
@@ -60,15 +60,9 @@ def _backward(
     max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None = None, window_size: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    for row, weights in _rows(query, key, cu_seq_q, is_causal, scale, window_size):
-        upstream, asked = grad_out[row].transpose(0, 1).float(), query[row].transpose(0, 1).float()
-        keys, values = (x[row].transpose(0, 1).repeat_interleave(groups, 0).float() for x in (key, value))
-        of_weights = upstream @ values.transpose(1, 2)
-        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * factor
-        parts = of_scores @ keys, of_scores.transpose(1, 2) @ asked, weights.transpose(1, 2) @ upstream
+    for row, tensors, mask in _rows(query, key, value, cu_seq_q, is_causal, window_size):
+        upstream, made = grad_out[row].transpose(0, 1)[None].float(), ATTEND(*tensors, attn_mask=mask, scale=scale)
+        parts = ATTEND_BACKWARD(upstream, *tensors, *made, 0.0, False, attn_mask=mask, scale=scale)
         for grad, part in zip(grads, parts, strict=True):
-            summed = part if grad is grads[0] else part.unflatten(0, (heads, groups)).sum(1)
-            grad[row] = summed.transpose(0, 1).to(grad.dtype)
+            grad[row] = part[0].unflatten(0, (grad.shape[1], -1)).sum(1).transpose(0, 1)
     return grads

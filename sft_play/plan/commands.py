@@ -11,24 +11,11 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.errors import UserError
-from sft_play.plan.detect import (
-    Shown,
-    all_hidden,
-    capability_of,
-    detect,
-    gpu_memory,
-    name_of,
-    nvml_session,
-    other_gpu,
-    shown_gpus,
-    text_of,
-    versions_of,
-)
-from sft_play.plan.hardware import GIB, cpu_threads, fast_bf16, ram_bytes
+from sft_play.plan.detect import Shown, all_hidden, detect, look_at_gpus, nvml_session, other_gpu, versions_of
+from sft_play.plan.hardware import GIB, Device, cpu_only
 from sft_play.plan.plan import LaunchRequest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.sources import needs_several, parse_source, plan_for
-from sft_play.runs.origin import processor
 from sft_play.text import gib
 
 LINKS = {
@@ -47,8 +34,15 @@ def gpu_info(call: Call) -> int:
 
 def gpu_facts() -> dict[str, Any]:
     """Return `{"count", "driver", "cuda", "visible_devices", "gpus": [...], "links": [...], "cpu": {...}, "reason"}`."""
-    total, free = ram_bytes()
-    cpu = {"name": processor(), "threads": cpu_threads(), "memory_bytes": total, "free_bytes": free, "bf16": fast_bf16()}
+    hardware = cpu_only()
+    (device,) = hardware.devices
+    cpu = {
+        "name": device.name,
+        "threads": hardware.cpu_threads,
+        "memory_bytes": device.memory_bytes,
+        "free_bytes": device.free_bytes,
+    }
+    cpu["bf16"] = device.bf16
     facts: dict[str, Any] = {
         "count": 0, "driver": None, "cuda": None, "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus": [], "links": [],
         "cpu": cpu, "reason": None,
@@ -56,20 +50,20 @@ def gpu_facts() -> dict[str, Any]:
     with nvml_session() as nvml:
         if nvml is None:
             return facts | {"reason": other_gpu() or "no NVIDIA driver answers on this machine"}
-        shown, count = shown_gpus(nvml)
-        facts["count"], (facts["driver"], facts["cuda"]) = len(shown), versions_of(nvml)
-        facts["gpus"], facts["links"] = [_gpu(nvml, gpu) for gpu in shown], _links(nvml, shown)
-    if not shown:
+        found, count = look_at_gpus(nvml)
+        facts["count"], (facts["driver"], facts["cuda"]) = len(found), versions_of(nvml)
+        facts["gpus"], facts["links"] = [_gpu(nvml, *one) for one in found], _links(nvml, [gpu for gpu, _ in found])
+    if not found:
         hidden = f"CUDA_VISIBLE_DEVICES={facts['visible_devices']} hides all {count}"
         facts["reason"] = hidden if count else "the NVIDIA driver answers, but there is no GPU"
     return facts
 
 
-def _gpu(nvml: Any, gpu: Shown) -> dict[str, Any]:
-    (total, free), capability = gpu_memory(nvml, gpu), capability_of(nvml, gpu)
+def _gpu(nvml: Any, gpu: Shown, device: Device) -> dict[str, Any]:
     return {
-        "index": gpu.number, "name": name_of(nvml, gpu), "uuid": text_of(nvml.nvmlDeviceGetUUID(gpu.handle)), "memory_bytes": total,
-        "free_bytes": free, "compute_capability": ".".join(map(str, capability)), "bf16": capability >= (8, 0), "fp8": capability >= (8, 9),
+        "index": device.number, "name": device.name, "uuid": nvml.nvmlDeviceGetUUID(gpu.handle), "memory_bytes": device.memory_bytes,
+        "free_bytes": device.free_bytes, "compute_capability": ".".join(map(str, device.compute_capability or ())), "bf16": device.bf16,
+        "fp8": device.fp8,
     }  # fmt: skip
 
 
@@ -90,13 +84,13 @@ def _links(nvml: Any, gpus: list[Shown]) -> list[dict[str, Any]]:
 
 def _nvlinks(nvml: Any, one: Any, other: Any) -> int:
     """Count the active NVLinks of `one` that lead to `other`; through a switch every active link counts."""
-    bus = text_of(nvml.nvmlDeviceGetPciInfo(other).busId).lower()
+    bus = nvml.nvmlDeviceGetPciInfo(other).busId.lower()
     count = 0
     for link in range(18):
         try:
             if not nvml.nvmlDeviceGetNvLinkState(one, link):
                 continue
-            remote = text_of(nvml.nvmlDeviceGetNvLinkRemotePciInfo(one, link).busId).lower()
+            remote = nvml.nvmlDeviceGetNvLinkRemotePciInfo(one, link).busId.lower()
         except nvml.NVMLError:
             break
         count += remote == bus or not remote.strip("\0")
@@ -172,23 +166,21 @@ def _devices_now() -> list[dict[str, Any]]:
     """Return each device with its memory and the processes that hold most of it."""
     if not all_hidden():
         with nvml_session() as nvml:
-            if nvml is not None and (shown := shown_gpus(nvml)[0]):
-                return [
-                    _in_use(f"cuda:{gpu.number}", name_of(nvml, gpu), gpu_memory(nvml, gpu), _holders(nvml, gpu.handle))
-                    for gpu in shown
-                ]
+            if nvml is not None and (found := look_at_gpus(nvml)[0]):
+                return [_in_use(f"cuda:{gpu.number}", device, _holders(nvml, gpu.handle)) for gpu, device in found]
     import psutil
 
     processes = [one.info for one in psutil.process_iter(["pid", "name", "memory_info"])]
     holders = [
         {"pid": one["pid"], "name": one["name"], "bytes": int(one["memory_info"].rss)} for one in processes if one["memory_info"]
     ]
-    return [_in_use("cpu", processor(), ram_bytes(), holders)]
+    return [_in_use("cpu", cpu_only().devices[0], holders)]
 
 
-def _in_use(device: str, name: str, memory: tuple[int, int], holders: list[dict[str, Any]]) -> dict[str, Any]:
+def _in_use(label: str, device: Device, holders: list[dict[str, Any]]) -> dict[str, Any]:
     most = sorted(holders, key=lambda holder: -holder["bytes"])[:SHOWN_PROCESSES]
-    return {"device": device, "name": name, "memory_bytes": memory[0], "free_bytes": memory[1], "processes": most}
+    shown = {"device": label, "name": device.name, "memory_bytes": device.memory_bytes, "free_bytes": device.free_bytes}
+    return shown | {"processes": most}
 
 
 def _holders(nvml: Any, handle: Any) -> list[dict[str, Any]]:

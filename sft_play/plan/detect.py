@@ -8,19 +8,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.errors import HardwareError, raise_all
 from sft_play.plan.hardware import GIB, Device, Hardware, cpu_only, cpu_threads, find_card, ram_bytes
 from sft_play.runs.origin import torch_version
 from sft_play.text import Finding
-
-if TYPE_CHECKING:
-    from sft_play.plan.hardware import Hardware
 
 NOTHING = ("", "-1", "none", "void", "NoDevFiles")
 """Entries of `CUDA_VISIBLE_DEVICES` that hide GPUs on purpose; the last is Slurm's, for jobs without GPUs."""
@@ -34,7 +31,7 @@ def detect() -> Hardware:
     with nvml_session() as nvml:
         if nvml is None:
             return replace(cpu_only(), unused=other_gpu())
-        devices, (driver, cuda) = _gpus(nvml), versions_of(nvml)
+        devices, (driver, cuda) = [device for _, device in look_at_gpus(nvml)[0]], versions_of(nvml)
     if not devices:
         return cpu_only()
     return Hardware(
@@ -88,7 +85,7 @@ def nvml_session() -> Iterator[Any | None]:
 def versions_of(nvml: Any) -> tuple[str, str]:
     """Return the versions of the driver and of the newest CUDA that it supports."""
     cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
-    return text_of(nvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}"
+    return nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
 
 
 def all_hidden() -> bool:
@@ -107,7 +104,7 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
     for index in range(count):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuids[index] = text_of(nvml.nvmlDeviceGetUUID(handle))
+            uuids[index] = nvml.nvmlDeviceGetUUID(handle)
             cards[index] = Shown(index, handle, handle)
         except nvml.NVMLError as error:  # does not matter where another is chosen
             lost[index] = error
@@ -160,12 +157,12 @@ def _slices(nvml: Any, card: Shown) -> list[Shown]:
     for place in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(card.handle))):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card.handle, place)
-            found.append(Shown(card.number, handle, card.handle, text_of(nvml.nvmlDeviceGetUUID(handle))))
+            found.append(Shown(card.number, handle, card.handle, nvml.nvmlDeviceGetUUID(handle)))
         except nvml.NVMLError as error:
             reason = reason if error.value == nvml.NVML_ERROR_NOT_FOUND else str(error)
     if not found:
         raise HardwareError(
-            f"GPU {card.number} ({name_of(nvml, card)}) is split by MIG, and none of its slices can be used here: {reason}",
+            f"GPU {card.number} ({nvml.nvmlDeviceGetName(card.handle)}) is split by MIG, and none of its slices can be used here: {reason}",
             hint="`nvidia-smi -L` lists slices; a container needs one by its name (`--gpus '\"device=MIG-...\"'`), and `nvidia-smi mig -cgi` "
             f"makes them; {WITHOUT}",
         )
@@ -186,40 +183,32 @@ def gpu_memory(nvml: Any, gpu: Shown) -> tuple[int, int]:
     return int(memory.total), int(memory.free)
 
 
-def capability_of(nvml: Any, gpu: Shown) -> tuple[int, int]:
-    """Return a GPU's compute capability."""
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
-    return int(major), int(minor)
-
-
-def name_of(nvml: Any, gpu: Shown) -> str:
-    """Return the name of a GPU or a slice."""
-    return text_of(nvml.nvmlDeviceGetName(gpu.handle))
-
-
-def _gpus(nvml: Any) -> list[Device]:
+def look_at_gpus(nvml: Any) -> tuple[list[tuple[Shown, Device]], int]:
+    """Return what `shown_gpus` does, each with what a plan knows of it. Raise as it does."""
     shown, count = shown_gpus(nvml)
     found = []
     for gpu in shown:
         try:
-            found.append(_device(nvml, gpu))
+            found.append((gpu, _device(nvml, gpu)))
         except nvml.NVMLError as error:
             raise _no_answer(gpu.number, count, error) from error
-    return found
+    return found, count
 
 
 def _device(nvml: Any, gpu: Shown) -> Device:
-    name, (total, free), capability = name_of(nvml, gpu), gpu_memory(nvml, gpu), capability_of(nvml, gpu)
-    flops = bandwidth = None
+    name, (total, free) = str(nvml.nvmlDeviceGetName(gpu.handle)), gpu_memory(nvml, gpu)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
+    capability, flops, bandwidth, watts = (int(major), int(minor)), None, None, None
     if found := find_card(name.partition(" MIG ")[0]):
         card = found[1]
         flops, bandwidth = card.bf16_tflops * 1e12, card.bandwidth_gb_s * 1e9
         if profile := re.search(r" MIG (?:\dc\.)?(\d)g\.", name):  # a slice has so many sevenths, and its share of the memory
             flops, bandwidth = flops * int(profile[1]) / 7, bandwidth * total / (card.memory_gib * GIB)
+    with suppress(nvml.NVMLError):  # many laptops and Jetson do not tell
+        watts = float(nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle)) / 1000
     return Device(
         name=name, memory_bytes=total, free_bytes=free, bf16=capability >= (8, 0), fp8=capability >= (8, 9), compute_capability=capability,
-        peak_flops=flops, bandwidth=bandwidth, power_watts=_power_limit(nvml, gpu.handle), number=gpu.number, mig_uuid=gpu.mig_uuid,
-        expandable_segments=not is_wsl(),
+        peak_flops=flops, bandwidth=bandwidth, power_watts=watts, number=gpu.number, mig_uuid=gpu.mig_uuid, expandable_segments=not is_wsl(),
     )  # fmt: skip
 
 
@@ -242,19 +231,6 @@ def other_gpu() -> str:
     if os.uname().sysname == "Darwin":
         return "training runs on the CPU: Apple's GPUs (MPS) are not supported"
     return ""
-
-
-def _power_limit(nvml: Any, handle: Any) -> float | None:
-    """Return the watts that the driver lets a GPU draw; `None` where it does not tell (many laptops, Jetson)."""
-    try:
-        return float(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
-    except nvml.NVMLError:
-        return None
-
-
-def text_of(value: Any) -> str:
-    """Return what NVML calls something; older bindings answer in bytes."""
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 TORCH_FACTS = """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
@@ -108,18 +108,23 @@ def build(case: Case, model: Any) -> nn.Module:
             quantise(model, case.quantization, dtype_of(case.precision))
         if case.nf4_experts:
             quantise_experts(model)
-        if case.mode == "full":
-            lora.free_text_part(model)
-        else:
-            model.requires_grad_(False)
-            adapters = LoraSettings(
-                r=case.lora_r, alpha=2.0 * case.lora_r, dropout=case.lora_dropout, target_modules=cast(Any, case.target_modules)
-            )
-            model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
-            if case.autocast:
-                lora.leave_casts_to_autocast(model)
-            if case.fused_adapters:
-                lora.fuse_adapters(model)
+        return prepare(case, model)
+
+
+def prepare(case: Case, model: Any) -> nn.Module:
+    """Return a model that is quantised already with what trains, its slices, its head in chunks, and recomputation."""
+    if case.mode == "full":
+        lora.free_text_part(model)
+    else:
+        model.requires_grad_(False)
+        adapters = LoraSettings(
+            r=case.lora_r, alpha=2.0 * case.lora_r, dropout=case.lora_dropout, target_modules=cast(Any, case.target_modules)
+        )
+        model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
+        if case.autocast:
+            lora.leave_casts_to_autocast(model)
+        if case.fused_adapters:
+            lora.fuse_adapters(model)
     if case.tensor_parallel > 1:
         Slicer(0, case.tensor_parallel).cut(model)
     if case.loss_chunk:
@@ -130,13 +135,7 @@ def build(case: Case, model: Any) -> nn.Module:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if case.mode != "full":
             model.enable_input_require_grads()
-    return model
-
-
-def under_autocast(model: Any, precision: str, device: str) -> None:
-    """Wrap the forward pass as `Accelerator.prepare_model` does for mixed precision."""
-    forward = torch.autocast(device_type=device, dtype=dtype_of(precision))(model.forward)
-    model.forward = convert_outputs_to_fp32(forward)
+    return cast(nn.Module, model)
 
 
 def materialise(model: nn.Module, device: str) -> None:
@@ -213,20 +212,19 @@ class _NF4(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, outputs: int, inputs: int, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.shape = (outputs, inputs)
-        return functional.linear(x, _expand(x, outputs, inputs), bias)
+        return functional.linear(x, _expand(x, ctx.shape, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        outputs, inputs = ctx.shape
-        return (grad @ _expand(grad, outputs, inputs) if ctx.needs_input_grad[0] else None), None, None, None, None
+        return (grad @ _expand(grad, ctx.shape, grad.dtype) if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
-def _expand(like: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Return room for the whole weight in the computation's type; its fp32 scales exist while it is filled."""
+def _expand(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return room for the whole weight; its fp32 scales exist while it is filled."""
     with count_as("dequantised"):
-        scales = like.new_zeros(-(-outputs * inputs // BLOCK), dtype=torch.float32)
-        weight = like.new_zeros(outputs, inputs)
+        scales = like.new_zeros(-(-math.prod(shape) // BLOCK), dtype=torch.float32)
+        weight = like.new_zeros(shape, dtype=dtype)
         del scales
     return weight
 
@@ -240,12 +238,8 @@ class NF4Experts(nn.Module):
         _hold_scales(self, shape.numel())
 
     def forward(self, packed: Tensor) -> Tensor:
-        """Return room for the whole weight; its fp32 scales exist while it is filled."""
-        with count_as("dequantised"):
-            scales = packed.new_zeros(-(-self.shape.numel() // BLOCK), dtype=torch.float32)
-            weight = packed.new_zeros(self.shape, dtype=self.dtype)
-            del scales
-        return weight
+        """Return room for the whole weight."""
+        return _expand(packed, self.shape, self.dtype)
 
 
 class Int8Linear(nn.Linear):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.pytorch_utils import Conv1D
@@ -125,21 +126,28 @@ def observe(case: Case, model: Any, *, real: bool = False, log: bool = False) ->
     """
     model = build.build(case, model)
     device = "cuda" if case.device == "cuda" and torch.cuda.is_available() else "cpu"
-    text = model.config.get_text_config()
-    with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True), real_branches(case):
+    with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
         build.materialise(model, device)
-        if case.autocast:
-            build.under_autocast(model, case.precision, device)
-        tracker = StorageTracker(device=case.device, logit_width=int(text.vocab_size), log=log)
-        for tensor, part in build.parts_of(model, case):
-            tracker.hold(tensor, part)
-        batch = batch_of(case, device)
-        layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, Skipped)]
-        steps = StepTrace(model, layers, case, tracker)
-        with tracker:
-            steps.run(batch)
+        tracker = follow(case, model, build.parts_of(model, case), device, log=log)
     peaks = {moment: tracker.peaks[moment] for moment in MOMENTS if moment in tracker.peaks}
     return peaks, tracker.events or []
+
+
+def follow(case: Case, model: Any, held: Iterable[tuple[Tensor, str]], device: str, *, log: bool = False) -> StorageTracker:
+    """Run the case's steps on `device` and return the tracker of them; `held` are the tensors there are before, and their parts."""
+    if case.autocast:  # as `Accelerator.prepare_model` does for mixed precision
+        forward = torch.autocast(device_type=device, dtype=build.dtype_of(case.precision))(model.forward)
+        model.forward = convert_outputs_to_fp32(forward)
+    tracker = StorageTracker(device=case.device, logit_width=int(model.config.get_text_config().vocab_size), log=log)
+    for tensor, part in held:
+        tracker.hold(tensor, part)
+    layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, Skipped)]
+    steps = StepTrace(model, layers, case, tracker)
+    with real_branches(case):
+        batch = batch_of(case, device)
+        with tracker:
+            steps.run(batch)
+    return tracker
 
 
 PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")

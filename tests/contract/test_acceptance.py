@@ -10,8 +10,7 @@ import pytest
 from benchmarks.acceptance import main, page
 from benchmarks.acceptance_model import make
 from benchmarks.acceptance_steps import TINY_SHAPE
-from tests.conftest import ROOT, Done, called, environment
-from tests.emulated.machines import on_machine
+from tests.conftest import ROOT, Done, called, environment, on_machine
 from tests.nvml_double import emulated
 
 

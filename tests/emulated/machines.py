@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
@@ -24,7 +21,7 @@ from sft_play.model.resolve import resolve_model
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from tests.conftest import ROOT
+from tests.conftest import ROOT, on_machine
 from tests.fake_cuda.guard import compiled
 from tests.training_runs import make_rows
 
@@ -66,41 +63,19 @@ def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[s
     return [Start(plan=plan, environment=rank if world else variables, arguments=arguments, run=run) for rank in ranks]
 
 
-@contextlib.contextmanager
-def on_machine(environment: Mapping[str, str]) -> Iterator[None]:
-    """This process is on the machine that `environment` describes, as a child of it would be; without `NVML_DOUBLE` it is this one."""
-    if "NVML_DOUBLE" not in environment:
-        with mock.patch.dict(os.environ, environment, clear=True):
-            yield
-        return
-    machine = json.loads(Path(environment["NVML_DOUBLE"]).read_text(encoding="utf-8"))
-    real, kernel = sys.modules.get("pynvml"), os.uname()
-    named = os.uname_result((kernel[0], kernel[1], machine["release"] or kernel.release, *kernel[3:]))
-    sys.modules["pynvml"] = importlib.import_module("tests.doubles.machine.pynvml")
-    try:
-        with mock.patch.dict(os.environ, environment, clear=True), mock.patch("os.uname", lambda: named):
-            yield
-    finally:
-        del sys.modules["pynvml"]
-        if real is not None:
-            sys.modules["pynvml"] = real
+def steps(starts: Mapping[str, Sequence[Start]], cache: Path | None = None, **world: str) -> dict[str, list[dict[str, Any]]]:
+    """Run the workers, each a child of one process; return what each rank reports.
 
-
-def _jobs(ranks: Sequence[Start], **world: str) -> list[dict[str, Any]]:
-    """Return what the worker of each rank is to do."""
-    return [
+    With `cache`, where the guard is kept, they are on fake GPUs, one after another; without, together on the devices that are here.
+    """
+    jobs = [
         {"run": str(start.run.path), "arguments": list(start.arguments), "environment": {**start.environment, **world},
          "report": str(start.run.path / f"report-{rank}.json")}
-        for rank, start in enumerate(ranks)
+        for ranks in starts.values() for rank, start in enumerate(ranks)
     ]  # fmt: skip
-
-
-def steps(starts: Mapping[str, Sequence[Start]], cache: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run the workers on fake GPUs, one process that imports torch for all; return what each rank reports."""
-    jobs = [job for ranks in starts.values() for job in _jobs(ranks)]
     path = next(iter(starts.values()))[0].run.path.parent / "jobs.json"
     write_json(path, jobs)
-    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(path), str(compiled(cache))]
+    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(path), *([str(compiled(cache))] if cache else [])]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=500, check=False, capture_output=True, text=True
     )
@@ -110,24 +85,9 @@ def steps(starts: Mapping[str, Sequence[Start]], cache: Path) -> dict[str, list[
 
 
 def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Runs the ranks of one run on the devices that are here; returns what each reports. The store of several is here, as torchrun's is."""
+    """Run the ranks of one run on the devices that are here; return what each reports. The store of several is here, as torchrun's is."""
     from torch.distributed import TCPStore
 
-    processes, world, store = [], dict[str, str](), None
-    if len(starts) > 1:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    jobs = _jobs(starts, **world)
-    for rank, (start, job) in enumerate(zip(starts, jobs, strict=True)):
-        path = start.run.path / f"jobs-{rank}.json"
-        write_json(path, [job])
-        command = [sys.executable, "-m", "tests.fake_cuda.worker", str(path)]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=start.environment))
-    try:
-        for process in processes:
-            assert process.wait(300) == 0
-    finally:
-        for process in processes:
-            process.kill()
-        del store
-    return [dict(json.loads(Path(job["report"]).read_text(encoding="utf-8"))) for job in jobs]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return steps({"": starts}, **(world if len(starts) > 1 else {}))[""]

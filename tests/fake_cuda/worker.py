@@ -1,8 +1,8 @@
 """`python -m tests.fake_cuda.worker JOBS.json [GUARD]`: runs the project's worker for each job, and reports what it had and where it waited.
 
-A job is {"run": folder, "arguments": [of accelerate launch], "environment": {...}, "report": file}. With `GUARD` (see `guard.py`) it runs on
-the fake GPUs of the machine in `NVML_DOUBLE`: torch and the worker's modules are imported once, then each job is a process of its own,
-forked from here. Without, the file holds one job, which runs in this process on the devices that are really here.
+A job is {"run": folder, "arguments": [of accelerate launch], "environment": {...}, "report": file}, and a process of its own, forked from
+here. With `GUARD` (see `guard.py`) it runs on the fake GPUs of the machine in `NVML_DOUBLE`: torch and the worker's modules are imported
+once, then one job runs after another. Without, all run at once on the devices that are really here.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from unittest import mock
 
 
 def main(jobs: str, guard: str = "") -> None:
-    """Runs the jobs one after another; each writes its report."""
+    """Runs the jobs; each writes its report."""
     if guard:
         ctypes.CDLL(guard)  # before torch looks for its hooks
-        for module in ("sft_play.model.load", "sft_play.training.trainer"):
-            importlib.import_module(module)
+        importlib.import_module("sft_play.model.load")
+        importlib.import_module("sft_play.training.trainer")
+    children = []
     for job in json.loads(Path(jobs).read_text(encoding="utf-8")):
-        if not guard:
-            _end(job, fake=False)
-        child = os.fork()
-        if child == 0:
-            _end(job, fake=True)
+        children.append(os.fork())
+        if children[-1] == 0:
+            _end(job, fake=bool(guard))
+        if guard:
+            os.waitpid(children.pop(), 0)
+    for child in children:
         os.waitpid(child, 0)
 
 
@@ -63,10 +65,8 @@ def _launched(arguments: list[str]) -> dict[str, str]:
     options = _validate_launch_command(launch_command_parser().parse_args(arguments))[0]
     if "WORLD_SIZE" not in os.environ:
         return prepare_simple_launcher_cmd_env(options)[1]
-    return {
-        **prepare_multi_gpu_env(options),
-        **{name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")},
-    }
+    ranks = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    return prepare_multi_gpu_env(options) | ranks
 
 
 def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
@@ -112,10 +112,7 @@ def fake_peers(report: dict[str, Any]) -> Iterator[None]:
         def __init__(self, module: Any, **named: Any) -> None:
             super().__init__()
             self.module = module
-            report["ddp"] = {
-                "device_ids": named["device_ids"],
-                "gradient_as_bucket_view": named.get("gradient_as_bucket_view", False),
-            }
+            report["ddp"] = named["device_ids"]
 
         def forward(self, *arguments: Any, **named: Any) -> Any:
             return self.module(*arguments, **named)
@@ -207,15 +204,9 @@ def watched(waits: Any, report: dict[str, Any]) -> Iterator[None]:
         report.update(facts(self))
         return result
 
-    def attention(*arguments: Any, attn_mask: Any = None, is_causal: bool = False, **named: Any) -> Any:
-        words = [
-            "sdpa",
-            "mask" if attn_mask is not None else "no mask",
-            "causal" if is_causal else "not causal",
-            str(arguments[0].dtype).removeprefix("torch."),
-        ]
-        waits.attention[waits.phase, ", ".join(words)] += 1
-        return plain(*arguments, attn_mask=attn_mask, is_causal=is_causal, **named)
+    def attention(*arguments: Any, **named: Any) -> Any:
+        waits.attention[waits.phase, "sdpa"] += 1
+        return plain(*arguments, **named)
 
     plain = torch.nn.functional.scaled_dot_product_attention
     with (
@@ -244,15 +235,13 @@ def facts(trainer: Any) -> dict[str, Any]:
     return {
         "steps": trainer.state.global_step,
         "n_gpu": trainer.args.n_gpu,
-        "wrapped": type(trainer.model_wrapped).__name__,
-        "model": type(trainer.model).__name__,
+        "data_parallel": isinstance(trainer.model_wrapped, torch.nn.DataParallel),
         "optimizer": type(engine).__name__,
         "fused": bool(engine.param_groups[0].get("fused")),
         "parameters": Counter(f"{'trained' if p.requires_grad else 'frozen'} {kind(p)}" for p in trainer.model.parameters()),
         "states": Counter(map(kind, states)),
         "scaler": type(scaler).__name__ if scaler is not None and scaler.is_enabled() else None,
         "mixed_precision": trainer.accelerator.mixed_precision,
-        "attention_implementation": trainer.model.config._attn_implementation,
     }
 
 

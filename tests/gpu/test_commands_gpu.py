@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory import sum_without
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import find_card
 from tests.conftest import Program, metrics, ragged_rows
@@ -16,32 +17,38 @@ from tests.tiny_models import build_tiny_llama
 pytestmark = pytest.mark.gpu
 
 
+def written(folder: Path, model: Path, rows: int, more: str) -> str:
+    """Writes rows and a configuration; returns it as a word of a command."""
+    data = ragged_rows(folder / "train.jsonl", rows)
+    (folder / "run.yaml").write_text(f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {data}}}\n{more}\n")
+    return f"CONFIG={folder / 'run.yaml'}"
+
+
 @pytest.mark.parametrize("command", ["train-deepspeed", "train-fsdp"])
+@pytest.mark.usefixtures("two_gpus")
 def test_two_gpus_give_the_losses_of_one(command: str, tiny: Path, tmp_path: Path, program: Program) -> None:
-    if len(detect().devices) < 2:
-        pytest.skip("needs two GPUs")
-    config = tmp_path / "gpu.yaml"
-    config.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\ndata: {{train_path: {ragged_rows(tmp_path / 'train.jsonl', 32)}}}\n"
-        "tuning: {mode: full}\ntrain: {global_batch_size: 8, max_steps: 6, learning_rate: 5.0e-3, bf16: false}\n",
-        encoding="utf-8",
+    config = written(
+        tmp_path,
+        tiny,
+        32,
+        "tuning: {mode: full}\ntrain: {global_batch_size: 8, max_steps: 6, learning_rate: 5.0e-3, bf16: false}",
     )
-    assert program("train", f"CONFIG={config}", "RUN_NAME=one").code == 0
-    done = program(command, f"CONFIG={config}", "RUN_NAME=two", "NUM_GPUS=2")
+    assert program("train", config, "RUN_NAME=one").code == 0
+    done = program(command, config, "RUN_NAME=two", "NUM_GPUS=2")
     assert done.code == 0, done.out + done.err
     one, two = ([row["loss"] for row in metrics(tmp_path / "runs" / name)] for name in ("one", "two"))
     assert two == pytest.approx(one, abs=1e-4)
 
 
 def test_a_run_answers_while_training_and_resumes_to_the_same_losses(tiny: Path, tmp_path: Path, program: Program) -> None:
-    train, held_out = ragged_rows(tmp_path / "train.jsonl", 32), ragged_rows(tmp_path / "val.jsonl", 4, seed=1)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\ndata: {{train_path: {train}, val_path: {held_out}}}\n"
-        "train: {global_batch_size: 8, max_steps: 6, save_steps: 3, eval_strategy: steps, eval_steps: 3, predict_with_generate: true}\n",
-        encoding="utf-8",
+    config = written(
+        tmp_path,
+        tiny,
+        32,
+        "train: {global_batch_size: 8, max_steps: 6, save_steps: 3, eval_strategy: steps, eval_steps: 3, predict_with_generate: true}",
     )
-    done = program("train", f"CONFIG={config}", "RUN_NAME=run")
+    held_out = ragged_rows(tmp_path / "val.jsonl", 4, seed=1)
+    done = program("train", config, f"DATA_VAL_PATH={held_out}", "RUN_NAME=run")
     assert done.code == 0, done.out + done.err
     run = tmp_path / "runs" / "run"
     whole = [row["loss"] for row in metrics(run)]
@@ -55,20 +62,11 @@ def test_a_run_answers_while_training_and_resumes_to_the_same_losses(tiny: Path,
 
 def test_want_of_memory_halves_the_micro_batch_and_the_run_ends_well(tmp_path: Path, program: Program) -> None:
     model = build_tiny_llama(tmp_path / "model", vocab=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {ragged_rows(tmp_path / 'train.jsonl', 256)}}}\n"
-        "train: {batch_size: 64, global_batch_size: 64, max_steps: 2, packing: off, save_strategy: 'no'}\n",
-        encoding="utf-8",
-    )
-    words = [f"CONFIG={config}", "JSON=1"]
-    rank = program("plan", *words).json["ranks"][0]
-    fixed = sum(rank["memory_bytes"].get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer"))
-    steps = (
-        sum(rank["memory_bytes"].values())
-        - fixed
-        - sum(rank["memory_bytes"].get(n, 0) for n in ("context", "fragmentation", "free"))
-    )
+    more = "train: {batch_size: 64, global_batch_size: 64, max_steps: 2, packing: off, save_strategy: 'no'}"
+    words = [written(tmp_path, model, 256, more), "JSON=1"]
+    parts = program("plan", *words).json["ranks"][0]["memory_bytes"]
+    fixed = sum(parts.get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer"))
+    steps = sum_without(parts) - fixed
     # Half of what a step of 64 rows is planned to need, of which ragged rows take about 70 %.
     share = (fixed + 0.35 * steps) / detect().devices[0].memory_bytes
     limit = f"expandable_segments:True,per_process_memory_fraction:{share:.6f}"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from sft_play.plan.detect import detect
 from tests.conftest import environment
 from tests.launcher import start, tiny_config
 
@@ -17,10 +15,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("variables", [{}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}], ids=["shared memory", "sockets"])
+@pytest.mark.usefixtures("two_gpus")
 def test_a_killed_rank_is_named_and_the_run_goes_on(variables: dict[str, str], cache: Path, tiny: Path, tmp_path: Path) -> None:
     """Over sockets, as between machines, the other rank sees its peer go at once, and NCCL's watchdog may abort it."""
-    if len(detect().devices) < 2:
-        pytest.skip("needs two GPUs")
     words = ("train-distributed", "NUM_GPUS=2", "LAUNCH_MAX_RESTARTS=1", f"CONFIG={tiny_config(tmp_path, tiny)}")
     with start(environment(cache, tmp_path / "runs", variables), *words, name="killed") as launch:
         launch.wait_for_step(7)
@@ -54,4 +51,4 @@ def test_the_flight_recorder_counts_nccls_operations(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3"
-    assert "nccl:all_reduce" in json.dumps(json.loads((tmp_path / "trace.json").read_text())["entries"])
+    assert "nccl:all_reduce" in (tmp_path / "trace.json").read_text()

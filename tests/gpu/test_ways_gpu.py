@@ -5,7 +5,6 @@ Each way is one worker, started by `tests.fake_cuda.worker` without a guard; the
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 from dataclasses import replace
@@ -43,13 +42,16 @@ LIKE_CPU: dict[str, tuple[tuple[str, ...], float]] = {
     "recomputed": (("TRAIN_GRADIENT_CHECKPOINTING=true",), ROUNDED),
     "fp16": (("TRAIN_FP16=true", "TRAIN_BF16=false"), ROUNDED),
     "chunked head": ((), ROUNDED),
+    "Liger's kernels": (("TRAIN_KERNELS=liger",), ROUNDED),
+    "plain kernels": (("TRAIN_KERNELS=off",), ROUNDED),
 }
 LEARNS: dict[str, tuple[str, ...]] = {
     "nf4": ("TUNING_MODE=qlora",),
     "int8": ("TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8"),
     "every weight": ("TUNING_MODE=full",),
 }
-NEEDS_AMPERE = ("packed, varlen", "packed, flash")
+NEEDS = {"packed, flash": "flash_attn", "Liger's kernels": "liger_kernel"}
+NEEDS_AMPERE = ("packed, varlen", "packed, flash", "Liger's kernels")
 
 
 class Lab:
@@ -88,8 +90,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory, cache: Path, tiny: Path) -> La
 @pytest.mark.parametrize("name", LIKE_CPU)
 def test_the_losses_are_those_of_a_cpu(name: str, lab: Lab) -> None:
     words, most = LIKE_CPU[name]
-    if name == "packed, flash" and importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("`flash_attn` is not installed")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"the package {NEEDS[name]} is not installed")
     if name in NEEDS_AMPERE and not detect().devices[0].bf16:
         pytest.skip("needs a card that computes in bfloat16")
     cpu = lab.losses("cpu", "TRAIN_BF16=false", hidden=True)
@@ -107,10 +109,8 @@ def test_memory_stays_within_the_plan_and_on_one_card(name: str, lab: Lab) -> No
     starts, reports = lab.train(name, *LEARNS.get(name, ()))
     peak = json.loads(starts[0].run.training_metrics.read_text())["peak_memory_bytes"]
     assert peak <= starts[0].plan.ranks[0].peak_bytes
-    assert (reports[0]["n_gpu"], reports[0]["contexts"]) == (
-        1,
-        [0],
-    )  # the plan's card is the only visible one, however many there are
+    # The plan's card is the only visible one, however many there are.
+    assert (reports[0]["n_gpu"], reports[0]["contexts"]) == (1, [0])
 
 
 def test_the_host_waits_for_the_device_between_micro_steps_only(lab: Lab) -> None:
@@ -120,16 +120,10 @@ def test_the_host_waits_for_the_device_between_micro_steps_only(lab: Lab) -> Non
     assert len(places) <= 13, sorted(places)
 
 
-def test_no_rank_makes_a_context_on_a_card_of_another(lab: Lab) -> None:
-    if len(detect().devices) < 2:
-        pytest.skip("needs two GPUs")
-    _, reports = lab.train("two cards", "NUM_GPUS=2", command="train-distributed")
-    assert [report["contexts"] for report in reports] == [[0], [1]]
-
-
-def test_two_cards_give_the_losses_of_a_cpu(lab: Lab) -> None:
-    if len(detect().devices) < 2:
-        pytest.skip("needs two GPUs")
+@pytest.mark.usefixtures("two_gpus")
+def test_two_cards_give_the_losses_of_a_cpu_and_each_rank_has_its_own(lab: Lab) -> None:
     cpu = lab.losses("cpu", "TRAIN_BF16=false", hidden=True)
     words = ("NUM_GPUS=2", "TRAIN_BF16=false", "TRAIN_BATCH_SIZE=2")
-    assert lab.losses("two cards, fp32", *words, command="train-distributed") == pytest.approx(cpu, abs=EXACT)
+    starts, reports = lab.train("two cards", *words, command="train-distributed")
+    assert column(starts[0].run, "loss") == pytest.approx(cpu, abs=EXACT)
+    assert [report["contexts"] for report in reports] == [[0], [1]]

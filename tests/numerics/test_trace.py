@@ -30,12 +30,7 @@ PLAIN = Case(
     attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0, rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
 )  # fmt: skip
 BF16 = {"weights_dtype": "bfloat16", "adapter_dtype": "bfloat16", "precision": "bf16", "autocast": True}
-AUTOCAST = {
-    "weights_dtype": "float32",
-    "adapter_dtype": "float32",
-    "precision": "bf16",
-    "autocast": True,
-}
+AUTOCAST = {"precision": "bf16", "autocast": True}
 MODES: dict[str, dict[str, Any]] = {
     "full fp32": {"mode": "full"},
     "full autocast": {"mode": "full", **AUTOCAST},
@@ -48,6 +43,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def traced_exactly(case: Case) -> None:
+    fake, real = (observe(case, model_of(case), real=real)[0] for real in (False, True))
+    assert fake == real and max(peak.total for peak in fake.values()) > 200_000
+
+
 WAYS = [(False, "flattened"), (True, "padded"), (True, "flattened"), (False, "padded")]
 
 
@@ -56,13 +56,8 @@ WAYS = [(False, "flattened"), (True, "padded"), (True, "flattened"), (False, "pa
     [(*pair, *WAYS[index % len(WAYS)]) for index, pair in enumerate(itertools.product(ARCHITECTURES, MODES))],
 )
 def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, checkpointing: bool, layout: str) -> None:
-    case = replace(
-        PLAIN, architecture=ARCHITECTURES[family], gradient_checkpointing=checkpointing, layout=layout, **MODES[mode]
-    )  # fmt: skip
-    fake, real = observe(case, model_of(case))[0], observe(case, model_of(case), real=True)[0]
-    assert {m: (p.total, p.operation) for m, p in fake.items()} == {m: (p.total, p.operation) for m, p in real.items()}
-    assert all(fake[moment].parts == real[moment].parts for moment in fake)
-    assert max(peak.total for peak in fake.values()) > 300_000
+    case = replace(PLAIN, architecture=ARCHITECTURES[family], gradient_checkpointing=checkpointing, layout=layout)
+    traced_exactly(replace(case, **MODES[mode]))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +74,4 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
     ],
 )  # fmt: skip
 def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
-    case = replace(PLAIN, **changes)
-    fake, real = observe(case, model_of(case))[0], observe(case, model_of(case), real=True)[0]
-    assert {m: (p.total, p.parts) for m, p in fake.items()} == {m: (p.total, p.parts) for m, p in real.items()}
+    traced_exactly(replace(PLAIN, **changes))

@@ -11,14 +11,12 @@ import torch
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from sft_play.config.schema import LoraSettings
-from sft_play.model import lora
 from sft_play.model.load import settings_of, with_experts
 from sft_play.model.lora import fuse_adapters
 from sft_play.plan.sources import Case
-from sft_play.trace.build import BASE, decoder_layers, dtype_of, model_of, under_autocast
-from sft_play.trace.run import observe
-from sft_play.trace.step import Peak, StepTrace, StorageTracker, batch_of, real_branches
+from sft_play.trace.build import dtype_of, model_of, parts_of, prepare
+from sft_play.trace.run import follow, observe
+from sft_play.trace.step import Peak
 from tests.families import tiny_config
 from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN
 
@@ -66,32 +64,11 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantised, dtype=dtype, attn_implementation=case.attention
     )
-    model.requires_grad_(False)
-    adapters = LoraSettings(r=case.lora_r, alpha=2.0 * case.lora_r)
-    model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
-    if case.autocast:
-        lora.leave_casts_to_autocast(model)
+    model = prepare(case, model)
     assert fuse_adapters(model) == (8 if case.nf4_experts else 14), "PEFT's layers over bitsandbytes' are known by their module"
-    model.train()
-    model.config.get_text_config().use_cache = False
-    if case.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    if case.autocast:
-        under_autocast(model, case.precision, "cpu")
-    tracker = StorageTracker(device="cpu", logit_width=settings.vocab_size)
-    for parameter in model.parameters():
-        tracker.hold(parameter.data, "adapters" if parameter.requires_grad else "frozen")
     experts = [module for module in model.modules() if isinstance(module, Bnb4bitParametrization)]
-    for owner in (*model.parameters(), *experts):
-        for tensor in _quantisation_state(owner):
-            tracker.hold(tensor, "quant_state")
-    for buffer in model.buffers():
-        tracker.hold(buffer, "frozen")
-    steps, batch = StepTrace(model, decoder_layers(model), case, tracker), batch_of(case, "cpu")
-    with tracker, real_branches(case):
-        steps.run(batch)
-    return tracker.peaks
+    state = [(tensor, "quant_state") for owner in (*model.parameters(), *experts) for tensor in _quantisation_state(owner)]
+    return follow(case, model, [*parts_of(model, case), *state], "cpu").peaks
 
 
 def _quantisation_state(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:

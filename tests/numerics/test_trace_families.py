@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sft_play.plan.shape import VARLEN_MODEL_TYPES, WITHOUT_SDPA
+from sft_play.plan.sources import Case
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
 from tests.families import COMPOSITE, FAMILIES, OWN, tiny_config
@@ -31,6 +32,12 @@ def deeper(name: str) -> Any:
     return tiny_config(name, num_hidden_layers=LAYERS, **kinds)
 
 
+def stands_for_all(case: Case) -> None:
+    found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
+    real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())
+    assert found == pytest.approx(real, rel=0.001)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES])
 def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
     """Rows in the layout and under the attention that are planned on a CPU."""
@@ -39,9 +46,7 @@ def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
         PLAIN, architecture=json.loads(deeper(name).to_json_string()), layout="flattened" if by_lengths else "unmasked", rows=2,
         attention="varlen" if by_lengths else "eager" if name in WITHOUT_SDPA else "sdpa", **MODES["lora fp32"],
     )  # fmt: skip
-    found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
-    real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())
-    assert found == pytest.approx(real, rel=0.001)
+    stands_for_all(case)
 
 
 @pytest.mark.parametrize(
@@ -53,5 +58,4 @@ def test_short_rows_stand_for_long_ones_where_a_state_is_computed_in_turn(name: 
         PLAIN, architecture=json.loads(tiny_config(name).to_json_string()), layout="padded", rows=1, row_tokens=tokens, labels=tokens,
         loss_chunk=32, attention="eager" if name in WITHOUT_SDPA else "sdpa", accumulates=False, **MODES["lora fp32"],
     )  # fmt: skip
-    found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
-    assert found == pytest.approx(max(peak.total for peak in observe(case, model_of(case), real=True)[0].values()), rel=0.001)
+    stands_for_all(case)

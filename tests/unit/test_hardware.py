@@ -9,7 +9,8 @@ import pytest
 from sft_play.errors import HardwareError
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import CATALOGUE, GIB, find_card, parse_hardware
-from tests.nvml_double import RTX3090, Machine, move_to
+from tests.conftest import on_machine
+from tests.nvml_double import RTX3090, Machine
 
 
 def test_names_from_the_catalogue() -> None:
@@ -63,9 +64,8 @@ def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
         ("", []), ("GPU-22,0", [2, 0]), ("0,-1,2", [0]),
     ],
 )  # fmt: skip
-def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, shown: list[int]) -> None:
-    move_to(monkeypatch, Machine(cards=(RTX3090,) * 3), tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    hardware = detect()
+def test_cuda_visible_devices(tmp_path: Path, variable: str, shown: list[int]) -> None:
+    with on_machine(Machine(cards=(RTX3090,) * 3).environment(tmp_path) | {"CUDA_VISIBLE_DEVICES": variable}):
+        hardware = detect()
     assert [device.number for device in hardware.devices] == (shown or [None])
     assert (hardware.driver_cuda, hardware.kind) == (("13.0", "cuda") if shown else (None, "cpu"))

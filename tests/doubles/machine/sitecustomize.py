@@ -4,12 +4,16 @@ import json
 import os
 from pathlib import Path
 
+_kernel = os.uname()
+
+
+def kernel(description):
+    """Returns what `os.uname` says on the machine of this file; without one, on this machine."""
+    machine = json.loads(Path(description).read_text(encoding="utf-8")) if description else {"system": None, "release": None}
+    system, node, release, *rest = _kernel
+    return os.uname_result((machine["system"] or system, node, machine["release"] or release, *rest))
+
+
 if path := os.environ.get("NVML_DOUBLE"):
-    machine = json.loads(Path(path).read_text(encoding="utf-8"))
-    before = os.uname
-
-    def uname():
-        system, node, release, *rest = before()
-        return os.uname_result((machine["system"] or system, node, machine["release"] or release, *rest))
-
-    os.uname = uname
+    here = kernel(path)
+    os.uname = lambda: here
