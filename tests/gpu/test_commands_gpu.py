@@ -10,15 +10,9 @@ import pytest
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import find_card
 from tests.conftest import Program, metrics, ragged_rows
+from tests.gpu.conftest import written
 
 pytestmark = pytest.mark.gpu
-
-
-def written(folder: Path, model: Path, more: str) -> str:
-    """Writes rows and a configuration; returns it as a word of a command."""
-    data = ragged_rows(folder / "train.jsonl", 32)
-    (folder / "run.yaml").write_text(f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {data}}}\n{more}\n")
-    return f"CONFIG={folder / 'run.yaml'}"
 
 
 @pytest.mark.parametrize("command", ["train-deepspeed", "train-fsdp"])

@@ -42,16 +42,13 @@ LIKE_CPU: dict[str, tuple[tuple[str, ...], float]] = {
     "recomputed": (("TRAIN_GRADIENT_CHECKPOINTING=true",), ROUNDED),
     "fp16": (("TRAIN_FP16=true", "TRAIN_BF16=false"), ROUNDED),
     "chunked head": ((), ROUNDED),
-    "Liger's kernels": (("TRAIN_KERNELS=liger",), ROUNDED),
-    "plain kernels": (("TRAIN_KERNELS=off",), ROUNDED),
 }
 LEARNS: dict[str, tuple[str, ...]] = {
     "nf4": ("TUNING_MODE=qlora",),
     "int8": ("TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8"),
     "every weight": ("TUNING_MODE=full",),
 }
-NEEDS = {"packed, flash": "flash_attn", "Liger's kernels": "liger_kernel"}
-NEEDS_AMPERE = ("packed, varlen", "packed, flash", "Liger's kernels")
+NEEDS_AMPERE = ("packed, varlen", "packed, flash")
 
 
 class Lab:
@@ -90,8 +87,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory, cache: Path, tiny: Path) -> La
 @pytest.mark.parametrize("name", LIKE_CPU)
 def test_the_losses_are_those_of_a_cpu(name: str, lab: Lab) -> None:
     words, most = LIKE_CPU[name]
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason=f"the package {NEEDS[name]} is not installed")
+    if name == "packed, flash":
+        pytest.importorskip("flash_attn", reason="the package flash_attn is not installed")
     if name in NEEDS_AMPERE and not detect().devices[0].bf16:
         pytest.skip("needs a card that computes in bfloat16")
     cpu = lab.losses("cpu", "TRAIN_BF16=false", hidden=True)
