@@ -33,15 +33,15 @@ def _controller(name: str) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def quota(share: float) -> Iterator[Path]:
+def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
     """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without the right to."""
     with _group("cpu") as (group, version):
-        allowance = int(share * PERIOD)
+        allowance = int(share * period)
         if version == 1:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_period_us").write_text(str(period))
             (group / "cpu.cfs_quota_us").write_text(str(allowance))
         else:
-            (group / "cpu.max").write_text(f"{allowance} {PERIOD}")
+            (group / "cpu.max").write_text(f"{allowance} {period}")
         yield group
 
 
@@ -87,7 +87,7 @@ def slowed(pid: int, share: float) -> Iterator[None]:
     """Gives a process `share` of a core meanwhile: by a quota, or where no group can be made by stopping and continuing it all the time."""
     with contextlib.ExitStack() as stack:
         try:
-            move(pid, stack.enter_context(quota(share)))
+            move(pid, stack.enter_context(quota(share, 20_000)))  # the kernel takes no quota below a millisecond
         except pytest.skip.Exception:
             over = threading.Event()
 
