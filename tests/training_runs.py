@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
 from sft_play.files import write_json, write_text
 from sft_play.launch.attempt import worker_arguments
 from sft_play.launch.deepspeed import settings_of
@@ -21,6 +26,7 @@ from sft_play.launch.settings import accelerate_yaml
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
+from tests.conftest import metrics
 from tests.plans import rank_plan, simple_plan
 
 TRAIN_ROWS, VALIDATION_ROWS, GLOBAL_BATCH, STEPS = 20, 7, 8, 8
@@ -113,19 +119,8 @@ def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
 
 
 def nested_yaml(lines: Sequence[str]) -> str:
-    """Returns `section.key: value` lines as nested YAML (JSON is YAML); a later line wins."""
-    tree: dict[str, Any] = {}
-    for line in lines:
-        name, _, value = line.partition(": ")
-        *parents, leaf = name.split(".")
-        part = tree
-        for parent in parents:
-            part = part.setdefault(parent, {})
-        try:
-            part[leaf] = json.loads(value)
-        except ValueError:
-            part[leaf] = value
-    return json.dumps(tree)
+    """Returns `section.key: value` lines as nested YAML; a later line wins."""
+    return OmegaConf.to_yaml(OmegaConf.from_dotlist([line.replace(": ", "=", 1) for line in lines]))
 
 
 def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) -> tuple[list[str], dict[str, str]]:
@@ -139,12 +134,10 @@ def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) 
     return worker_arguments(run, node, checkpoint=checkpoint), {**variables, **environment}
 
 
-def train(
-    run: RunFolder, checkpoint: Path | None = None, *, timeout: int = 400, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def train(run: RunFolder, checkpoint: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the workers of `run` to their end."""
     arguments, variables = command(run, checkpoint, **environment)
-    return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=400, check=False)
 
 
 def must_train(run: RunFolder, checkpoint: Path | None = None) -> RunFolder:
@@ -191,12 +184,14 @@ def resume_from(run: RunFolder, path: Path, step: int, now: Trial | None = None)
     return must_train(copy, copy.checkpoint(step))
 
 
-def train_once(folder: Path, bases: Path | Mapping[str, Path]) -> Callable[[Trial], RunFolder]:
-    """Returns what trains each trial once, of one base or of one for each mode; the runs are for reading only."""
+Trained = Callable[[Trial], RunFolder]
+
+
+def train_once(folder: Path, base: Path) -> Trained:
+    """Returns what trains each trial of a base once; the runs are for reading only."""
 
     @functools.cache
     def trained(trial: Trial) -> RunFolder:
-        base = bases if isinstance(bases, Path) else bases[trial.mode]
         return must_train(make_run(folder / f"run{len(list(folder.glob('run*')))}", base, trial))
 
     return trained
@@ -204,13 +199,36 @@ def train_once(folder: Path, bases: Path | Mapping[str, Path]) -> Callable[[Tria
 
 def rows(run: RunFolder, kind: str = "train") -> list[dict[str, Any]]:
     """Returns the rows of one kind in `metrics.jsonl`."""
-    found = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [row for row in found if row["kind"] == kind]
+    return metrics(run.path, kind)
 
 
 def column(run: RunFolder, name: str, kind: str = "train") -> list[float]:
     """Returns one column of `metrics.jsonl`."""
     return [row[name] for row in rows(run, kind)]
+
+
+def same_curves(run: Path, wanted: Path, first: int = 0) -> None:
+    """Asserts that the steps after `first` of two runs have equal losses, gradient norms and held-out losses, to 1e-5."""
+    for kind, names in (("train", ("step", "learning_rate", "loss", "grad_norm")), ("eval", ("step", "eval_loss"))):
+        found, expected = ([row for row in metrics(one, kind) if row["step"] > first] for one in (run, wanted))
+        for name in names:
+            tolerance = 0.0 if name in ("step", "learning_rate") else 1e-5
+            assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-5, abs=tolerance), name
+
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
+
+
+def same_to_the_bit(run: RunFolder, wanted: RunFolder) -> None:
+    """Asserts that all steps and the published weights of two runs are equal."""
+    assert [[row[name] for name in EXACT] for row in rows(run)] == [[row[name] for name in EXACT] for row in rows(wanted)]
+    found, expected = weights(run), weights(wanted)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    """Returns the published weights."""
+    return {name: tensor for file in run.model.glob("*model*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def holdings(run: RunFolder) -> list[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from tests.training_runs import Trial, command, ended_with, logs, make_run, rows
 HALVES = ((2, 2), (2, 2))
 HALVES_OF_A_MODEL = ((4, 2), (4, 2))
 STEPS = 30
-SETTINGS = ("train.max_steps: 30", "train.eval_strategy: no", "train.eval_steps: null", "train.save_steps: 100")
+SETTINGS = ("train.max_steps: 30", "train.eval_strategy: 'no'", "train.eval_steps: null", "train.save_steps: 100")
 TOKEN = 4
 
 
@@ -33,14 +33,16 @@ def spoilt(base: Path, eps: float = 1e-36) -> Path:
     return base
 
 
-def begin_with_the_token(run: RunFolder) -> None:
-    """Puts the token at the beginning of every row."""
+def spoilt_run(path: Path, base: Path, trial: Trial) -> RunFolder:
+    """Makes a run whose rows all begin with the token."""
+    run = make_run(path, base, trial)
     prepared = json.loads(run.prepared.read_text())
     columns = datasets.load_from_disk(prepared["train"]["path"]).to_dict()
     columns["input_ids"] = [[TOKEN, *(max(id, 5) for id in ids[1:])] for ids in columns["input_ids"]]
     prepared["train"]["path"] = str(run.path / "rows" / "other")
     datasets.Dataset.from_dict(columns).save_to_disk(prepared["train"]["path"])
     run.prepared.write_text(json.dumps(prepared))
+    return run
 
 
 def train_scaled(run: RunFolder) -> subprocess.CompletedProcess[str]:
@@ -55,8 +57,7 @@ def train_scaled(run: RunFolder) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
 def test_an_infinite_gradient_stops_at_once_without_a_scaler(strategy: str, tmp_path: Path) -> None:
     trial = Trial(strategy=strategy, ranks=HALVES, steps=STEPS, settings=SETTINGS)
-    run = make_run(tmp_path / "run", spoilt(tmp_path / "base"), trial)
-    begin_with_the_token(run)
+    run = spoilt_run(tmp_path / "run", spoilt(tmp_path / "base"), trial)
     assert train(run).returncode != 0
     end = ended_with(run)
     assert end["code"] == 4, logs(run)
@@ -70,12 +71,11 @@ def test_an_infinite_gradient_stops_at_once_without_a_scaler(strategy: str, tmp_
 def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
     plan = (("precision", "fp16"),)
     strategy = "single" if len(ranks) == 1 else "ddp"
-    run = make_run(
+    run = spoilt_run(
         tmp_path / "run",
         spoilt(tmp_path / "base"),
         Trial(strategy=strategy, ranks=ranks, steps=STEPS, settings=SETTINGS, plan=plan),
     )
-    begin_with_the_token(run)
     assert train_scaled(run).returncode != 0
     end = ended_with(run)
     assert end["code"] == 4, logs(run)
@@ -92,8 +92,7 @@ def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(plan: tupl
     settings, base, found = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
     for name, strategy, ranks, more in (("whole", "single", ((4, 2),), ()), ("parts", "ddp", HALVES_OF_A_MODEL, plan)):
         trial = Trial(strategy=strategy, ranks=ranks, steps=8, settings=settings, plan=(("precision", "fp16"), *more))
-        run = make_run(tmp_path / name, base, trial)
-        begin_with_the_token(run)
+        run = spoilt_run(tmp_path / name, base, trial)
         assert train_scaled(run).returncode == 0, logs(run)
         found.append(rows(run))
     for whole, parts in zip(*found, strict=True):

@@ -13,14 +13,24 @@ from safetensors.torch import load_file
 from sft_play.runs.folder import RunFolder
 from tests.families import build_family
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, holdings, make_run, must_train, resume_from, rows
+from tests.training_runs import (
+    Trained,
+    Trial,
+    holdings,
+    make_run,
+    must_train,
+    resume_from,
+    same_curves,
+    same_to_the_bit,
+    train_once,
+    weights,
+)
 
 SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3),) * 3}
 """Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
 DROPOUT = 0.1
 HERE = 5
 """The checkpoint to go on from: in the middle of the second epoch (an epoch has 3 steps)."""
-EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
 NO_PICKLE = (".safetensors", ".json", ".txt", ".jinja", ".model", ".md")
 LONG = pytest.mark.long
 
@@ -32,23 +42,10 @@ def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) ->
     return Trial(**(values | changes))
 
 
-def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in run.model.glob("*model*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def same_to_the_bit(run: RunFolder, again: RunFolder) -> None:
-    assert [[row[key] for key in EXACT] for row in rows(again)] == [[row[key] for key in EXACT] for row in rows(run)]
-    left, right = weights(run), weights(again)
-    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def same_updates(run: RunFolder, again: RunFolder) -> None:
-    assert column(again, "step") == column(run, "step")
-    for name in ("loss", "grad_norm"):
-        assert column(again, name) == pytest.approx(column(run, name), rel=1e-5)
-    assert column(again, "learning_rate") == column(run, "learning_rate")
-    trained = [sorted(row for rank in holdings(one) for row in rank["rows_trained"]) for one in (again, run)]
-    assert set(trained[0]) <= set(trained[1])
+    same_curves(again.path, run.path)
+    trained = [{row for rank in holdings(one) for row in rank["rows_trained"]} for one in (again, run)]
+    assert trained[0] <= trained[1]
     left, right = weights(run), weights(again)
     assert left.keys() == right.keys()
     for name in left:
@@ -61,53 +58,31 @@ MARKED = [pytest.param(name, marks=() if name in DEFAULT else LONG) for name in 
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("base") / "llama")
-
-
-@pytest.fixture(scope="module")
-def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("dropping") / "llama", attention_dropout=DROPOUT)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(base: Path, dropping: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns the run of two ranks under a strategy, trained once."""
-    made: dict[tuple[str, float], RunFolder] = {}
-
-    def run(strategy: str, dropout: float = 0.0) -> RunFolder:
-        if (strategy, dropout) not in made:
-            folder, now = (
-                tmp_path_factory.mktemp(strategy) / "run",
-                trial(strategy, 2, dropout=dropout, mode=STRATEGIES[strategy]),
-            )
-            made[strategy, dropout] = must_train(make_run(folder, dropping if dropout else base, now))
-        return made[strategy, dropout]
-
-    return run
+def trained_dropping(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("dropping")
+    return train_once(folder, build_tiny_llama(folder / "llama", attention_dropout=DROPOUT))
 
 
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("strategy", MARKED)
-def test_a_run_of_two_ranks_goes_on(strategy: str, world: int, uninterrupted: Any, tmp_path: Path) -> None:
-    dropout = DROPOUT if world == 2 else 0.0
-    run = uninterrupted(strategy, dropout)
+def test_a_run_of_two_ranks_goes_on(
+    strategy: str, world: int, trained: Trained, trained_dropping: Trained, tmp_path: Path
+) -> None:
+    dropout, train = (DROPOUT, trained_dropping) if world == 2 else (0.0, trained)
+    run = train(trial(strategy, 2, dropout=dropout, mode=STRATEGIES[strategy]))
     now = trial("single" if (strategy, world) == ("ddp", 1) else strategy, world, dropout=dropout, mode=STRATEGIES[strategy])
     again = resume_from(run, tmp_path / "run", HERE, now)
     if world == 2:
-        same_to_the_bit(run, again)
-        states = (
-            load_file(run.checkpoint(HERE) / "rng-rank0.safetensors"),
-            load_file(run.checkpoint(HERE + 1) / "rng-rank0.safetensors"),
-        )
-        assert not torch.equal(states[0]["torch"], states[1]["torch"]), "each step draws"
+        same_to_the_bit(again, run)
+        states = [load_file(run.checkpoint(step) / "rng-rank0.safetensors")["torch"] for step in (HERE, HERE + 1)]
+        assert not torch.equal(*states), "each step draws"
     else:
         same_updates(run, again)
 
 
 @pytest.mark.parametrize("strategy", MARKED)
-def test_no_file_of_a_checkpoint_is_a_pickle(strategy: str, uninterrupted: Any) -> None:
-    run = uninterrupted(strategy)
+def test_no_file_of_a_checkpoint_is_a_pickle(strategy: str, trained: Trained) -> None:
+    run = trained(trial(strategy, 2, mode=STRATEGIES[strategy]))
     for folder in (run.checkpoint(HERE), run.model):
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert files and [path.name for path in files if path.suffix not in NO_PICKLE] == []
@@ -123,8 +98,8 @@ def test_no_file_of_a_checkpoint_is_a_pickle(strategy: str, uninterrupted: Any) 
 @pytest.mark.parametrize(
     ("before", "after"), [(("ddp", 2), ("zero2", 3)), (("zero2", 2), ("fsdp2", 2)), (("fsdp2", 2), ("zero3", 3))]
 )
-def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int], base: Path, tmp_path: Path) -> None:
-    run = must_train(make_run(tmp_path / "run", base, trial(*before)))
+def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int], tiny: Path, tmp_path: Path) -> None:
+    run = must_train(make_run(tmp_path / "run", tiny, trial(*before)))
     same_updates(run, resume_from(run, tmp_path / "again", HERE, trial(*after)))
 
 
@@ -135,14 +110,14 @@ def test_a_model_whose_file_has_other_names_comes_back(strategy: str, tmp_path: 
     base = build_family(tmp_path / "mixtral", "mixtral")
     now = trial(strategy, 1 if strategy == "single" else 2, dropout=DROPOUT)
     run = must_train(make_run(tmp_path / "run", base, now))
-    same_to_the_bit(run, resume_from(run, tmp_path / "again", HERE, now))
+    same_to_the_bit(resume_from(run, tmp_path / "again", HERE, now), run)
 
 
 @LONG
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "adagrad", "lion_32bit"])
-def test_other_optimizers_come_back(optim: str, base: Path, tmp_path: Path) -> None:
+def test_other_optimizers_come_back(optim: str, tiny: Path, tmp_path: Path) -> None:
     extra = ("train.optim_args: momentum=0.9",) if optim == "sgd" else ()
     first = trial("single", 1)
     now = trial("single", 1, settings=(*first.settings, *extra), plan=(("optim", optim),))
-    run = must_train(make_run(tmp_path / "run", base, now))
-    same_to_the_bit(run, resume_from(run, tmp_path / "again", HERE, now))
+    run = must_train(make_run(tmp_path / "run", tiny, now))
+    same_to_the_bit(resume_from(run, tmp_path / "again", HERE, now), run)

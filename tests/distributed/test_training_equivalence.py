@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
+from sft_play.runs.folder import RunFolder
 from tests.conftest import environment, metrics, ragged_rows, run_program
+from tests.training_runs import holdings, same_curves
 
 STEPS = 5
-TOLERANCE = 1e-5
 WAYS = {
     "b4a2": ("train", ["TRAIN_BATCH_SIZE=4", "TRAIN_GRAD_ACCUM=2"]),
     "b1a8": ("train", ["TRAIN_BATCH_SIZE=1", "TRAIN_GRAD_ACCUM=8"]),
@@ -68,11 +68,6 @@ def baseline(mode: str, config: Path, cache: Path, session_runs: Path) -> Path:
     return run
 
 
-def close(mine: list[float], other: list[float]) -> None:
-    gaps = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(mine, other, strict=True)]
-    assert max(gaps) <= TOLERANCE and statistics.fmean(gaps) <= TOLERANCE / 2, gaps
-
-
 @pytest.mark.parametrize(
     ("mode", "way"),
     [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in PAIRS],
@@ -86,11 +81,9 @@ def test_every_split_and_strategy_gives_the_same_updates(
     run = session_runs / f"{mode}-{way}"
     done = run_program([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, session_runs))
     assert done.code == 0, done.err + done.out
-    wanted, found = metrics(baseline), metrics(run)
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
-    for key in ("loss", "grad_norm", "learning_rate"):
-        close([row[key] for row in found], [row[key] for row in wanted])
-    close([row["eval_loss"] for row in metrics(run, "eval")], [row["eval_loss"] for row in metrics(baseline, "eval")])
+    same_curves(run, baseline)
+    found = metrics(run)
+    assert len(found) == STEPS
     for row in found:  # the ranks' own figures add up to the whole
         tokens = row["rank_tokens"]
         whole = sum(loss * count for loss, count in zip(row["rank_loss"], tokens, strict=True)) / sum(tokens)
@@ -103,10 +96,9 @@ def test_every_split_and_strategy_gives_the_same_updates(
 
 def check_holdings(run: Path, baseline: Path, way: str) -> None:
     """Shards sum to the whole, none exceeds 0.6, and ranks trained and scored disjoint rows."""
-    whole = json.loads((baseline / "logs" / "holdings-rank0.json").read_text())
-    ranks = [json.loads(path.read_text()) for path in sorted((run / "logs").glob("holdings-rank*.json"))]
-    assert sorted(r for rank in ranks for r in rank["rows_trained"]) == whole["rows_trained"]
-    assert sorted(r for rank in ranks for r in rank["rows_scored"]) == whole["rows_scored"]
+    (whole,), ranks = holdings(RunFolder(baseline)), holdings(RunFolder(run))
+    for part in ("rows_trained", "rows_scored"):
+        assert sorted(row for rank in ranks for row in rank[part]) == whole[part]
     assert sorted(whole["rows_scored"]) == list(range(7))
     for part in SHARDS.get(way, ()):
         counts = [rank["parameters"][part] if part == "trainable" else rank[part] for rank in ranks]

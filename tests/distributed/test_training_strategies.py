@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from sft_play.runs.manifest import verify
 from tests.documents import on_page
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import (
+    Trained,
     Trial,
     column,
     command,
@@ -28,24 +28,13 @@ from tests.training_runs import (
     must_train,
     resume_from,
     rows,
+    same_curves,
+    same_to_the_bit,
     train,
-    train_once,
 )
 
 HALVES = ((2, 2), (2, 2))
-NO_EVALUATION = ("train.eval_strategy: no", "train.eval_steps: null")
-Trained = Callable[[Trial], RunFolder]
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose head is its embedding: one tensor, which a sharding engine may save twice, once or not at all."""
-    return build_tiny_llama(tmp_path_factory.mktemp("models") / "tied")
-
-
-@pytest.fixture(scope="module")
-def trained(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train_once(tmp_path_factory.mktemp("trained"), tied)
+NO_EVALUATION = ("train.eval_strategy: 'no'", "train.eval_steps: null")
 
 
 ANSWERS = ("train.predict_with_generate: true", "train.generation_max_new_tokens: 6", "train.load_best_model_at_end: true")
@@ -75,6 +64,19 @@ def test_sharded_weights_are_published_whole_and_answer_the_same(strategy: str, 
 
 
 @pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [("zero3", "full"), *(pytest.param(*way, marks=pytest.mark.long) for way in (("ddp", "full"), ("zero2", "full"), ("fsdp2", "full"),
+                                                                                 ("ddp", "lora"), ("zero3", "lora"), ("fsdp2", "lora")))],
+)  # fmt: skip
+def test_head_and_loss_in_chunks_train_what_the_whole_does(strategy: str, mode: str, trained: Trained) -> None:
+    """With a trained head, tied to the embedding, and with a frozen one."""
+    whole = trained(Trial(mode=mode, settings=ANSWERS))
+    run = trained(Trial(strategy=strategy, ranks=HALVES, mode=mode, settings=ANSWERS, plan=(("loss_chunk", 8),)))
+    same_curves(run.path, whole.path)
+    assert column(run, "eval_answers", "eval") == [7, 7], "answering still gets logits"
+
+
+@pytest.mark.parametrize(
     "strategy", ["fsdp2", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3"))]
 )
 def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, trained: Trained) -> None:
@@ -88,14 +90,20 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("single", ((4, 2),)), pytest.param("zero2", HALVES, marks=pytest.mark.long),
-                            pytest.param("fsdp2", HALVES, marks=pytest.mark.long)]
-)  # fmt: skip
+    ("strategy", "ranks", "more"),
+    [
+        ("single", ((4, 2),), ()),
+        ("ddp", HALVES, ("launch.local_steps: 4", 'launch.balance: "off"')),
+        pytest.param("zero2", HALVES, (), marks=pytest.mark.long),
+        pytest.param("fsdp2", HALVES, (), marks=pytest.mark.long),
+    ],
+)
 def test_a_loss_that_is_no_number_stops_before_the_update(
-    strategy: str, ranks: tuple[tuple[int, int], ...], tied: Path, tmp_path: Path
+    strategy: str, ranks: tuple[tuple[int, int], ...], more: tuple[str, ...], tiny: Path, tmp_path: Path
 ) -> None:
-    settings = ("train.save_steps: 2", *NO_EVALUATION)
-    run = make_run(tmp_path / "run", tied, Trial(strategy=strategy, ranks=ranks, learning_rate=1e20, settings=settings))
+    """The first step is warm-up; the update of step 2 makes weights so large that the loss of step 3 is no number."""
+    settings = ("train.save_steps: 2", *NO_EVALUATION, *more)
+    run = make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, learning_rate=1e20, settings=settings))
     assert train(run).returncode != 0
     end = ended_with(run)
     assert end["code"] == 4
@@ -105,7 +113,10 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     named = json.loads(next(run.logs.glob("bad-rows-rank*.json")).read_text())
     assert named["step"] == 3 and named["rows"]
     assert [row["step"] for row in rows(run)] == [1, 2]
-    assert verify(run.checkpoint(2)) is None, "the last good checkpoint is kept"
+    assert verify(run.checkpoint(2)) is None and run.last.resolve() == run.checkpoint(2).resolve(), (
+        "the last good checkpoint is kept"
+    )
+    assert all(tensor.isfinite().all() for tensor in load_file(run.checkpoint(2) / "model.safetensors").values()) or not more
     assert not run.model.exists()
 
 
@@ -138,18 +149,17 @@ def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))])
-def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tied: Path, tmp_path: Path) -> None:
+def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tiny: Path, tmp_path: Path) -> None:
     ranks = ((4, 2),) if strategy == "single" else HALVES
     settings = ("train.max_steps: 24", "train.save_steps: 14", *NO_EVALUATION,
                 "train.spike_guard: skip", "train.spike_factor: 1.05")  # fmt: skip
-    run = must_train(make_run(tmp_path / "run", tied, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings)))
+    run = must_train(make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings)))
     found = spikes(run)
     steps = sorted({line["step"] for line in found})
     assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in found)
     assert len(found) == len(steps) * len(ranks)
     again = resume_from(run, tmp_path / "again", 14)
-    for name in ("loss", "grad_norm", "learning_rate"):
-        assert column(again, name) == column(run, name)
+    same_to_the_bit(again, run)
     assert spikes(again) == spikes(run)
 
 
@@ -163,10 +173,8 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     whole = trained(Trial(settings=("train.logging_steps: 3", "train.dataloader_num_workers: 1")))
     assert [row["step"] for row in rows(whole)] == [3, 4, 6, 8], "also at checkpoints and at the end"
     run = resume_from(whole, tmp_path / "again", 4)
-    for name in ("step", "loss", "grad_norm", "rank_loss", "rank_tokens", "learning_rate"):
-        assert column(run, name) == column(whole, name)
+    same_to_the_bit(run, whole)
     assert column(run, "step", "eval") == [4, 8]
-    assert (run.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
     assert len(list(run.tensorboard.iterdir())) == 2, "the curve goes on in a second file"
     assert dict(curves(run)["train/loss"]) == pytest.approx(dict(zip(column(run, "step"), column(run, "loss"), strict=True)))
     shown = {
@@ -181,13 +189,13 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     assert shown | {"eval/loss", "eval/perplexity"} <= set(curves(run))
 
 
-def test_a_checkpoint_at_the_end_of_an_epoch_knows_its_evaluation(tied: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_at_the_end_of_an_epoch_knows_its_evaluation(tiny: Path, tmp_path: Path) -> None:
     """A learning rate that falls at each evaluation falls alike in a resumed run, which makes none of them again."""
     settings = (
         "train.eval_strategy: epoch", "train.eval_steps: null", "train.save_steps: 3", "train.lr_scheduler_type: reduce_lr_on_plateau",
         'train.lr_scheduler_kwargs: {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"}', "train.load_best_model_at_end: true",
     )  # fmt: skip
-    whole = must_train(make_run(tmp_path / "run", tied, Trial(settings=settings)))
+    whole = must_train(make_run(tmp_path / "run", tiny, Trial(settings=settings)))
     assert column(whole, "step", "eval") == column(whole, "step", "save") == [3, 6, 8]
     assert len(set(column(whole, "learning_rate"))) > 1
     state = json.loads((whole.checkpoint(3) / "trainer_state.json").read_text())
@@ -207,9 +215,9 @@ def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def test_another_strategy_than_planned_is_refused_before_the_first_batch(tied: Path, tmp_path: Path) -> None:
+def test_another_strategy_than_planned_is_refused_before_the_first_batch(tiny: Path, tmp_path: Path) -> None:
     """accelerate drops DeepSpeed without a word when it is told that there is no GPU: plain DDP would run."""
-    run = make_run(tmp_path / "run", tied, Trial(strategy="zero2", ranks=HALVES))
+    run = make_run(tmp_path / "run", tiny, Trial(strategy="zero2", ranks=HALVES))
     train(run, ACCELERATE_USE_CPU="true")
     end = ended_with(run)
     assert end["code"] == 3 and "under MULTI_CPU" in end["error"], logs(run)
@@ -217,8 +225,8 @@ def test_another_strategy_than_planned_is_refused_before_the_first_batch(tied: P
     assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
 
 
-def test_fewer_processes_than_planned_are_refused(tied: Path, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", tied, Trial(strategy="ddp", ranks=HALVES))
+def test_fewer_processes_than_planned_are_refused(tiny: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny, Trial(strategy="ddp", ranks=HALVES))
     _, variables = command(run)
     done = subprocess.run(
         [sys.executable, "-m", "sft_play.train", "--run", str(run.path)],

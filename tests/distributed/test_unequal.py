@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,33 +12,25 @@ import pytest
 
 from sft_play.plan.batch import spans
 from sft_play.runs.folder import RunFolder
+from tests.documents import on_page
 from tests.quota import move, quota, worker_of
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, command, holdings, logs, make_plan, make_run, must_train, resume_from, rows
+from tests.training_runs import (
+    Trained,
+    Trial,
+    command,
+    holdings,
+    logs,
+    make_plan,
+    make_run,
+    must_train,
+    resume_from,
+    rows,
+    same_curves,
+)
 from tests.waiting import until
 
 LONG = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("base") / "llama")
-
-
-@pytest.fixture(scope="module")
-def alone(base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return must_train(make_run(tmp_path_factory.mktemp("alone") / "run", base, Trial(ranks=((8, 1),))))
-
-
-def same_updates(run: RunFolder, wanted: RunFolder) -> None:
-    assert column(run, "step") == column(wanted, "step")
-    for name in ("loss", "grad_norm"):
-        assert column(run, name) == pytest.approx(column(wanted, name), rel=1e-5)
-    assert column(run, "eval_loss", "eval") == pytest.approx(column(wanted, "eval_loss", "eval"), rel=1e-5)
-    mine, whole = ([row for rank in holdings(one) for row in rank["rows_trained"]] for one in (run, wanted))
-    assert sorted(mine) == sorted(whole)
-    scored = [row for rank in holdings(run) for row in rank["rows_scored"]]
-    assert sorted(scored) == sorted(row for rank in holdings(wanted) for row in rank["rows_scored"])
 
 
 @LONG
@@ -51,12 +44,14 @@ def same_updates(run: RunFolder, wanted: RunFolder) -> None:
     ],
 )
 def test_ranks_with_their_own_micro_steps_make_the_same_updates(
-    strategy: str, slots: tuple[tuple[int, int], ...], pack: int, alone: RunFolder, base: Path, tmp_path: Path
+    strategy: str, slots: tuple[tuple[int, int], ...], pack: int, trained: Trained
 ) -> None:
     """Also where one of three ranks has no rows at all."""
-    trial = Trial(strategy=strategy, ranks=slots, plan=(("pack_tokens", pack),))
-    run = must_train(make_run(tmp_path / "run", base, trial))
-    same_updates(run, alone)
+    alone, run = trained(Trial()), trained(Trial(strategy=strategy, ranks=slots, plan=(("pack_tokens", pack),)))
+    same_curves(run.path, alone.path)
+    for part in ("rows_trained", "rows_scored"):
+        found, wanted = (sorted(row for rank in holdings(one) for row in rank[part]) for one in (run, alone))
+        assert found == wanted, part
 
 
 # ---- Shares that follow measured speed
@@ -90,7 +85,7 @@ def slowed(run: RunFolder) -> RunFolder:
 def heavy(*more: str, named: bool, **changes: Any) -> Trial:
     """Returns a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
     settings = (
-        f"train.max_steps: {STEPS}", f"train.global_batch_size: {ROWS}", f"train.save_steps: {EVERY}", "train.eval_strategy: no",
+        f"train.max_steps: {STEPS}", f"train.global_batch_size: {ROWS}", f"train.save_steps: {EVERY}", "train.eval_strategy: 'no'",
         "train.eval_steps: null", "train.save_total_limit: 9", *more,
     )  # fmt: skip
     values: dict[str, Any] = {"strategy": "ddp", "ranks": PLANNED, "mode": "lora", "settings": settings, "steps": STEPS}
@@ -109,7 +104,7 @@ def heavier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def heavy_alone(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    trial = heavy("train.save_strategy: no", named=False, strategy="single", ranks=((16, 1),))
+    trial = heavy("train.save_strategy: 'no'", named=False, strategy="single", ranks=((16, 1),))
     return must_train(make_run(tmp_path_factory.mktemp("alone") / "run", heavier, trial))
 
 
@@ -129,16 +124,10 @@ def whole_steps(run: RunFolder) -> list[dict[str, Any]]:
     return [row for row in rows(run) if sum(row["rank_rows"]) == ROWS]
 
 
-def same_losses(run: RunFolder, wanted: RunFolder) -> None:
-    assert column(run, "step") == column(wanted, "step")[: len(rows(run))]
-    for name in ("loss", "grad_norm"):
-        assert column(run, name) == pytest.approx(column(wanted, name)[: len(rows(run))], rel=1e-5)
-
-
 def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone: RunFolder) -> None:
     """What is trained stays what one process trains, in unequal shares from the first step on, and in others later."""
     run, planned = half_speed, list(spans(ROWS, PLANNED))
-    same_losses(run, heavy_alone)
+    same_curves(run.path, heavy_alone.path)
     told = rows(run, "balance")
     assert told, logs(run)
     first, last = told[0], told[-1]
@@ -151,7 +140,9 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     assert share_of_rank_0(after) > share_of_rank_0(before)
     said = (run.logs / "said.txt").read_text()
     now, then = (" + ".join(map(str, counts)) for counts in (first["rows"], planned))
-    assert f"from step {first['from_step']} on: " in said and f": rows per step {now} instead of {then}" in said
+    slower = rf"from step {first['from_step']} on: rank 1 is [\d.]+ times slower than rank 0"
+    wanted = f"{slower}: rows per step {re.escape(now)} instead of {re.escape(then)}"
+    assert (line := re.search(wanted, said)) and on_page("one-gpu-slower-than-the-others", line[0]), said
 
 
 def test_a_run_goes_on_in_mid_epoch_with_other_shares(half_speed: RunFolder, heavy_alone: RunFolder, tmp_path: Path) -> None:
@@ -160,5 +151,5 @@ def test_a_run_goes_on_in_mid_epoch_with_other_shares(half_speed: RunFolder, hea
     again = resume_from(
         half_speed, tmp_path / "again", 15, replace(heavy(named=False, ranks=slots), plan=heavy(named=False).plan)
     )
-    same_losses(again, heavy_alone)
+    same_curves(again.path, heavy_alone.path)
     assert all(row["rank_rows"] == list(spans(ROWS, slots)) for row in whole_steps(again) if row["step"] > 15)

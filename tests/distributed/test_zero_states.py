@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from sft_play.launch.environment import free_port
 from sft_play.runs.manifest import read_facts
 from sft_play.training.states.files import Shelf
 from tests.distributed.zero_engine import ENGINES
+from tests.numerics.rank_processes import run_ranks
 
+ENGINE = "tests.distributed.zero_engine"
 SHAPES = {"first.weight": (13, 7), "first.bias": (13,), "second.weight": (5, 13), "second.bias": (5,)}
-
-
-def start(world: int, *words: str) -> None:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, *launch, "-m", "tests.distributed.zero_engine", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -46,8 +35,8 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ENGINES)
 def test_master_weights_come_back_on_another_world(name: str, tmp_path: Path) -> None:
     first, second = tmp_path / "step-000003", tmp_path / "step-000004"
-    start(2, "write", name, str(first))
-    start(3, "read", name, str(first), str(second))
+    run_ranks(2, ENGINE, "write", name, str(first))
+    run_ranks(3, ENGINE, "read", name, str(first), str(second))
     before, after = whole(first), whole(second)
     for state, values in before.items():
         assert values.dtype == torch.float32 and torch.equal(after[state], values), state

@@ -1,8 +1,8 @@
 """One of two ranks that exchange gradients or weights over gloo, and say what came of it: run by `test_compression.py`.
 
-    python -m tests.numerics.exchange_ranks RANK WORLD MEETING_FILE OUT_FILE
+    torchrun -m tests.numerics.exchange_ranks FOLDER
 
-`OUT_FILE` gets a JSON object with the result of each case. Bytes are those of this network namespace's interfaces, as the kernel counts.
+`FOLDER/RANK.json` gets a JSON object with the result of each case. Bytes are those of this network namespace's interfaces, as the kernel counts.
 """
 
 from __future__ import annotations

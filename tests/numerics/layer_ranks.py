@@ -1,8 +1,8 @@
 """One of two ranks that hold slices of a model's layers: run by `test_tensor_parallel.py`.
 
-    python -m tests.numerics.layer_ranks RANK WORLD MEETING_FILE OUT_FILE MODE FAMILY...
+    torchrun -m tests.numerics.layer_ranks FOLDER MODE FAMILY...
 
-`OUT_FILE` gets a JSON object: of each family the relative deviations of loss, gradients and their norm from one process, which share of
+`FOLDER/RANK.json` gets a JSON object: of each family the relative deviations of loss, gradients and their norm from one process, which share of
 the weights the rank holds, whether another token in a row changes the logits of other rows in its line, and whether the gradients of what
 all ranks hold are the same bits on each. `MODE` is `full` or `lora`.
 """

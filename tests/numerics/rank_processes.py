@@ -1,4 +1,4 @@
-"""Runs a module of this folder as several ranks over gloo."""
+"""Runs a module of tests as several ranks over gloo."""
 
 from __future__ import annotations
 
@@ -13,35 +13,32 @@ from typing import Any
 import torch
 from torch import distributed
 
+from sft_play.launch.environment import free_port
 from tests.conftest import ROOT
 
 
 def answer(work: Callable[[int, int, list[str]], dict[str, Any]]) -> None:
     """Writes what `work(rank, world, words)` returns, in a process that `found` started."""
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
+    distributed.init_process_group("gloo")
     torch.set_num_threads(1)
-    Path(sys.argv[4]).write_text(json.dumps(work(rank, world, sys.argv[5:])))
+    rank = distributed.get_rank()
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(work(rank, distributed.get_world_size(), sys.argv[2:])))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def found(module: str, folder: Path, world: int, words: Sequence[str]) -> dict[str, Any]:
-    """Returns the JSON object that rank 0 of `python -m tests.numerics.MODULE RANK WORLD MEETING_FILE OUT_FILE WORDS...` writes."""
-    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    each = [sys.executable, "-m", f"tests.numerics.{module}"]
-    started = [
-        subprocess.Popen(
-            [*each, str(rank), str(world), *map(str, (folder / "meeting", folder / f"{rank}.json")), *words],
-            cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=500)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert not any(process.returncode for process in started), "\n".join(text[-2000:] for text in said)
-    ranks: dict[str, Any] = json.loads((folder / "0.json").read_text())
-    return ranks
+def run_ranks(world: int, module: str, *words: str, inside: Sequence[str] = ()) -> None:
+    """Runs `python -m MODULE WORDS...` as the ranks of a torchrun, without a GPU; fails with what they said. `inside`: begins the command."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port())]
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*inside, *launch, "-m", module, *words],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def found(module: str, folder: Path, world: int, words: Sequence[str], inside: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Returns the JSON object that each rank of `tests.numerics.MODULE FOLDER WORDS...` writes."""
+    run_ranks(world, f"tests.numerics.{module}", str(folder), *words, inside=inside)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]

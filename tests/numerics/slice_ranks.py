@@ -1,8 +1,8 @@
 """One of several ranks that hold slices of a line: run by `test_sequence_parallel.py`.
 
-    python -m tests.numerics.slice_ranks RANK WORLD MEETING_FILE OUT_FILE FAMILY...
+    torchrun -m tests.numerics.slice_ranks FOLDER FAMILY...
 
-`OUT_FILE` gets a JSON object: of each family the relative deviation of logits and gradients from the whole line's in one process, and
+`FOLDER/RANK.json` gets a JSON object: of each family the relative deviation of logits and gradients from the whole line's in one process, and
 that of the other rows' logits where a row has another token.
 """
 

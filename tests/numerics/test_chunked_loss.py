@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from sft_play.data.batches import Collator
 from sft_play.model.kernels import chunk_head
 from sft_play.plan.shape import CHUNKED_HEAD_MODEL_TYPES
 from sft_play.training.loss import token_loss_sum
-from tests.families import FAMILIES, build_family
+from tests.families import FAMILIES, tiny_model
 from tests.numerics.test_layouts import ROWS as SHORT_ROWS
 from tests.numerics.test_layouts import random_model
 from tests.numerics.test_loss import ROWS
-from tests.tiny_models import build_tiny_llama
 
-CHUNK, VOCABULARY = 7, 1024
+CHUNK = 7
 FACTOR = 0.37
 """What a step multiplies the sum by: gradients must follow it."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    path = tmp_path_factory.mktemp("models")
-    return {
-        "tied": build_tiny_llama(path / "tied"),
-        "untied": build_tiny_llama(path / "untied", tie_word_embeddings=False),
-        "gpt2": build_family(path / "gpt2", "gpt2"),
-    }
-
-
-def tuned(folder: Path, way: str, *, dtype: torch.dtype = torch.float32) -> Any:
+def tuned(kind: str, way: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """Returns a model that is tuned in one of the ways that a run can be, with adapters that are not zero."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    model = tiny_model(kind, tie_word_embeddings=tied).to(dtype).train()
     if way == "frozen head":
         model.requires_grad_(False)
         model.get_decoder().layers[0].requires_grad_(True)
@@ -72,11 +59,14 @@ def assert_same(model: Any, batch: dict[str, Any], *, chunk: int = CHUNK, tolera
 
 @pytest.mark.parametrize("layout", ["flattened", "padded"])
 @pytest.mark.parametrize(
-    ("folder", "way"),
-    [("tied", "full"), ("untied", "full"), ("gpt2", "full"), ("untied", "frozen head"), ("untied", "lora"), ("untied", "lora on the head")],
+    ("kind", "way", "tied"),
+    [
+        ("llama", "full", True), ("llama", "full", False), ("gpt2", "full", True), ("llama", "frozen head", False),
+        ("llama", "lora", False), ("llama", "lora on the head", False),
+    ],
 )  # fmt: skip
-def test_loss_and_gradients_are_those_of_all_at_once(folder: str, way: str, layout: str, folders: dict[str, Path]) -> None:
-    model = tuned(folders[folder], way)
+def test_loss_and_gradients_are_those_of_all_at_once(kind: str, way: str, tied: bool, layout: str) -> None:
+    model = tuned(kind, way, tied=tied)
     for rows in (ROWS, ROWS[:1]):  # several chunks with a rest, and fewer labels than one
         assert_same(model, Collator(layout, 3)(rows))
 
@@ -106,16 +96,16 @@ def test_every_family_that_the_plan_chunks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["full", "lora"])
-def test_bf16_and_autocast_agree_to_their_precision(way: str, folders: dict[str, Path]) -> None:
+def test_bf16_and_autocast_agree_to_their_precision(way: str) -> None:
     batch = Collator("flattened", 3)(ROWS)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_same(tuned(folders["untied"], way), batch, tolerance=0.02)
-    assert_same(tuned(folders["untied"], way, dtype=torch.bfloat16), batch, tolerance=0.02)
+        assert_same(tuned("llama", way), batch, tolerance=0.02)
+    assert_same(tuned("llama", way, dtype=torch.bfloat16), batch, tolerance=0.02)
 
 
-def test_what_becomes_of_the_models_output_does_not_matter(folders: dict[str, Path]) -> None:
+def test_what_becomes_of_the_models_output_does_not_matter() -> None:
     """FSDP2 rounds outputs to the computation's type: a loss of thousands would lose its digits, and so would its gradient's factor."""
-    batch, model = Collator("flattened", 3)(ROWS), tuned(folders["untied"], "full")
+    batch, model = Collator("flattened", 3)(ROWS), tuned("llama", "full")
     total, wanted = outcome(model, batch)
     chunk_head(model, CHUNK)
     model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output.bfloat16() * 3)
@@ -124,11 +114,11 @@ def test_what_becomes_of_the_models_output_does_not_matter(folders: dict[str, Pa
     assert all(float((found[name] - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()) for name in wanted)
 
 
-def test_fp16_keeps_small_gradients(folders: dict[str, Path]) -> None:
+def test_fp16_keeps_small_gradients() -> None:
     """Compared with fp32, at a gradient whose loss scaling keeps the whole computation right."""
     batch = Collator("flattened", 3)(ROWS)
-    exact = outcome(tuned(folders["untied"], "frozen head"), batch)[1]
-    model = tuned(folders["untied"], "frozen head", dtype=torch.float16)
+    exact = outcome(tuned("llama", "frozen head"), batch)[1]
+    model = tuned("llama", "frozen head", dtype=torch.float16)
     chunk_head(model, CHUNK)
     for name, gradient in outcome(model, batch)[1].items():
         assert float((gradient.float() - exact[name]).norm()) <= 0.01 * float(exact[name].norm()), name

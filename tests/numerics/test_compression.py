@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 
 from sft_play.plan.network import powersgd_elements
 from sft_play.training.slow_network import FP16_MOST, narrow_of
-from tests.conftest import ROOT
+from tests.numerics.rank_processes import found as ranks_found
 from tests.programs import need
 
 ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -27,17 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     need("ip")
     if shutil.which("unshare") is None or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no network namespace can be made here (it needs root)")
-    folder = tmp_path_factory.mktemp("exchange")
-    first, second = (
-        f"{sys.executable} -m tests.numerics.exchange_ranks {rank} 2 {folder}/meeting {folder}/{rank}.json" for rank in (0, 1)
-    )
-    done = subprocess.run(
-        [*ALONE, "sh", "-c", f"{second} & {first}; code=$?; wait; exit $code"],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return ranks_found("exchange_ranks", tmp_path_factory.mktemp("exchange"), 2, [], inside=ALONE)
 
 
 def test_fp16_and_bf16_halve_the_bytes_on_the_wire_and_powersgd_sends_fewer(found: list[dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ OTHERS = {"gemma3n_text"}
     ids=["three", "all"],
 )
 def test_slices_of_layers_are_exact(mode: str, families: list[str], tmp_path: Path) -> None:
-    result = found("layer_ranks", tmp_path, 2, [mode, *families])
+    result = found("layer_ranks", tmp_path, 2, [mode, *families])[0]
     wrong = {kind: one for kind, one in result.items() if max(one["loss"], one["gradients"], one["norm"]) > EXACT}
     assert result.keys() == set(families) and wrong == {}
     assert all(one["apart"] and one["alike"] for one in result.values()), result

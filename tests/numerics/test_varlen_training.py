@@ -10,7 +10,7 @@ from tests.families import build_family
 from tests.training_runs import Trial, make_run, must_train, rows
 
 SETTINGS = (
-    "train.max_steps: 4", "train.predict_with_generate: true", "train.generation_max_new_tokens: 4", "train.save_strategy: no",
+    "train.max_steps: 4", "train.predict_with_generate: true", "train.generation_max_new_tokens: 4", "train.save_strategy: 'no'",
     "eval.metrics: [\"exact_match\"]",
 )  # fmt: skip
 
