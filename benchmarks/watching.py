@@ -25,6 +25,7 @@ from benchmarks.harness import options_of
 from sft_play.files import read_json, write_json
 from sft_play.launch.attempt import worker_arguments
 from sft_play.launch.environment import Node, free_port, loopback_interface, worker_environment
+from sft_play.launch.node import WORKER_MODULE
 from sft_play.plan.hardware import cpu_threads
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
         write_json(run.config, resolved)
         variables = dict(worker_environment(plan, node, os.environ, cpu_threads=cpu_threads()).variables)
         variables[BLOCK] = str(options["block"])
-        subprocess.run(worker_arguments(run, node, module="benchmarks.watching"), env=variables, check=True)
+        words = ["benchmarks.watching" if word == WORKER_MODULE else word for word in worker_arguments(run, node)]
+        subprocess.run(words, env=variables, check=True)
         blocks = read_json(run.path / "watching.json")
     on, off = (median(blocks[name][1:]) for name in ("on", "off"))  # the first of each warms up
     print(

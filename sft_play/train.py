@@ -1,14 +1,17 @@
 """The worker: `accelerate launch -m sft_play.train --run runs/NAME [--resume CHECKPOINT]`, one process per rank.
 
-Reads only the JSON of its run folder and decides nothing: what to do stands in the plan. Its faults are `training.faults`.
+Reads only the JSON of its run folder and decides nothing: what to do stands in the plan. Its faults are `training.faults`. With `--probe`
+it makes two steps of the worst batch, without evaluation and checkpoint, and writes what they needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,8 +27,9 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
 from sft_play.runs.stamp import Stamp, compare, refuse
-from sft_play.training.faults import Heartbeat, Program, contain, end, show_life
-from sft_play.training.process import StopRequest, check_launch, import_libraries, launched_world, log_alone, quiet_libraries
+from sft_play.training.faults import Heartbeat, contain, end, show_life
+from sft_play.training.process import check_launch, import_libraries, launched_world, log_alone, quiet_libraries
+from sft_play.training.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from sft_play.model.parallel import Slicer
@@ -34,14 +38,15 @@ if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
 
 
-def main(arguments: list[str] | None = None, program: Program | None = None) -> int:
-    """Train this rank's share (or run another `program` of a worker) and return the exit code, recorded for the launcher too."""
+def main(arguments: list[str] | None = None) -> int:
+    """Train this rank's share, or probe it, and return the exit code, recorded for the launcher too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--probe", action="store_true", help="two steps of the worst batch")
     options = parser.parse_args(arguments)
     wake_with_parent()
-    return contain(program or work_with_heartbeat, RunFolder(options.run), options.resume)
+    return contain(probe_rank if options.probe else work_with_heartbeat, RunFolder(options.run), options.resume)
 
 
 def work_with_heartbeat(request: StopRequest, checkpoint: Path | None, console: TextIO | None) -> int:
@@ -57,13 +62,11 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
     if launched_world()[0] == 0:
         activity.phase_file = run.phase
         activity.tell("loading")
-    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    import_libraries(config, plan, prepared)
+    config, plan, prepared = read_run(run)
     from sft_play.training.checkpoint_files import publish_model
     from sft_play.training.ranks import check_start, check_world, ranks_together
     from sft_play.training.saving import END_SECONDS
 
-    check_launch(plan)
     heart.join(config.launch)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
     trainer = build_trainer(request, config, plan, prepared, stamp, console)
@@ -90,6 +93,14 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
         write_json(run.training_metrics, facts | {"model_step": model_step})
     saver.require_saved()
     return 0
+
+
+def read_run(run: RunFolder) -> tuple[Config, Plan, Prepared]:
+    """Return what this run's workers do; imports the libraries that it takes. Raise `HardwareError` as `check_launch`."""
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    import_libraries(config, plan, prepared)
+    check_launch(plan)
+    return config, plan, prepared
 
 
 def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared, checkpoint: Path | None) -> Stamp:
@@ -242,6 +253,85 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "best_metric": finite(state.best_metric),
         **{key: finite(value) for key, value in (scores[-1] if scores else {}).items() if key.startswith("eval_")},
     }
+
+
+# ---- Probes
+
+
+def worst_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return rows for all steps: each as long as the longest, with as many labels as the worst micro-batch has."""
+    length = max(2, plan.row_tokens)
+    if plan.pack_tokens:  # several in each pack, so that there is a mask between them
+        length = max(2, length // _rows_of_a_pack(plan))
+    labels = min(length - 1, max(1, round(length * plan.label_share)))
+    row = {"input_ids": [1] * length, "labels": [-100] * (length - labels) + [1] * labels}
+    return [row | {"row": number} for number in range((plan.steps or 1) * plan.global_batch_size)]
+
+
+def _rows_of_a_pack(plan: Plan) -> int:
+    """Return how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or nearly."""
+    slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.group_size])
+    return max(2, -(-plan.global_batch_size // slots))
+
+
+def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
+    """Train two steps of the worst batch and write what this rank needed."""
+    quiet_libraries()
+    run = request.run
+    config, plan, prepared = read_run(run)
+    import torch
+
+    from sft_play.data.store import write_rows
+    from sft_play.plan.sources import Probed
+    from sft_play.training.ranks import check_world
+
+    before = used_bytes()
+    stamp = settle_stamp(run, config, plan, prepared, None)
+    rank, _world = launched_world()
+    path, rows = run.logs / f"probe-rows-rank{rank}", worst_rows(plan)
+    write_rows(rows, path)
+    assert prepared.train is not None
+    train = replace(prepared.train, path=str(path), rows=len(rows), sources=())
+    trainer = build_trainer(request, config, plan, replace(prepared, train=train, validation=None), stamp, None)
+    check_world(plan, trainer.accelerator, trainer.args.n_gpu)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    trainer.train()
+    seconds = (time.perf_counter() - started) / trainer.state.global_step
+    micro_batch = plan.ranks[rank].micro_batch
+    allocated, reserved, held = peaks(before)
+    found = Probed(
+        rank=rank, micro_batch=micro_batch, allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=held,
+        seconds_per_step=seconds,
+    )  # fmt: skip
+    write_json(run.logs / f"probe-rank{rank}.json", asdict(found))
+    return 0
+
+
+def used_bytes() -> int:
+    """Return the bytes in use on this rank's GPU, by all programs and the driver; 0 where NVML does not say, as for a MIG slice."""
+    import pynvml
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    try:
+        return int(torch.cuda.device_memory_used(int(os.environ.get("LOCAL_RANK", "0"))))
+    except (pynvml.NVMLError, RuntimeError, ValueError):
+        return 0
+
+
+def peaks(before_bytes: int) -> tuple[int, int, int]:
+    """Return the most bytes that this process allocated, reserved and held, on a GPU of which `before_bytes` were held before it began."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0, 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free, total = torch.cuda.mem_get_info()
+    # CUDA's total leaves out what the driver keeps for itself (0.3 to 0.6 GiB), NVML's figures have it in both.
+    held = used_bytes() - before_bytes if before_bytes else total - free
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), held
 
 
 if __name__ == "__main__":

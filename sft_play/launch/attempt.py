@@ -22,7 +22,7 @@ from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_v
 from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH, ended_elsewhere_of
-from sft_play.launch.node import supervise
+from sft_play.launch.node import WORKER_MODULE, supervise
 from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
 from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
@@ -39,9 +39,7 @@ from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
 
 
-def worker_arguments(
-    run: RunFolder, node: Node, *, checkpoint: Path | None = None, module: str = "sft_play.train", plan: Plan | None = None
-) -> list[str]:
+def worker_arguments(run: RunFolder, node: Node, *, checkpoint: Path | None = None, plan: Plan | None = None) -> list[str]:
     """Return argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config file.
 
     `plan` is needed where nodes have unequal numbers of ranks.
@@ -54,7 +52,7 @@ def worker_arguments(
         # accelerate starts num_processes // num_machines processes here, and knows no other way to say how many; the world is the sum
         # over all nodes, which the agents of torchrun tell each other. The environment is that of a launch with equal numbers.
         arguments += ["--num_processes", str(len(ranks_of(plan, node)) * node.count)]
-    arguments += ["--monitor_interval", "0.5", "--max_restarts", "0", "-m", module, "--run", str(run.path)]
+    arguments += ["--monitor_interval", "0.5", "--max_restarts", "0", "-m", WORKER_MODULE, "--run", str(run.path)]
     return arguments + (["--resume", str(checkpoint)] if checkpoint else [])
 
 
@@ -211,7 +209,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
         short = replace(plan, steps=STEPS, steps_per_epoch=STEPS, warmup_steps=0)
         write_launch_files(quiet, short, folder)
         variables = job.environment(short).variables
-        arguments = worker_arguments(folder, job.node, module="sft_play.probe")
+        arguments = [*worker_arguments(folder, job.node), "--probe"]
         with Path(os.devnull).open("wb") as nowhere:
             outcome = supervise(arguments, variables, folder, job.ranks_here(plan), console=nowhere.fileno())
         save_probe(path, _measure(outcome, plan, folder))

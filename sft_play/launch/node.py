@@ -31,7 +31,7 @@ from sft_play.runs.folder import RunFolder
 
 LONGEST_LOOK = 1.0
 """Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
-WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
+WORKER_MODULE = "sft_play.train"
 AGENT_MODULE = "accelerate.commands.launch"
 BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_TRACING_STOP})
 """States in which a silent process is not dead: it computes, or a debugger holds it."""
@@ -175,7 +175,7 @@ class Watch:
 def is_worker(arguments: Sequence[str]) -> bool:
     """Whether a command line is a worker's: one that was forked and has not begun its program yet still bears its parent's."""
     modules = {after for before, after in pairwise(arguments) if before == "-m"}
-    return AGENT_MODULE not in modules and not WORKER_MODULES.isdisjoint(modules)
+    return AGENT_MODULE not in modules and WORKER_MODULE in modules
 
 
 AGENT_POLL_SECONDS = 0.1

@@ -333,7 +333,7 @@ def tell_cause(outcome: Outcome) -> None:
 
 
 FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line \d+ in (?P<function>\S+)', re.MULTILINE)
-MAIN = re.compile(r"sft_play/(train|probe)\.py$")
+MAIN = re.compile(r"sft_play/train\.py$")
 COLLECTIVE = re.compile(r"/torch/distributed/|/accelerate/utils/operations\.py$|/deepspeed/comm/")
 
 

@@ -32,7 +32,8 @@ from sft_play.files import NO_ROOM, is_full, write_text
 from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
-from sft_play.training.process import Activity, StopRequest, code_of, launched_world, leave_record, redirect, reserve
+from sft_play.training.process import Activity, launched_world, leave_record, redirect, reserve
+from sft_play.training.stop_request import StopRequest, code_of
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
 """What a worker does: run and activity (of its request), checkpoint to continue from, console of rank 0 -> exit code."""

@@ -6,12 +6,10 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
@@ -19,7 +17,6 @@ from typing import Any, Literal, TextIO, cast
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.files import is_gone, write_json
-from sft_play.launch.liveness import LIMITS
 from sft_play.launch.process import Console
 from sft_play.plan.choices import GPU_ONLY_OPTIMIZERS
 from sft_play.plan.plan import Plan
@@ -243,157 +240,3 @@ def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
         or "8bit" in plan.optim
         or quantisation_of(Path(prepared.model.path)) is not None
     )
-
-
-# Requests to stop: SIGTERM, SIGINT, SIGUSR1. Signals are read from a pipe by a thread: a main thread that waits in a collective operation, or for
-# a library to load, would not hear them. What a request leads to:
-#
-# - before the first step has ended there is nothing to save: the process leaves at once;
-# - afterwards the ranks agree at the end of a step (`training.stopping`), save and leave;
-# - without checkpoints (`train.save_strategy` is `no`) the process leaves at once, unless the last step has ended: then the model is written;
-# - when no end of a step came within `PATIENCE_SECONDS` the process leaves without a new checkpoint, except in the middle of a save.
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
-LOOK_SECONDS = 0.1
-LEAVE_SECONDS = 2.0
-"""How long the end waits for the thread that asks other ranks; it looks up once a second, and at the end at once."""
-KEY = "asked_to_stop"
-
-
-def code_of(number: int) -> int:
-    """Return the exit code of a stop that this signal asked for."""
-    return 130 if number == signal.SIGINT else 143
-
-
-@dataclass(kw_only=True, slots=True)
-class StopRequest:
-    """Whether this worker has been asked to stop, and its end when it cannot stop in order."""
-
-    run: RunFolder
-    rank: int
-    activity: Activity
-    heard: int | None = None
-    """The signal, here or (SIGTERM) on another rank."""
-    during: str = "loading"
-    """The phase in which it was heard."""
-    nothing_to_save: bool = True
-    """Until the first step has ended; without checkpoints until the last has."""
-    step: int = 0
-    """The last optimizer step that has ended."""
-    first_step: int = 0
-    """The step that this process continued from."""
-    saved: int | None = None
-    """The step of the newest checkpoint of this process."""
-    _ended: bool = False
-    _code: int = 1
-    _ending: threading.Lock = field(default_factory=threading.Lock)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _sharing: threading.Thread | None = None
-
-    def listen(self) -> None:
-        """Take the signals over; call once, in the main thread."""
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, _nothing)  # what counts is the byte in the pipe
-        os.register_at_fork(after_in_child=_as_child)
-        threading.Thread(target=self._read, args=(reader,), name="requests to stop", daemon=True).start()
-
-    def hear(self, number: int) -> None:
-        """Take up a request; the first counts."""
-        if self.heard is None:
-            self.heard, self.during = number, self.activity.phase
-            threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
-
-    def share(self, connect: Callable[[], Any]) -> None:
-        """Tell other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it alone."""
-        self._sharing = threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True)
-        self._sharing.start()
-
-    def finish(self, record: Mapping[str, Any]) -> None:
-        """Write this process's exit record; from here on it only has to leave."""
-        with self._ending:
-            if not self._ended:
-                leave_record(self.run, self.rank, self._with_facts(record))
-                self._code, self._ended = int(record["code"]), True
-        self._over.set()
-        # A thread that comes back from torch's C++ into an interpreter that ends aborts the process
-        if self._sharing is not None:
-            self._sharing.join(LEAVE_SECONDS)
-
-    def _with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Add to the exit record of a stop what is known of it."""
-        if self.heard is None or record["code"] not in (130, 143):
-            return dict(record)
-        stop = {"signal": signal.Signals(self.heard).name, "phase": self.during, "step": self.step, "saved": self.saved}
-        return {**record, "stop": stop}
-
-    def _read(self, reader: int) -> None:
-        while received := os.read(reader, 64):
-            for number in received:
-                if number in SIGNALS:  # the pipe tells of other signals with handlers too (SIGCHLD)
-                    self.hear(number)
-
-    def _wait(self) -> None:
-        """End the process when it does not end in time."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self._ended:
-            if self.activity.phase == "saving":  # it is finished, however long it takes
-                deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
-            elif self.nothing_to_save:
-                since = f"after step {self.first_step}" if self.first_step else "of this run"
-                kept = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
-                self._leave("nothing is lost: no step has ended since the start" if self.step == self.first_step else kept)
-            if time.monotonic() > deadline:
-                self._leave(
-                    f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is complete"
-                )
-            time.sleep(LOOK_SECONDS)
-        time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
-        os._exit(self._code)
-
-    def _leave(self, why: str) -> None:
-        assert self.heard is not None
-        with self._ending:
-            if self._ended:
-                return
-            name = signal.Signals(self.heard).name
-            with contextlib.suppress(OSError, ValueError):
-                print(f"{name} {self.activity}: rank {self.rank} leaves; {why}", file=sys.stderr, flush=True)
-            leave_record(self.run, self.rank, self._with_facts({"code": code_of(self.heard), "error": "", "note": why}))
-            os._exit(code_of(self.heard))
-
-    def _share(self, connect: Callable[[], Any]) -> None:
-        told = False
-        with contextlib.suppress(RuntimeError):  # without a store, and when it is gone, ranks still agree at the end of each step
-            store = connect()
-            while not self._ended:
-                if self.heard is not None and not told:
-                    store.set(KEY, str(int(self.heard)))
-                    told = True
-                elif not told and store.check([KEY]):
-                    told = True
-                    self.hear(int(store.get(KEY)))
-                self._over.wait(1.0)
-
-
-def ignore_stops(_worker: int = 0) -> None:
-    """For processes that load data (`worker_init_fn`): where all processes of a job get the signal, they must live until the save."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _nothing(_number: int, _frame: object) -> None:
-    pass
-
-
-def _as_child() -> None:
-    """A forked process has no part in this: it must not write into the pipe."""
-    with contextlib.suppress(ValueError):
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

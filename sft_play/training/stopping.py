@@ -20,10 +20,10 @@ from sft_play.files import append_json_line, read_json_lines, side_file, write_j
 from sft_play.runs.progress import notify
 from sft_play.training.faults import open_store
 from sft_play.training.metrics import rows_until
-from sft_play.training.process import StopRequest
 from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler
+from sft_play.training.stop_request import StopRequest
 
 LEFT_OUT_LIMIT = 20
 """Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16 times."""

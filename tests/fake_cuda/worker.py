@@ -75,7 +75,8 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
 
     import sft_play.train as worker
     from sft_play.runs.folder import RunFolder
-    from sft_play.training.process import Activity, StopRequest
+    from sft_play.training.process import Activity
+    from sft_play.training.stop_request import StopRequest
     from tests.fake_cuda.gpus import fake_gpus, visible
     from tests.fake_cuda.waits import DeviceWaits, Waits
 
