@@ -95,6 +95,13 @@ def run_program(
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+def must_run(words: list[str], env: Mapping[str, str]) -> Done:
+    """As `run_program`; fails with what a command said that did not end with 0."""
+    done = run_program(words, env)
+    assert done.code == 0, done.err + done.out
+    return done
+
+
 @pytest.fixture
 def program(cache: Path, tmp_path: Path) -> Program:
     """Runs the program with runs under `tmp_path`: `program("train", "CONFIG=x.yaml")`."""

@@ -11,7 +11,7 @@ import pytest
 from sft_play.files import read_json
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
-from tests.conftest import environment, ragged_rows, run_program
+from tests.conftest import environment, must_run, ragged_rows, run_program
 from tests.training_runs import Trial, copy_run, make_run, must_train, same_to_the_bit
 
 TWO_RANKS = ((2, 2), (2, 2))
@@ -69,16 +69,14 @@ def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path
         "train: {global_batch_size: 4, batch_size: 2, max_steps: 6, save_steps: 2, learning_rate: 5.0e-3}\n"
     )
     env = environment(cache, tmp_path / "runs")
-    done = run_program(["train", f"CONFIG={config}", "RUN_NAME=run"], env)
-    assert done.code == 0, done.err
+    must_run(["train", f"CONFIG={config}", "RUN_NAME=run"], env)
     run = RunFolder(tmp_path / "runs" / "run")
     whole = copy_run(run, tmp_path / "whole")
     flip(run.checkpoint(6) / "adapter_model.safetensors")
     optimizer = next(path for path in sorted(run.checkpoint(4).iterdir()) if path.name.startswith("optimizer"))
     optimizer.unlink()
     shutil.rmtree(run.model)
-    done = run_program(["resume", "RUN=run"], env)
-    assert done.code == 0, done.err
+    done = must_run(["resume", "RUN=run"], env)
     assert "skipped: step-000006: `adapter_model.safetensors` has another checksum than the manifest says" in done.err
     assert f"skipped: step-000004: `{optimizer.name}` is missing" in done.err
     assert "from step-000002" in done.err

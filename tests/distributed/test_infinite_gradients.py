@@ -48,8 +48,7 @@ def spoilt_run(path: Path, base: Path, trial: Trial) -> RunFolder:
 def train_scaled(run: RunFolder) -> subprocess.CompletedProcess[str]:
     """Trains as `train` does, with a loss scaler."""
     arguments, variables = command(run)
-    module = arguments.index("sft_play.train")
-    arguments = [*arguments[:module], "tests.scaled_worker", *arguments[module + 1 :]]
+    arguments = ["tests.scaled_worker" if word == "sft_play.train" else word for word in arguments]
     return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=400, check=False)
 
 

@@ -13,7 +13,7 @@ import torch
 from sft_play.files import read_json
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
-from tests.conftest import call_program, environment, metrics, ragged_rows, run_program
+from tests.conftest import call_program, environment, metrics, must_run, ragged_rows
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import same_curves, weights
 
@@ -62,8 +62,7 @@ def train(config: Path, run: Path, cache: Path, words: Sequence[str]) -> Path:
     """Trains a run unless that is done: in one process, or by `make train-distributed` where `NUM_GPUS` is given."""
     command = "train-distributed" if any(word.startswith("NUM_GPUS") for word in words) else "train"
     if not run.exists():
-        done = run_program([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, run.parent))
-        assert done.code == 0, done.err + done.out
+        must_run([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, run.parent))
     return run
 
 
@@ -136,8 +135,7 @@ def test_saved_under_one_split_and_resumed_under_another(
     words = [f"TUNING_MODE={mode}", *SAVED]
     whole = train(config, session_runs / f"split-whole-{mode}", cache, words)
     run = train(config, session_runs / f"{split}-{mode}", cache, [*words, *before, "TRAIN_MAX_STEPS=2"])
-    done = run_program(["resume", f"RUN={run.name}", *after, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))
-    assert done.code == 0, done.err + done.out
+    must_run(["resume", f"RUN={run.name}", *after, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))
     same_curves(run, whole, first=2)
     assert [row["step"] for row in metrics(run)] == list(range(1, STEPS + 1))
 
@@ -149,8 +147,7 @@ def test_noise_is_the_same_on_all_ranks_after_a_resume(config: Path, cache: Path
     noisy.write_text(config.read_text().replace("train: {", "train: {neftune_noise_alpha: 5, "))
     whole = train(noisy, session_runs / "noisy-whole", cache, SAVED)
     train(noisy, session_runs / "noisy", cache, [*SAVED, "TRAIN_MAX_STEPS=2"])
-    done = run_program(["resume", "RUN=noisy", *LAYERS, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))
-    assert done.code == 0, done.err + done.out
+    must_run(["resume", "RUN=noisy", *LAYERS, f"TRAIN_MAX_STEPS={STEPS}"], environment(cache, session_runs))
     same_curves(session_runs / "noisy", whole, first=2)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import environment, metrics, ragged_rows, run_program
+from tests.conftest import environment, metrics, must_run, ragged_rows, run_program
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,13 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_become_three_and_another_strategy_one(config: Path, cache: Path, tmp_path: Path) -> None:
     env = environment(cache, tmp_path)
     words = [f"CONFIG={config}", "RUN_NAME=run", "NUM_GPUS=2", "TUNING_LORA_DROPOUT=0.0"]
-    done = run_program(["train-distributed", *words], env)
-    assert done.code == 0, done.err + done.out
+    must_run(["train-distributed", *words], env)
     run = tmp_path / "run"
     whole, steps = metrics(run), sorted((run / "checkpoints").glob("step-*"))
     for checkpoint in steps[1:]:
         shutil.rmtree(checkpoint)
     shutil.rmtree(run / "model")
-    done = run_program(["resume", "RUN=run", "NUM_GPUS=3"], env)
-    assert done.code == 0, done.err + done.out
+    done = must_run(["resume", "RUN=run", "NUM_GPUS=3"], env)
     assert (done.err + done.out).count("`world_size` was `2` and is `3`") == 1, (
         "the launcher says it, the worker in its log alone"
     )
@@ -45,8 +43,7 @@ def test_two_processes_become_three_and_another_strategy_one(config: Path, cache
     assert (plan["world_size"], plan["strategy"], plan["global_batch_size"]) == (3, "ddp", 8)
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in metrics(run)] == pytest.approx([row[name] for row in whole], rel=1e-5)
-    done = run_program(["resume", "RUN=run", "NUM_GPUS=1", "LAUNCH_STRATEGY=zero2", "TRAIN_MAX_STEPS=8"], env)
-    assert done.code == 0, done.err + done.out
+    done = must_run(["resume", "RUN=run", "NUM_GPUS=1", "LAUNCH_STRATEGY=zero2", "TRAIN_MAX_STEPS=8"], env)
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["world_size"], plan["strategy"]) == (1, "zero2")
     assert "`strategy` was `ddp` and is `zero2`" in done.err + done.out
@@ -54,8 +51,7 @@ def test_two_processes_become_three_and_another_strategy_one(config: Path, cache
 
 
 def test_a_checkpoint_with_pickles_is_refused_before_anything_starts(config: Path, cache: Path, tmp_path: Path) -> None:
-    done = run_program(["train", f"CONFIG={config}", "RUN_NAME=run", "TRAIN_MAX_STEPS=2"], environment(cache, tmp_path))
-    assert done.code == 0, done.err + done.out
+    must_run(["train", f"CONFIG={config}", "RUN_NAME=run", "TRAIN_MAX_STEPS=2"], environment(cache, tmp_path))
     run = tmp_path / "run"
     shutil.rmtree(run / "model")
     checkpoint = run / "checkpoints" / "step-000002"
@@ -64,5 +60,4 @@ def test_a_checkpoint_with_pickles_is_refused_before_anything_starts(config: Pat
     manifest["files"]["optimizer.pt"] = manifest["files"].pop("states.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     done = run_program(["resume", "RUN=run"], environment(cache, tmp_path))
-    assert done.code == 5
-    assert "an older version wrote it" in done.err and "hint:" in done.err and "Traceback" not in done.err
+    done.refused(5, "an older version wrote it", "hint:")

@@ -188,9 +188,8 @@ def test_the_last_save_on_a_full_disk_is_said_loudly(base: Path, tmp_path: Path)
     with mounted(tmp_path / "disk") as disk:
         run = make_run(disk / "run", base, trial)
         room = shutil.disk_usage(disk).free - 15_000_000  # for one checkpoint, not for two
-        descriptor = os.open(disk / "other", os.O_CREAT | os.O_WRONLY)
-        os.posix_fallocate(descriptor, 0, room)
-        os.close(descriptor)
+        with (disk / "other").open("wb") as other:
+            os.posix_fallocate(other.fileno(), 0, room)
         done = train(run)
         assert done.returncode != 0
         for rank in (0, 1):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.runs.folder import RunFolder
-from tests.conftest import environment, metrics, ragged_rows, run_program
+from tests.conftest import environment, metrics, must_run, ragged_rows
 from tests.training_runs import holdings, same_curves
 
 STEPS = 5
@@ -63,8 +63,7 @@ def baseline(mode: str, config: Path, cache: Path, session_runs: Path) -> Path:
     run = session_runs / f"{mode}-baseline"
     if not run.exists():  # pytest goes to and fro between the modes
         words = ["train", f"CONFIG={config}", f"RUN_NAME={run.name}", "TRAIN_BATCH_SIZE=8"]
-        done = run_program(words, environment(cache, session_runs))
-        assert done.code == 0, done.err
+        must_run(words, environment(cache, session_runs))
     return run
 
 
@@ -79,8 +78,7 @@ def test_every_split_and_strategy_gives_the_same_updates(
 ) -> None:
     command, words = WAYS[way]
     run = session_runs / f"{mode}-{way}"
-    done = run_program([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, session_runs))
-    assert done.code == 0, done.err + done.out
+    must_run([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, session_runs))
     same_curves(run, baseline)
     found = metrics(run)
     assert len(found) == STEPS

@@ -73,17 +73,17 @@ def test_a_resumed_run_continues_in_the_tracker(tiny: Path, tmp_path: Path, name
     pytest.importorskip(name)
     run = make_run(tmp_path / "one", tiny, Trial(settings=(f"train.report_to: {name}",)))
     variables = OFFLINE[name] | {"HF_TOKEN": SECRET, "WANDB_SILENT": "true"}
-    done = train(run, **variables)
-    assert done.returncode == 0 and "warning: the tracker" not in done.stdout + done.stderr, done.stderr
-    before = json.loads((run.path / "trackers.json").read_text())
-    done = train(run, run.checkpoint(4), **variables)
-    assert done.returncode == 0 and "warning: the tracker" not in done.stdout + done.stderr, done.stderr
-    assert json.loads((run.path / "trackers.json").read_text()) == before and len(rows(run)) == 8
+    ids = []
+    for checkpoint in (None, run.checkpoint(4)):
+        done = train(run, checkpoint, **variables)
+        assert done.returncode == 0 and "warning: the tracker" not in done.stdout + done.stderr, done.stderr
+        ids.append(json.loads((run.path / "trackers.json").read_text()))
+    assert ids[0] == ids[1] and len(rows(run)) == 8
     if name == "mlflow":
-        [steps] = run.path.glob(f"mlruns/*/{before[name]}/metrics/loss")
+        [steps] = run.path.glob(f"mlruns/*/{ids[0][name]}/metrics/loss")
         assert [int(line.split()[2]) for line in steps.read_text().splitlines()] == [*range(1, 9), *range(5, 9)]
     else:
-        found = [path for path in run.path.rglob("*") if before[name] in path.name]
+        found = [path for path in run.path.rglob("*") if ids[0][name] in path.name]
         assert found, [str(path) for path in run.path.rglob("*")][:50]
     sent = [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not sent
