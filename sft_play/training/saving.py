@@ -152,7 +152,7 @@ class Saver(TrainerCallback):
     def _begin(self, step: int) -> str | None:
         """Make the partial folder where there is room. Return why there is none, the same on every rank. Collective."""
         run, ranks, problem = self.context.run, self.context.ranks, None
-        needed = with_spare(self._first_prediction() if self._predicted is None else self._predicted)
+        needed = with_spare(self._predict())
         try:
             free = float(free_bytes(run.path)) if ranks.rank in self.together else math.inf
             if ranks.first:
@@ -168,8 +168,10 @@ class Saver(TrainerCallback):
         room = Room(int(sum(wanted for wanted, *_ in asked)), int(min(there for _, there, _ in asked)))
         return None if room.enough else f"there is no space for it on the disk: {room}"
 
-    def _first_prediction(self) -> int:
-        """Return the bytes that this rank will write, from what it holds; later saves go by the one before."""
+    def _predict(self) -> int:
+        """Return the bytes that this rank will write: as many as at the save before, at the first from what it holds."""
+        if self._predicted is not None:
+            return self._predicted
         first, weights = self.context.ranks.first, predicted_bytes(self.trainer)
         held = count_bytes(self.trainer.model, self.trainer.optimizer)["optimizer"]
         if self.context.config.tuning.mode != "full":
@@ -200,8 +202,7 @@ class Saver(TrainerCallback):
     def _memory_allows(self) -> bool:
         """Whether the host's memory holds a copy of the states of all its ranks; says once when it does not. Collective."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        predicted = self._first_prediction() if self._predicted is None else self._predicted
-        needed, free = predicted * ranks_here, ram_bytes()[1]
+        needed, free = self._predict() * ranks_here, ram_bytes()[1]
         if not self.context.ranks.any(free - needed < SPARE_MEMORY_BYTES):
             return True
         if not self._said_synchronous:

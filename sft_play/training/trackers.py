@@ -50,12 +50,12 @@ class Curves(TrainerCallback):
         self._files = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self.folder.mkdir(parents=True, exist_ok=True)
         step = state.global_step
         if step:  # what earlier files have from the next step on is void
-            self._write(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+            self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
         for path in (self.run.config, self.run.plan):
             self._add_text(path.stem, _indent(path.read_text(encoding="utf-8")), state)
 
@@ -64,9 +64,8 @@ class Curves(TrainerCallback):
 
         curves = {curve: value for name, one in (logs or {}).items() for curve, value in curves_of(name, one)}
         if curves:
-            self._add(
-                Summary(value=[Summary.Value(tag=name, simple_value=float(value)) for name, value in curves.items()]), state
-            )
+            values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in curves.items()]
+            self._write(state.global_step, summary=Summary(value=values))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Show some answers of an evaluation, if there are any."""
@@ -79,14 +78,9 @@ class Curves(TrainerCallback):
     def _add_text(self, name: str, text: str, state: Any) -> None:
         from torch.utils.tensorboard.summary import text as summary_of
 
-        self._add(summary_of(name, text), state)
+        self._write(state.global_step, summary=summary_of(name, text))
 
-    def _add(self, summary: Any, state: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._write(Event(wall_time=time.time(), step=state.global_step, summary=summary))
-
-    def _write(self, event: Any) -> None:
+    def _write(self, step: int, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -98,7 +92,7 @@ class Curves(TrainerCallback):
                 name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{self._files}"
                 self.stream = (self.folder / name).open("wb")
                 RecordWriter(self.stream).write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-            RecordWriter(self.stream).write(event.SerializeToString())
+            RecordWriter(self.stream).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
             # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.
             self.stream.flush()
         except OSError:  # a torn record ends what readers take from a file

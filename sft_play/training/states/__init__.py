@@ -170,9 +170,9 @@ class _Collector:
         flat = bundle.unwrap(state) if name != "step" else None
         if flat is not None:
             self._slices(bundle, name, flat)
-        elif state.numel() == 1 or [share.elements for share in bundle.shares] == [_numel(bundle.shares[0])]:
+        elif state.numel() == 1 or [share.elements for share in bundle.shares] == [math.prod(bundle.shares[0].shape)]:
             for share in bundle.shares:
-                self.add(name, state, share.name, "whole", 0, _numel(share), share.shape)
+                self.add(name, state, share.name, "whole", 0, math.prod(share.shape), share.shape)
         else:
             self.add(name, state, bundle.label, "rank", 0, state.numel(), tuple(state.shape))
 
@@ -198,10 +198,6 @@ class _Collector:
                 dtype=str(kept.dtype).removeprefix("torch."),
             )
         )  # fmt: skip
-
-
-def _numel(share: Share) -> int:
-    return int(torch.Size(share.shape).numel())
 
 
 def _facts(
@@ -371,7 +367,5 @@ def _state(shelf: Shelf, bundle: Bundle, name: str, label: str, optimizer: Any, 
 
 def _step_on_device(optimizer: Any, key: Tensor) -> bool:
     """Whether the optimizer counts its steps on the device of the parameter: torch's fused and capturable ones do."""
-    for group in optimizer.param_groups:
-        if any(one is key for one in group["params"]):
-            return bool(group.get("fused") or group.get("capturable"))
-    return any(bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups)
+    mine = [group for group in optimizer.param_groups if any(one is key for one in group["params"])]
+    return any(group.get("fused") or group.get("capturable") for group in mine or optimizer.param_groups)
