@@ -324,12 +324,12 @@ def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     _forget_our_modules()
     place = module_of(words)
     module = words[place]
-    _kept.append(sys.modules.pop(module, None))
-    _kept.append(sys.modules["__main__"])
+    _kept.extend([sys.modules.pop(module, None), sys.modules["__main__"]])
     sys.modules["__main__"] = ModuleType("__main__")
     sys.argv = ["-m", *words[place + 1 :]]
-    sys.path[:] = [str(Path.cwd()), *folders_of(env), *(folder for folder in sys.path if folder not in _added)]
-    _added.update(sys.path[: 1 + len(folders_of(env))])
+    folders = [str(Path.cwd()), *folders_of(env)]
+    sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in _added)]
+    _added.update(folders)
     code: object = 0
     try:
         runpy._run_module_as_main(module)  # type: ignore[attr-defined]

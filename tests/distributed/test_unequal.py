@@ -65,10 +65,9 @@ PLANNED = ((4, 2), (4, 3))
 def slowed(run: RunFolder) -> RunFolder:
     """Trains `run` with rank 1 held at a quarter of a core from its first step on."""
     arguments, variables = command(run)
-    output = subprocess.STDOUT
     with (
         quota(0.25) as group,
-        subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=output, text=True) as process,
+        subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
     ):
         try:
             worker = worker_of(process.pid, 1)
