@@ -15,7 +15,6 @@ from tests.conftest import environment, must_run, ragged_rows, run_program
 from tests.training_runs import Trial, copy_run, make_run, must_train, same_to_the_bit
 
 TWO_RANKS = ((2, 2), (2, 2))
-long = pytest.mark.long
 
 
 def truncate(path: Path) -> None:
@@ -31,7 +30,7 @@ def flip(path: Path) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=["ddp", pytest.param("zero2", marks=long), pytest.param("zero3", marks=long), pytest.param("fsdp2", marks=long)],
+    params=["ddp", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("zero2", "zero3", "fsdp2"))],
 )
 def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run of two ranks with checkpoints of steps 2 and 4, full tuning so that there are optimizer states of some size."""
