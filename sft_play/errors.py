@@ -29,7 +29,7 @@ NAMED = re.compile(
 SECRET = re.compile(
     r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|master_key|password|passwd|credentials?)", re.IGNORECASE
 )
-"""Names of what must never stand in a file or on a command line."""
+"""Names of what must never be in a file or on a command line."""
 SECRET_VARIABLE = re.compile(
     r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD|PW|PIN|JWT|SESSION)(?![A-Z0-9])",
     re.IGNORECASE,
@@ -66,9 +66,9 @@ def without_secret(origin: str, name: str) -> str:
 
 
 class UserError(Exception):
-    """One or more problems that the user can mend.
+    """One or more problems that the user can fix.
 
-    `place` comes first in the message (`configs/demo.yaml:6`), literals stand in backticks, and `hint` says what to do.
+    `place` comes first in the message (`configs/demo.yaml:6`), literals are in backticks, and `hint` says what to do.
     """
 
     exit_code = 2

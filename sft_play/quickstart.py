@@ -1,6 +1,6 @@
 """`make quickstart`: a real small model is scored, fine-tuned on this machine, and scored again on the same prompts.
 
-The road is that of `make train`; only the two evaluations are added. Each heavy part runs in a process of its own, so that
+The path is that of `make train`; only the two evaluations are added. Each heavy part runs in a separate process, so that
 nothing of the first evaluation is in memory while the model is trained.
 """
 

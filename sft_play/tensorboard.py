@@ -148,7 +148,7 @@ def _spawn(folder: Path, port: int) -> Server:
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", HOST, "--port", str(port)]
     environment = {k: v for k, v in os.environ.items() if k not in {"MAKEFLAGS", "MFLAGS"}}
-    with log.open("wb") as stream:  # a session of its own: Ctrl-C in the training's terminal must not end it
+    with log.open("wb") as stream:  # a separate session: Ctrl-C in the training's terminal must not end it
         process = subprocess.Popen(
             arguments, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -1,6 +1,6 @@
 """The worker: `accelerate launch -m sft_play.train --run runs/NAME [--resume CHECKPOINT]`, one process per rank.
 
-Reads only the JSON of its run folder and decides nothing: what to do stands in the plan. Its faults are `training.faults`. With `--probe`
+Reads only the JSON of its run folder and decides nothing: what to do is in the plan. Its faults are `training.faults`. With `--probe`
 it makes two steps of the worst batch, without evaluation and checkpoint, and writes what they needed.
 """
 

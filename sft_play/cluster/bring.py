@@ -1,6 +1,6 @@
 """Bring code, environment, model, prepared data and checkpoints to the machines of a cluster: only what a machine lacks, by rsync over SSH.
 
-Of the code goes what git tracks, as it stands in the working tree. A folder that we fill there bears a marker: in one without it no file that
+Of the code goes what git tracks, as it is in the working tree. A folder that we fill there bears a marker: in one without it no file that
 differs is ever replaced, in one with it rsync sets aside what it replaces. Needs rsync and a shell there, no Python: the first call comes before
 there is an environment.
 """

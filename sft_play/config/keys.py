@@ -22,7 +22,7 @@ RANGES: Mapping[str, Range] = {
     "neftune_noise_alpha": Range(minimum=0), "torch_empty_cache_steps": Range(minimum=1), "eval_delay": Range(minimum=0),
     "dataloader_prefetch_factor": Range(minimum=1),
 }  # fmt: skip
-"""Numbers that further fields of `TrainingArguments` take; those of our own keys stand in the schema."""
+"""Numbers that further fields of `TrainingArguments` take; those of our own keys are in the schema."""
 TYPES: Mapping[str, Any] = {
     "bool": bool, "int": int, "float": float, "str": str, "dict": dict, "list[str]": list[str], "null": type(None),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """From a YAML value with its lines to a Python value, as a dataclass's annotations say; all mismatches at once.
 
-A range stands on the field: `Annotated[int, Range(minimum=1)]`. What does not fit is said in words: what is expected, what was found.
+A range is on the field: `Annotated[int, Range(minimum=1)]`. What does not fit is said in words: what is expected, what was found.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def code(config: Config) -> Iterator[Conflict]:
 
 
 def _typed_for_this_run(config: Config, origins: Origins) -> Iterator[Conflict]:
-    """A variable may stand in a shell's profile, an image or a job's template, and would let the code of every model run."""
+    """A variable may be in a shell's profile, an image or a job's template, and would let the code of every model run."""
     key = "model.trust_remote_code"
     if config.model.trust_remote_code and origins.get(key, "").startswith(FROM_VARIABLE):
         yield Conflict(

@@ -2,7 +2,7 @@
 
 People write YAML; `config.load` turns it into a `Config`. The text under each field is its documentation:
 `scripts/render_reference.py` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the plan decides,
-and that `plan.json` keeps the reason. The sections `slurm` and `kubernetes` stand in `config.schedulers`.
+and that `plan.json` keeps the reason. The sections `slurm` and `kubernetes` are in `config.schedulers`.
 """
 
 from __future__ import annotations

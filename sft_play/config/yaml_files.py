@@ -184,7 +184,7 @@ class _Builder:
         return Node(resolve_scalar(text), text=text, line=line)
 
     def _refuse_tag(self, node: yaml.Node) -> None:
-        """Plain scalars carry the tag that YAML 1.1 resolves to, which is overruled here; any other tag was written by hand."""
+        """Plain scalars carry the tag that YAML 1.1 resolves to, which is overruled here; any other tag was typed."""
         if node.tag not in KNOWN_TAGS:
             place = f"{self.name}:{node.start_mark.line + 1}"
             raise UserError(f"the tag `{node.tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed", place=place)
@@ -242,6 +242,6 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
 
 
 def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
-    """Return one file of YAML documents, each after its `---`, the order of keys kept; `comment` stands at its beginning."""
+    """Return one file of YAML documents, each after its `---`, the order of keys kept; `comment` is at its beginning."""
     head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
     return head + _dump(documents, _Dumper, explicit_start=True)

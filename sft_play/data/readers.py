@@ -471,7 +471,7 @@ def _pdf(data: bytes, place: str) -> Document:
     import pypdf
     from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
 
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it mends small faults, and says each
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it repairs small faults, and says each
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):  # many are only protected against changes, with an empty password

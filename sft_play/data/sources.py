@@ -180,7 +180,7 @@ def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> Data
 # Data that Python itself brings: `builtin:docstrings`, functions and the first sentence of their docstrings, as conversations, and
 # `builtin:code`, the modules of the standard library and of transformers, as documents.
 #
-# Nothing is downloaded: the text stands in the interpreter that runs this (PSF licence), and in a package that this project needs
+# Nothing is downloaded: the text is in the interpreter that runs this (PSF licence), and in a package that this project needs
 # (Apache-2.0). Modules, never rows, are split into training and validation, so that near-copies within a module stay on one side.
 
 

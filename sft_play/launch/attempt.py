@@ -57,7 +57,7 @@ def worker_arguments(run: RunFolder, node: Node, *, checkpoint: Path | None = No
 
 
 def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str:
-    """Return the block that says what is started, with which variables, in a form that can be typed by hand."""
+    """Return the block that says what is started, with which variables, in a form that can be typed."""
     lines = ["launch", f"  {shlex.join(['accelerate', 'launch', *arguments[3:]])}"]
     lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(environment.set_here.items())]
     lines += [f"  {name}={value}  (yours)" for name, value in environment.inherited.items()]
@@ -173,7 +173,7 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
 
 
 def obtain_prepared(run: RunFolder, *words: str) -> None:
-    """Resolve the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
+    """Resolve the model and prepare the data in a separate process, since that needs torch. Its error becomes ours.
 
     Where another machine has done so for this one, what it brought is taken.
     """

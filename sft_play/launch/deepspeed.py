@@ -86,7 +86,7 @@ class UserDeepSpeed:
     """As written, with lines; nothing of a run's own settings, which `resume` reads."""
     notices: tuple[str, ...] = ()
     problems: tuple[UserError, ...] = ()
-    """Keys and values that no plan can mend; raised together with what contradicts the plan."""
+    """Keys and values that no plan can fix; raised together with what contradicts the plan."""
 
     @property
     def stage(self) -> int:

@@ -357,7 +357,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process]) -> None:
-    """Kill the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
+    """Kill the agent and everything that it started; each worker has a separate session, so one group is not enough."""
     for _ in range(3):  # a process may be forking while its parent is killed
         family = _descendants(others)
         for member in family:

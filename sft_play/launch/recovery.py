@@ -132,7 +132,7 @@ def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) 
 
 def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int) -> str:
     """Return the one line that says what happened, what changes and where it continues."""
-    what = re.sub(r" \(\w*Error: .*$", "", outcome.first_line)  # the allocator's own words stand in the rank's log
+    what = re.sub(r" \(\w*Error: .*$", "", outcome.first_line)  # the allocator's own words are in the rank's log
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     changes = []

@@ -256,7 +256,7 @@ def accelerate_settings(
     if strategy.startswith("zero"):  # accelerate's own default launcher is pdsh
         own = {"deepspeed_config_file": str(deepspeed_file)} if deepspeed_file else {"zero_stage": int(strategy[-1])}
         settings["deepspeed_config"] = {**own, "deepspeed_multinode_launcher": "standard", "zero3_init_flag": strategy == "zero3"}
-    if deepspeed_file is None:  # else precision, stage and offload stand in that file; accelerate refuses them in both
+    if deepspeed_file is None:  # else precision, stage and offload are in that file; accelerate refuses them in both
         settings["mixed_precision"] = "no" if precision == "fp32" else precision
     if strategy == "fsdp2":
         settings["fsdp_config"] = {

@@ -129,7 +129,7 @@ class Store:
         self._thread.join(PERIOD_SECONDS)
 
     def pack(self, name: str, value: Any) -> bytes:
-        """Return a value as it stands in the store."""
+        """Return a value as it is in the store."""
         body = zlib.compress(json.dumps(value, allow_nan=False).encode())
         return (proof(self.key, *self._signed(name, body)) if self.key else "-" * 64).encode() + body
 

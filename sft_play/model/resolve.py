@@ -281,7 +281,7 @@ def is_about_trust(error: BaseException) -> bool:
 
 
 def code_not_trusted(what: str, place: str) -> DataError:
-    """Return the refusal of a model or tokenizer (`what`) that needs code of its own."""
+    """Return the refusal of a model or tokenizer (`what`) that needs its own code."""
     return DataError(
         f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; such code does not run unasked",
         place=place,

@@ -4,7 +4,7 @@ Shares make the slowest rank finish as early as possible. A rank's step of n row
 with t(b) = fixed + b x row seconds for a micro-batch of b rows, at most as many as its memory holds. With such a line the fewest micro-steps
 are best: T(n) = ceil(n/most) fixed + n row.
 
-Under DDP ranks meet once a step, so each has micro-steps of its own: the least time T* in which all rows are done is found by
+Under DDP ranks meet once a step, so each has its own micro-steps: the least time T* in which all rows are done is found by
 bisection over the times that any rank can have, and what is too much is taken back from the slowest. Under ZeRO and FSDP they meet in
 every micro-step: for each number k of micro-steps rows are poured in where they take least time, and k max t(b) is made least.
 

@@ -1,4 +1,4 @@
-"""Looks at this machine (acts): GPUs by NVML, else the CPU; and whether torch can use them, asked of a process of its own. Never imports torch."""
+"""Looks at this machine (acts): GPUs by NVML, else the CPU; and whether torch can use them, asked of a separate process. Never imports torch."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ GATHERING = ("zero3", "fsdp2")
 REDUCING = ("zero2", *GATHERING)
 """Strategies that reduce gradients in every micro-step, since no rank holds all of them until the next one."""
 BUCKET_MIB = 25
-"""Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is an all-reduce of its own, with its own latency."""
+"""Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is a separate all-reduce with its own latency."""
 KEY = "launch.sequence_parallel"
 TENSOR_KEY = "launch.tensor_parallel"
 FILLS = 4

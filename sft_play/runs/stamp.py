@@ -228,7 +228,7 @@ STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size"
 SECTIONS = ("train", "eval", "launch")
 """Sections whose other keys a stamp holds one by one."""
 AS_PLANNED = frozenset({"train.packing"})
-"""Keys that a repeated run is given as the plan decided them (`make stamp`, `run it again`); the plan's facts stand in the stamp."""
+"""Keys that a repeated run is given as the plan decided them (`make stamp`, `run it again`); the plan's facts are in the stamp."""
 
 
 def kept_settings(config: Config) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _cases(tasks: Tasks) -> list[str]:
 
 
 def options(job: BatchJob) -> list[str]:
-    """Return the options for sbatch, one each, as they stand in `#SBATCH` lines."""
+    """Return the options for sbatch, one each, as they are in `#SBATCH` lines."""
     slurm = job.slurm
     output = str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if slurm.array else '%j'}.out"
     given: dict[str, str | int | None] = {

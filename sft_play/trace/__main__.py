@@ -1,6 +1,6 @@
 """`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace and models to count, and answers each with a line of results.
 
-A process of its own, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet autograd.
+A separate process, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet autograd.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Tracked(TrainerCallback):
         return self._make()
 
     def _begun(self) -> None:
-        """MLflow alone names its runs itself, and would send in a thread of its own, whose errors nobody sees."""
+        """MLflow alone names its runs itself, and would send in a separate thread, whose errors nobody sees."""
         if self.name == "mlflow":
             import mlflow
 
