@@ -87,8 +87,9 @@ def render_table() -> str:
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration
 
-One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). All mistakes are reported at once, with their
-place. The default is **bold**, else null; where it is `auto`, the plan decides and gives the reason. An integer is at least 1 unless its row differs.
+One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Mistakes are reported together,
+then those between keys, with their place. The default is **bold**, else null; where it is `auto`, the plan decides and gives the reason.
+An integer is at least 1 unless its row differs.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
@@ -163,7 +164,7 @@ def _expected(key: Key) -> str:
 
 def _short(expected: str) -> str:
     """The same as the cell of a table: without articles, and without the least that most integers have."""
-    return re.sub(r"integer >= 1(?! and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(" or ", ", ")
+    return re.sub(r"integer >= 1(?!\d| and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(" or ", ", ")
 
 
 def _cell(text: str) -> str:

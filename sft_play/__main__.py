@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+from pathlib import Path
 
 from sft_play.config.call import Command
 from sft_play.errors import UserError
@@ -223,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    out = None
     try:
         from sft_play.config.call import parse_call
         from sft_play.launch.process import console_may_go, end_by_signals
@@ -240,6 +242,7 @@ def _run(arguments: list[str]) -> int:
         if call.trusts_code:
             give_consent("model")
         module, function = COMMANDS[call.command].target.split(":")
+        out = call.options.get("OUT")
         with contextlib.ExitStack() as stack:
             if "RUN_NAME" in COMMANDS[call.command].options:  # a training
                 stack.enter_context(console_may_go())
@@ -258,6 +261,14 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:  # `make config | head`: the reader has gone; as shells do, say that the command did not end by itself
         sys.stderr.close()
         return 141
+    except OSError as error:
+        if out is None or Path(error.filename or "") not in (Path(out), *Path(out).parents):
+            raise
+        problem = UserError(
+            f"`{error.filename}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes another place"
+        )
+        print(problem.render(), file=sys.stderr)
+        return problem.exit_code
 
 
 def show_help(_: object) -> int:

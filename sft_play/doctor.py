@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import urllib.error
 import urllib.request
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError
+from sft_play.files import BUILD_BEGINS_SECONDS, abandoned_build_locks
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
@@ -51,7 +51,6 @@ GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(
     r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+"
 )
-LONGEST_BUILD_SECONDS = 1800
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = GIB
 MIN_RAM_BYTES = 8 * GIB
@@ -174,15 +173,9 @@ def compilers() -> Iterator[Finding]:
 
 def build_locks() -> Iterator[Finding]:
     """Locks of torch's extension builder that a killed process left: whoever loads DeepSpeed's extension waits for them."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for path in Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions").rglob("lock"):
-        if time.time() - path.stat().st_mtime > LONGEST_BUILD_SECONDS:
-            yield Finding(
-                "stale-build-lock",
-                "warning",
-                text=f"`{path}` is older than a build takes: train-deepspeed would wait for whoever made it",
-                remedy=f"rm {path}",
-            )
+    for path in abandoned_build_locks(older_seconds=BUILD_BEGINS_SECONDS):
+        text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
+        yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
 
 
 # GPUs and the driver.

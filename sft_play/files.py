@@ -16,6 +16,7 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,25 @@ def _lives(process: int) -> bool:
     except PermissionError:  # somebody else's
         pass
     return True
+
+
+BUILD_BEGINS_SECONDS = 60
+"""After which a build has started its compiler."""
+
+
+def extensions_folder() -> Path:
+    """Return where torch keeps the extensions that it compiles."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+
+
+def abandoned_build_locks(*, older_seconds: float = 0) -> Iterator[Path]:
+    """Yield locks of torch's extension builder in whose folder no process works: whoever loads the extension would wait for ever."""
+    building = set()
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            building.add(process.readlink())
+    for lock in extensions_folder().rglob("lock"):
+        with contextlib.suppress(FileNotFoundError):
+            if lock.parent.resolve() not in building and time.time() - lock.stat().st_mtime > older_seconds:
+                yield lock

@@ -16,7 +16,7 @@ from pathlib import Path
 from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
 from sft_play.errors import HardwareError, RetryableError
-from sft_play.files import read_json, write_json, write_text
+from sft_play.files import BUILD_BEGINS_SECONDS, abandoned_build_locks, extensions_folder, read_json, write_json, write_text
 from sft_play.launch.deepspeed import resolve, settings_of
 from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
@@ -98,6 +98,9 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
             arguments, {**variables, PANEL: "1"} if live else variables, run, ranks, console=rank0, shown=f"{launched}\n",
             ended_elsewhere=ended_elsewhere_of(job, run), **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
         )  # fmt: skip
+    if outcome.code and plan.strategy.startswith("zero"):  # no builder of ours is left
+        for lock in abandoned_build_locks():
+            lock.unlink(missing_ok=True)
     return job.rendezvous.settle(outcome) if job.rendezvous else outcome
 
 
@@ -106,9 +109,14 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     notices: list[str] = []
     deepspeed: Path | None = None
     if plan.strategy.startswith("zero"):
+        notices += [f"DeepSpeed waits for `{lock}`, of a build that no process here continues: rm {lock}"
+                    for lock in abandoned_build_locks(older_seconds=BUILD_BEGINS_SECONDS)]  # fmt: skip
+        if plan.backend == "gloo" and not any(extensions_folder().rglob("*.so")):
+            notices.append("DeepSpeed compiles an extension first, this once")
         hidden_size = job.shape.hidden_size
         if job.options.deepspeed:
-            settings, notices = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)
+            settings, more = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)
+            notices += more
         else:
             settings = settings_of(plan, clipping=job.loaded.config.train.max_grad_norm, hidden_size=hidden_size)
         deepspeed = run.deepspeed

@@ -123,6 +123,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
+            refuse_fewer_steps(loaded.config, before, newest)
         remove_left(run, range(before.world_size))
         if first_node and not run.report.is_file():
             _write_report(run)

@@ -42,12 +42,12 @@ def push(call: Call) -> int:
     repo = call.options.get("REPO")
     if not repo:
         raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
+    private = call.flag("PRIVATE") or "PRIVATE" not in call.options
     run, weights = _weights(call)
     files = {path.name: path for path in model_files(weights) if path.name != CARD}
     card = card_of(run, weights)
     api, there = _repository(repo)
     replaced = sorted(there & {*files, CARD})
-    private = call.flag("PRIVATE") or "PRIVATE" not in call.options
     facts = {
         "repo": repo,
         "private": private,

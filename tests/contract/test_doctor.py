@@ -222,6 +222,9 @@ def test_a_lock_that_a_killed_build_left(doctor: Doctor) -> None:
     assert "stale-build-lock" not in doctor.findings()
     os.utime(lock, (0, 0))
     assert doctor.findings()["stale-build-lock"]["remedy"] == f"rm {lock}"
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as compiler:
+        assert "stale-build-lock" not in doctor.findings()
+        compiler.kill()
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")

@@ -70,3 +70,9 @@ def test_only_what_it_wrote_itself_is_replaced(setup: Program) -> None:
     assert Path("notes.txt").read_text() == "buy: milk\n"
     assert setup("OUT=mine.yaml").code == setup("OUT=mine.yaml").code == 0
     assert "num_processes" in Path("mine.yaml").read_text()
+
+
+def test_a_place_that_cannot_be_written(in_process: Program, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = in_process("setup-accelerate", "NUM_GPUS=2", "STRATEGY=ddp", f"OUT={tmp_path / 'file' / 'x.yaml'}")
+    done.refused(2, "error: OUT: ", "cannot be written", "hint: OUT=")
