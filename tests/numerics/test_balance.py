@@ -6,7 +6,8 @@ import random
 
 from sft_play.data.batches import Shares
 from sft_play.plan.batch import spans
-from sft_play.training.balance import LOOKS, Judge
+from sft_play.training.balance import LOOKS, Judge, describe
+from tests.documents import on_page
 from tests.plans import rank_plan, simple_plan
 
 EQUAL: Shares = ((4, 4), (4, 4))
@@ -45,3 +46,9 @@ def test_a_rank_that_recovers_gets_its_rows_again() -> None:
     slowed = shares_after((0.05, 0.15), EQUAL)
     assert spans(32, slowed)[1] < 16
     assert spans(32, shares_after((0.05, 0.05), slowed)) == (16, 16)
+
+
+def test_a_change_is_said_in_words() -> None:
+    said = describe([0.1, 0.19], (21, 11), (16, 16), "rows")
+    assert said == "rank 1 is 1.9 times slower than rank 0: rows per step 21 + 11 instead of 16 + 16"
+    assert on_page("one-gpu-slower-than-the-others", said)
