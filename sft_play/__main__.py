@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sft_play.config.call import Command
 from sft_play.errors import UserError
+from sft_play.files import typed_path
 
 PROCESSES = "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
 LAUNCH = f"CONFIG {PROCESSES}"
@@ -242,7 +243,7 @@ def _run(arguments: list[str]) -> int:
         if call.trusts_code:
             give_consent("model")
         module, function = COMMANDS[call.command].target.split(":")
-        out = call.options.get("OUT")
+        out = typed_path(call.options["OUT"]) if "OUT" in call.options else None
         with contextlib.ExitStack() as stack:
             if "RUN_NAME" in COMMANDS[call.command].options:  # a training
                 stack.enter_context(console_may_go())
@@ -262,7 +263,7 @@ def _run(arguments: list[str]) -> int:
         sys.stderr.close()
         return 141
     except OSError as error:
-        if out is None or Path(error.filename or "") not in (Path(out), *Path(out).parents):
+        if out is None or Path(error.filename or "") not in (out, *out.parents):
             raise
         problem = UserError(
             f"`{error.filename}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes another place"

@@ -365,11 +365,15 @@ def extensions_folder() -> Path:
 
 def abandoned_build_locks(*, older_seconds: float = 0) -> Iterator[Path]:
     """Yield locks of torch's extension builder in whose folder no process works: whoever loads the extension would wait for ever."""
-    building = set()
+    for lock in extensions_folder().rglob("lock"):  # seldom one, so processes are seldom looked at
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - lock.stat().st_mtime > older_seconds and not _works_in(lock.parent.resolve()):
+                yield lock
+
+
+def _works_in(folder: Path) -> bool:
     for process in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
-            building.add(process.readlink())
-    for lock in extensions_folder().rglob("lock"):
-        with contextlib.suppress(FileNotFoundError):
-            if lock.parent.resolve() not in building and time.time() - lock.stat().st_mtime > older_seconds:
-                yield lock
+            if process.readlink() == folder:
+                return True
+    return False
