@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -60,9 +61,11 @@ def varlen_attention(
 
     computed = attention_dtype(query, value)
     query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1).to(computed) for states in (query, key, value))
+    # torch 2.10 and 2.11 have no such word: their kernel takes fewer heads of keys as it is.
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
     found: Any = varlen.varlen_attn(
-        query_THD, key_TKD, value_TKD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, enable_gqa=True,
-        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        query_THD, key_TKD, value_TKD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+        window_size=(sliding_window - 1 if sliding_window else -1, 0), **grouped,
     )  # fmt: skip
     return found[None, ..., :width], None
 
