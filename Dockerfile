@@ -3,7 +3,6 @@
 #   docker build -t registry.example/sft-play:0.1.0 .
 #   docker run --gpus all --shm-size=16g -v "$PWD/runs:/runs" -v "$PWD/models:/models" registry.example/sft-play:0.1.0 \
 #       train-distributed CONFIG=configs/l40s_pair.yaml RUN_NAME=demo
-# SkyPilot needs root in a container: docs/kubernetes.md.
 # Checked by rules (tests/unit/test_kubernetes_image.py), never built by us: no engine was at hand (docs/kubernetes.md).
 # The tag names one patch release. A digest pins the bytes: --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:...
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm

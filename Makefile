@@ -41,7 +41,7 @@ ROWS ?= 200000
 $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs watch profile sweep report ui card push stop logs stamp bench soak tensorboard \
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs watch profile sweep report ui card push stop logs stamp bench tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
 override others := install audit test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 .PHONY: $(commands) $(others)

@@ -25,7 +25,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "`local_steps: 16`, outer step 0.7, momentum 0.9": {"local_steps": 16, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
     "`local_steps: 16`": {"local_steps": 16},
     "`compression: fp16`": {"compression": "fp16"},
-    "`compression: powersgd`, rank 4": {"compression": "powersgd"},
 }
 LAST = 8
 """Steps over which the last training loss is taken."""

@@ -27,7 +27,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
-        "CONFIG RUN JSON SOURCE NUM_GPUS NUM_NODES ACCELERATE_CONFIG DEEPSPEED_CONFIG HARDWARE PRICE_PER_HOUR SCALE WHY",
+        "CONFIG RUN JSON SOURCE NUM_GPUS NUM_NODES ACCELERATE_CONFIG DEEPSPEED_CONFIG HARDWARE PRICE_PER_HOUR WHY",
     ),
     "data": Command(
         "sft_play.prepare:data", "read, check and cache the data as tokens; JSON=1 gives the manifests", "CONFIG RUN JSON"
@@ -82,8 +82,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "cluster-check": Command(
         "sft_play.cluster.preflight:main",
-        "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected; BENCH=1 trains some steps on each",
-        "CONFIG RUN JSON CLUSTER MASTER_PORT BENCH",
+        "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected",
+        "CONFIG RUN JSON CLUSTER MASTER_PORT",
     ),
     "cluster-install": Command(
         "sft_play.cluster.bring:install_all", "make the environment on every machine of CLUSTER", "JSON CLUSTER", overrides=False
@@ -170,11 +170,6 @@ COMMANDS: dict[str, Command] = {
         "sft_play.bench:main",
         "measure this machine and some training steps, so that the forecast is right",
         "CONFIG JSON NUM_GPUS",
-    ),
-    "soak": Command(
-        "sft_play.soak:main",
-        "kill -9 a training KILLS times at random moments, continue each time, compare with an undisturbed run",
-        "CONFIG JSON RUN_NAME KILLS OUT SEED STRATEGY",
     ),
     "tensorboard": Command("sft_play.tensorboard:start", "curves of all runs", "RUN JSON HOST TENSORBOARD_PORT", overrides=False),
     "tensorboard-stop": Command(

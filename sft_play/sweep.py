@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import load_config, read_config
 from sft_play.config.metrics import OF_LOSS
-from sft_play.config.reader import INVALID, Mismatch, Positive, closest_word, read_record, shown
+from sft_play.config.reader import INVALID, Mismatch, closest_word, read_record, shown
 from sft_play.config.schema import TrainConfig
 from sft_play.config.yaml_files import Node, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all
@@ -35,7 +34,7 @@ from sft_play.plan.show import parse_price
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.schedulers.slurm import is_queued, write_job
-from sft_play.text import duration, figure, table, tell
+from sft_play.text import duration, figure, plural, table, tell
 
 STOPPED = (130, 143)
 OF_SLURM = ("SUBMIT", "HARDWARE", "NUM_NODES")
@@ -43,34 +42,15 @@ OF_SLURM = ("SUBMIT", "HARDWARE", "NUM_NODES")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Numbers to draw from: `{min: 1e-5, max: 1e-3, log: true}`."""
-
-    min: float
-    max: float
-    log: bool = False
-    """Whether each order of magnitude is as likely as another."""
-
-    def draw(self, generator: random.Random) -> str:
-        """Return a number with three figures."""
-        if self.log:
-            return f"{math.exp(generator.uniform(math.log(self.min), math.log(self.max))):.3g}"
-        return f"{generator.uniform(self.min, self.max):.3g}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
     """What the file says."""
 
     keys: dict[str, Any]
-    """Dotted key -> list of values, or a `Span`."""
-    method: Literal["grid", "random", "halving"] = "grid"
-    runs: Positive = 8
-    """Of `random` and `halving`: how many combinations are drawn."""
+    """Dotted key -> list of values."""
+    method: Literal["grid"] = "grid"
     metric: str | None = None
     """By which runs are ranked: `loss`, `eval_loss`, `eval_rougeL`, ...; default: `train.metric_for_best_model`, or
     `loss` where nothing is evaluated."""
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +60,10 @@ class Trial:
     name: str
     values: Mapping[str, str]
     origin: str
-    steps: int | None = None
-    """In place of the configuration's."""
 
     def overrides(self) -> tuple[Override, ...]:
         """Return what it adds to the configuration. The same command finds its runs again."""
-        values = {**self.values, "launch.auto_resume": "true"} | ({"train.max_steps": str(self.steps)} if self.steps else {})
+        values = {**self.values, "launch.auto_resume": "true"}
         return tuple(Override(key=key, text=text, origin=self.origin) for key, text in values.items())
 
 
@@ -118,41 +96,27 @@ def main(call: Call) -> int:
         raise UserError(f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once")
     base = load_config(config, call.overrides).config.train
     metric = _metric(sweep, base, path)
-    if sweep.method == "halving" and (slurm or base.max_steps < 1):
-        text, hint = "shortens runs, so it must know their steps", "TRAIN_MAX_STEPS=1000"
-        if slurm:
-            text, hint = "needs the scores of a round before the next, and an array trains all runs at once", "omit SLURM=1"
-        raise UserError(f"`method: halving` {text}", place=str(path), hint=hint)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
         Trial(name=f"{name}-{index:02d}", values=values, origin=str(path)) for index, values in enumerate(combinations(sweep), 1)
     ]
-    rounds = list(halving_rounds(len(trials), base.max_steps)) if sweep.method == "halving" else [(len(trials), None)]
-    say_plan(call, trials, rounds)
-    return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, rounds, metric)
+    say_plan(call, trials)
+    return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, metric)
 
 
-def in_turn(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int | None]], metric: str) -> int:
-    """Train the runs of each round one after the other, and ranks those of the last. Return the exit code."""
+def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
+    """Train the runs one after the other and rank them. Return the exit code."""
     results: list[Result] = []
-    for number, (count, steps) in enumerate(rounds, 1):
-        if number > 1:
-            chosen = [one.trial for one in rank_results(results, metric) if one.score(metric) is not None][:count]
-            if not chosen:
-                tell("sweep: no run of this round finished, so none is trained longer")
-                break
-            trials = [replace(one, name=f"{one.name.partition('.')[0]}.{number}") for one in chosen]
-        results = []
-        for place, trial in enumerate((replace(one, steps=steps) for one in trials), 1):
-            tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}")
-            _, outcome = start_run(_call(call, trial.name, *trial.overrides()), "auto")
-            if outcome.code in STOPPED:
-                tell("stopped; the same command continues the sweep")
-                return outcome.code
-            if outcome.message:
-                tell(outcome.message)
-            results.append(result_of(trial))
-        metric = usable_metric(metric, results)
+    for place, trial in enumerate(trials, 1):
+        tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}")
+        _, outcome = start_run(_call(call, trial.name, *trial.overrides()), "auto")
+        if outcome.code in STOPPED:
+            tell("stopped; the same command continues the sweep")
+            return outcome.code
+        if outcome.message:
+            tell(outcome.message)
+        results.append(result_of(trial))
+    metric = usable_metric(metric, results)
     show(call, rank_results(results, metric), metric)
     return 0 if any(one.summary.state == "finished" for one in results) else 75
 
@@ -169,7 +133,7 @@ def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
 
 
 def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int:
-    """Ranks the finished runs, and writes an array of the others, which `SUBMIT=1` submits."""
+    """Rank the finished runs, and write an array of the others, which `SUBMIT=1` submits."""
     results = [result_of(trial) for trial in trials]
     done = [one for one in results if one.summary.state == "finished"]
     if done and not (call.json and len(done) < len(trials)):
@@ -211,33 +175,21 @@ def read_sweep(path: Path) -> Sweep:
         problems.append(Mismatch("", node, f"is `{shown(node)}`; expected `keys` with values"))
     if found is not INVALID and not found.keys:
         problems.append(Mismatch("keys", node, "is empty", "`keys: {train.learning_rate: [1e-4, 3e-4]}`"))
-    spans: dict[str, Any] = {}
+    values: dict[str, list[str]] = {}
     for key, part in node.value["keys"].value.items() if found is not INVALID else ():
         if find_key(key) is None:
             word = closest_word(key, list(schema_keys()))
-            problems.append(
-                Mismatch(
-                    key, part, "is not a known key", f"did you mean `{word}`?" if word else "docs/configuration.md lists them"
-                )
-            )
-        elif isinstance(part.value, dict):
-            spans[key] = read_record(part, Span, key, problems)
-            span = spans[key]
-            if found.method == "grid":
-                problems.append(
-                    Mismatch(key, part, "is a range, which a grid cannot go through", "a list of values, or `method: random`")
-                )
-            elif span is not INVALID and not (span.min < span.max and (span.min > 0 or not span.log)):
-                problems.append(Mismatch(key, part, "is an empty range, or one of logarithms that is not above 0"))
+            hint = f"did you mean `{word}`?" if word else "docs/configuration.md lists them"
+            problems.append(Mismatch(key, part, "is not a known key", hint))
         elif isinstance(part.value, list) and part.value:
-            spans[key] = [_text(one) for one in part.value]
+            values[key] = [_text(value) for value in part.value]
         else:
-            problems.append(Mismatch(key, part, f"is `{shown(part)}`; expected a list of values, or `{{min: ..., max: ...}}`"))
+            problems.append(Mismatch(key, part, f"is `{shown(part)}`; expected a list of values"))
     raise_all([
         UserError(f"`{one.key}` {one.problem}" if one.key else f"the sweep {one.problem}", place=f"{path}:{one.node.line}", hint=one.hint)
         for one in problems
     ])  # fmt: skip
-    return Sweep(keys=spans, method=found.method, runs=found.runs, metric=found.metric, seed=found.seed)
+    return Sweep(keys=values, metric=found.metric)
 
 
 def check_unchanged(trial: Trial) -> None:
@@ -257,27 +209,12 @@ def check_unchanged(trial: Trial) -> None:
 
 
 def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
-    """Yield the values of each trial: all of a grid in order, or `runs` different ones that the seed draws."""
-    if sweep.method == "grid":
-        for values in itertools.product(*sweep.keys.values()):
-            yield dict(zip(sweep.keys, values, strict=True))
-        return
-    generator, seen = random.Random(sweep.seed), set[tuple[str, ...]]()
-    for _ in range(100 * sweep.runs):
-        drawn = {key: one.draw(generator) if isinstance(one, Span) else generator.choice(one) for key, one in sweep.keys.items()}
-        if len(seen) < sweep.runs and tuple(drawn.values()) not in seen:
-            seen.add(tuple(drawn.values()))
-            yield drawn
+    """Yield the values of each trial, the last key's changing fastest."""
+    for values in itertools.product(*sweep.keys.values()):
+        yield dict(zip(sweep.keys, values, strict=True))
 
 
-def halving_rounds(trials: int, steps: int) -> Iterator[tuple[int, int]]:
-    """Yield runs and steps of each round: half of the runs, twice as long, until one has all steps."""
-    rounds = max(1, math.ceil(math.log2(trials)) + 1)
-    for number in range(rounds):
-        yield max(1, math.ceil(trials / 2**number)), max(1, math.ceil(steps / 2 ** (rounds - 1 - number)))
-
-
-def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int | None]]) -> None:
+def say_plan(call: Call, trials: Sequence[Trial]) -> None:
     """Plan every run, so that a mistake in any is found before the first starts, and say number, time and cost of all."""
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     for trial in trials:
@@ -295,16 +232,11 @@ def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, in
     if call.flag("SLURM") and len(targets) > 1:
         hint = "type LAUNCH_STRATEGY=, or make a sweep for each"
         raise UserError(f"all runs of an array start by one command, and these need {' and '.join(sorted(targets))}", hint=hint)
-    count = sum(runs for runs, _ in rounds)
-    parts = (
-        f" in {len(rounds)} rounds: " + ", ".join(f"{runs} of {steps} steps" for runs, steps in rounds) if rounds[0][1] else ""
-    )
-    lines = [f"sweep of {count} runs{parts}"]
+    lines = [f"sweep of {plural(len(trials), 'run')}"]
     lines += table([("run", *trials[0].values), *((one.name, *one.values.values()) for one in trials)])
     known = [one for one in seconds if one is not None]
     if len(known) == len(seconds):
-        full, last = sum(known) / len(known), rounds[-1][1]
-        total = sum(known) if last is None else sum(runs * full * (steps or last) / last for runs, steps in rounds)
+        total = sum(known)
         cost = f", cost about {figure(price * total / 3600)}" if price is not None else ""
         lines.append(f"about {duration(total)} in all, without preparation and start{cost}")
     else:
@@ -319,7 +251,7 @@ def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
 
 
 def show(call: Call, results: Sequence[Result], metric: str) -> None:
-    """Print the runs of the last round, the best first."""
+    """Print the runs, the best first."""
     if call.json:
         facts = [
             {"run": one.trial.name, "values": dict(one.trial.values), metric: one.score(metric), "state": one.summary.state}

@@ -1,5 +1,4 @@
-"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere, but with
-`BENCH=1`, which trains some steps on each of them, the calibration that `make bench` keeps there."""
+"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere."""
 
 from __future__ import annotations
 
@@ -15,11 +14,10 @@ from typing import Any
 
 from sft_play.cluster.bring import project
 from sft_play.cluster.findings import Examined, Pair, Seen, Summed, Wanted, judge, sum_seconds, verdict
-from sft_play.cluster.hosts import CONNECT_SECONDS, NoAnswer, Session, ask, on_all, require_master_here
-from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
+from sft_play.cluster.hosts import CONNECT_SECONDS, NoAnswer, Session, on_all, require_master_here
+from sft_play.cluster.inventory import Inventory, inventory_for_call
 from sft_play.cluster.remote import Facts
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.schema import Config
 from sft_play.errors import UserError, printable
 from sft_play.files import file_sha256
@@ -38,8 +36,6 @@ MEGABYTES = 16
 TORCH_SECONDS = 13.0
 """Kept for the import of torch, and the sum over all machines."""
 SUM_SECONDS = 15.0
-BENCH_SECONDS = 1200.0
-"""For one machine, the download of a model that it does not have yet included."""
 ROUND_TRIPS, MOST_PAIRS, MOST_DATA = 10, 12, 2_000
 PORT, FAILED = 29500, 3
 
@@ -49,9 +45,10 @@ def main(call: Call) -> int:
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     given = call.options.get("CONFIG") or call.options.get("RUN")
-    if not given and (call.overrides or call.flag("BENCH")):
-        word = f"`{call.overrides[0].origin}` is given" if call.overrides else "`BENCH=1` trains some steps"
-        raise UserError(f"{word}, and there is no configuration", hint="CONFIG=configs/home_lan.yaml")
+    if not given and call.overrides:
+        raise UserError(
+            f"`{call.overrides[0].origin}` is given, and there is no configuration", hint="CONFIG=configs/home_lan.yaml"
+        )
     loaded = call.load_config() if given else None
     wanted = wanted_of(loaded.config if loaded else None, call.port("MASTER_PORT") or PORT)
     examined = Examination(inventory, wanted).run()
@@ -59,12 +56,9 @@ def main(call: Call) -> int:
     if not call.json:
         print(printable("\n".join(report(examined, inventory, wanted, findings))), flush=True)
     able = [name for name, some in findings.items() if verdict(some) != "fail"]
-    benched = bench_hosts(inventory, loaded, able) if loaded and call.flag("BENCH") else {}
     if call.json:
-        print(json.dumps(as_json(examined, inventory, findings) | ({"bench": benched} if benched else {}), indent=2, default=str))
-    elif benched:
-        print(printable("\n".join(("", *bench_report(benched)))))
-    return FAILED if len(able) < len(findings) or any("error" in found for found in benched.values()) else 0
+        print(json.dumps(as_json(examined, inventory, findings), indent=2, default=str))
+    return FAILED if len(able) < len(findings) else 0
 
 
 def wanted_of(config: Config | None, port: int) -> Wanted:
@@ -332,30 +326,3 @@ def _network(examined: Examined) -> Iterator[str]:
         yield f"a sum over all machines ({summed.backend}): {'not tried, ' + summed.skipped if summed.skipped else 'failed'}"
     if pairs or summed:
         yield ""
-
-
-# ---- BENCH=1: `make bench` on each machine by itself, all at once
-
-
-def bench_hosts(inventory: Inventory, loaded: LoadedConfig, able: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return host -> the JSON of `make bench`, or `{"error": ...}`, for the hosts of `able`."""
-    text = json.dumps(saved_form(loaded))
-
-    def bench(host: Host) -> Mapping[str, Any]:
-        if host.name not in able:
-            return {"error": "not tried: it cannot take part"}
-        return ask(host, "run_module", timeout=BENCH_SECONDS, words=["sft_play", "bench"], config=text)
-
-    found = on_all(inventory.hosts, bench)
-    return {name: {"error": one.message} if isinstance(one, UserError) else one for name, one in found.items()}
-
-
-def bench_report(benched: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each machine: its speed and memory next to its plan."""
-    for name, found in benched.items():
-        if "error" in found:
-            yield f"{name}: no steps: {found['error']}"
-        for unit in ("tokens/s", "GiB") if "rows" in found else ():
-            row = next(row for row in found["rows"] if row["unit"] == unit)  # the first: the plan before this measurement
-            yield f"{name} alone: {row['measured']:,.1f} {unit} (plan: {row['expected'] or 0:,.1f})"
-        yield from (f"{name}: note: {note}" for note in found.get("notes", ()))

@@ -22,7 +22,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -196,13 +195,10 @@ def _gpus() -> list[dict[str, Any]]:
     return [{"name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE} for total, free, name in rows]
 
 
-def run_module(words: Sequence[str], config: str = "", variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the JSON that one of our modules prints; with `config`, the text of its configuration. Raise with its error."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "config.json")
-        file.write_text(config)
-        argv = [sys.executable, "-m", *words, "JSON=1", *([f"CONFIG={file}"] if config else [])]
-        done = subprocess.run(argv, env={**os.environ, **(variables or {})}, capture_output=True, text=True, check=False)
+def run_module(words: Sequence[str], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the JSON that one of our modules prints. Raise with its error."""
+    argv = [sys.executable, "-m", *words, "JSON=1"]
+    done = subprocess.run(argv, env={**os.environ, **(variables or {})}, capture_output=True, text=True, check=False)
     if not done.stdout:
         lines = done.stderr.strip().splitlines() or ["no word"]
         raise RuntimeError(next((line.partition(" ")[2] for line in lines if line.startswith("error: ")), lines[-1]))

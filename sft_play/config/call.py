@@ -221,7 +221,7 @@ COUNTED_HERE: Mapping[str, str] = {
     **dict.fromkeys(("rank", "local_rank"), "It counts machines, from 0: a command starts all processes of a machine"),
 }
 """What launchers count over all machines -> what the variable here counts."""
-LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "SCALE", "WHERE"})
+LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "WHERE"})
 """Options that are neither a number, a name nor a single path."""
 
 
@@ -327,6 +327,8 @@ def _command(words: list[str], commands: Mapping[str, Command], targets: Iterabl
         raise UserError(f"expected a command, not `{name}`", hint="sft-play COMMAND NAME=value ...")
     if name in (targets or ()):
         raise UserError(f"`make {name}` works in a clone only", hint="`make help` lists the commands that work here too")
+    if removed := names.REMOVED.get(name):
+        raise UserError(f"`{name}` is not a command any more", hint=removed)
     close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
     raise UserError(
         f"`{name}` is not a command" if targets is None else f"there is no target `{name}`",

@@ -124,6 +124,16 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "zero_stage": {stage: {"launch.strategy": f"zero{number}"} for stage, number in {"true": 1, "2": 2, "3": 3}.items()},
 }  # fmt: skip
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
+REMOVED: dict[str, str] = {
+    "soak": "it was removed in 0.2.0: the test suite kills trainings (`tests/distributed/test_soak.py`)",
+    "kills": "it was removed in 0.2.0, as `make soak`",
+    "powersgd": "it was removed in 0.2.0: `fp16` and `bf16` halve what travels, `launch.local_steps` divides it",
+    "powersgd_rank": "it was removed in 0.2.0, as `launch.compression: powersgd`",
+    "skypilot": "it was removed in 0.2.0: `pytorchjob`, `trainjob` and `job` are what a cluster takes",
+    "scale": "it was removed in 0.2.0: NUM_GPUS=, NUM_NODES= or HARDWARE= plans for each number of devices",
+    "bench": "it was removed in 0.2.0: run `make bench` on each machine",
+}
+"""Commands, keys, variables and values of 0.1.0 -> what there is instead; for one release."""
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
@@ -139,7 +149,7 @@ INSTEAD: dict[str, str] = {
     "gpu_ids": "`export CUDA_VISIBLE_DEVICES=0,1` chooses GPUs, and each command uses those that it sees",
     "do_train": "the command decides this: omit it", "do_eval": "the command decides this: omit it",
     "overwrite_output_dir": "each run has its own folder: omit it",
-}  # fmt: skip
+} | REMOVED  # fmt: skip
 """Names elsewhere that nothing here stands for -> what there is."""
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
 VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO, "zero": OF_ZERO, "tp": LAYERS, "pp": STAGES, "sp": SLICES}
@@ -174,19 +184,15 @@ VARIABLES: Mapping[str, str] = {
     "DEEPSPEED_CONFIG": "a DeepSpeed JSON, see docs/launching.md#a-deepspeed-json-of-your-own",
     "HARDWARE": "hardware to plan for, see docs/planning.md",
     "SOURCE": "source of the memory figures: `formula`, `trace` or `probe`, see docs/planning.md",
-    "SCALE": "figures by number of devices, such as `1..4,8`, see docs/forecast.md",
     "PRICE_PER_HOUR": "price of one machine, for the cost of the run, see docs/forecast.md",
-    "SWEEP": "YAML file of a sweep: `method`, `metric`, `keys` with their values; see docs/watching.md",
+    "SWEEP": "YAML file of a sweep: `metric`, `keys` with their values; see docs/watching.md",
     "SLURM": "`1` makes a sweep one Slurm job array, see docs/slurm.md",
     "WHY": "`1` shows the plan's reasons and the launch's variables; `plan` shows reasons unless it is `0`",
     "TENSORBOARD_PORT": "instead of 6006; the next free port if taken",
     "MIXED_PRECISION": "answer for `setup-accelerate`: `no`, `bf16` or `fp16`",
-    "STRATEGY": "answer for `setup-accelerate`; strategy of `soak`",
+    "STRATEGY": "answer for `setup-accelerate`",
     "RANK": "rank whose log is shown (0)",
     "FOLLOW": "`1` follows the log until the run ends",
-    "BENCH": "`1` also trains some steps on each machine, see docs/cluster.md",
-    "KILLS": "number of kills of `soak`, see docs/reliability.md",
-    "SEED": "seed of `soak`",
     "PROMPT": "one question, see docs/use.md",
     "INPUT": "a file of questions",
     "OUTPUT": "the file for the answers",

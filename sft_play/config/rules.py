@@ -228,22 +228,11 @@ def slow_network(config: Config) -> Iterator[Conflict]:
     for key, _ in network_keys(config) if launch.strategy not in REPLICAS else []:
         hint = f"set `launch.strategy: ddp`, or leave `{key}` out"
         yield Conflict(key, f", but `launch.strategy: {launch.strategy}` has its own way to exchange", hint)
-    if launch.local_steps > 1 and launch.compression == "powersgd":
-        yield Conflict(
-            "launch.compression", f", but with `launch.local_steps: {launch.local_steps}` no gradients are sent",
-            "take `fp16` or `bf16`, which narrow the averages too, or `launch.local_steps: 1`",
-        )  # fmt: skip
     if config.train.fp16 and launch.local_steps > 1:
         yield Conflict(
             "launch.local_steps", ", but with `train.fp16` each rank would skip other steps and scale its loss differently",
             "set `train.bf16: true` instead of fp16, or `launch.local_steps: 1`",
         )  # fmt: skip
-    if config.train.fp16 and launch.compression == "powersgd":
-        yield Conflict(
-            "launch.compression",
-            ", but with `train.fp16` gradients overflow now and then, and PowerSGD would carry that into every later step",
-            "set `train.bf16: true` instead of fp16, or `launch.compression: fp16`",
-        )
 
 
 def stages(config: Config) -> Iterator[Conflict]:

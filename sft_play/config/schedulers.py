@@ -69,14 +69,14 @@ class SlurmConfig:
 class KubernetesConfig:
     """What `make kubernetes` renders. Pods and GPUs come from the plan."""
 
-    kind: Literal["pytorchjob", "trainjob", "job", "skypilot"] = "pytorchjob"
+    kind: Literal["pytorchjob", "trainjob", "job"] = "pytorchjob"
     """What is [written](kubernetes.md)."""
     image: Annotated[str, Pattern(IMAGE, "an image such as `registry.example/sft-play:1.0`")] = "sft-play:latest"
-    """Made by the `Dockerfile`; SkyPilot installs this folder unless it is typed."""
+    """Made by the `Dockerfile`."""
     namespace: Annotated[str, Pattern(LABEL, "small letters, digits and `-`, at most 63, the first a letter")] | None = None
     """Default: the current context's."""
     models_claim: Claim | None = "models"
-    """PersistentVolumeClaim for models and prepared data; SkyPilot: a volume, if typed."""
+    """PersistentVolumeClaim for models and prepared data."""
     runs_claim: Claim | None = "runs"
     """The same for run folders."""
     tracking_claim: Claim | None = None
@@ -217,7 +217,7 @@ LEAST_BYTES = 2**20
 """Less is a slip of the unit."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OUR_VARIABLES = re.compile(
-    r"PET_\w+|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|NODE_RANK|MASTER_(ADDR|PORT|KEY)|JOB_COMPLETION_INDEX|SKYPILOT_\w+|POD_IP|RUNS_DIR"
+    r"PET_\w+|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|NODE_RANK|MASTER_(ADDR|PORT|KEY)|JOB_COMPLETION_INDEX|POD_IP|RUNS_DIR"
     r"|SFT_PLAY_MAX_RESTARTS"
 )
 """Variables that the manifests or an operator set."""
@@ -275,7 +275,7 @@ def together(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
             needs = f"`kubernetes.{needed}: true`"
             yield Conflict(f"kubernetes.{key}", f", which needs {needs}", f"set {needs}, or omit it")
     for key in ("models_claim", "runs_claim"):
-        if kubernetes.kind != "skypilot" and getattr(kubernetes, key) is None:
+        if getattr(kubernetes, key) is None:
             hint = f"name a claim; `kubernetes.create_claims: true` renders it: kubernetes.{key}: {key.removesuffix('_claim')}"
             yield Conflict(f"kubernetes.{key}", f"`kubernetes.{key}` is null, and pods keep nothing without a claim", hint)
 

@@ -310,10 +310,8 @@ class LaunchConfig:
     """Continue the run `RUN_NAME` if it exists."""
     balance: Literal["auto", "off"] = "auto"
     """Unlike devices: shares by memory and speed; `off`: equal."""
-    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Gradients in 16 bits or low rank (DDP only)."""
-    powersgd_rank: Positive = 4
-    """Rank for `compression: powersgd`."""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """Gradients in 16 bits (DDP only)."""
     local_steps: Positive = 1
     """Steps between two averages of the weights (DDP only, DiLoCo); 1: ordinary training."""
     outer_learning_rate: AboveZero = 1.0

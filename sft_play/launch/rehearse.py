@@ -28,11 +28,8 @@ from sft_play.plan.request import DoesNotFitError, devices_of, with_network
 from sft_play.plan.show import (
     misfit_json,
     parse_price,
-    parse_scale,
-    scale_table,
     show_misfit,
     show_plan,
-    show_scale,
     with_cost,
 )
 from sft_play.plan.sources import hardware_of, needs_several, parse_source, plan_for
@@ -66,7 +63,6 @@ def _rehearse(call: Call) -> int:
     request = _as_the_run_was(call, options.request, hardware)
     request = _request(call, loaded, request, hardware)
     hardware = with_network(loaded.config, hardware, request)
-    counts = parse_scale(call.options["SCALE"]) if "SCALE" in call.options else ()
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     prepared = _prepared(call)
     source = parse_source(call.options.get("SOURCE"), "known")
@@ -75,17 +71,14 @@ def _rehearse(call: Call) -> int:
     shape = shape_of(loaded.config.model)
     plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
     refuse_contradictions(options.deepspeed, plan, loaded.config, shape)
-    rows = scale_table(lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price)
     for notice in options.notices:
         print(f"note: {notice}", file=sys.stderr)
     for problem in compare_versions(hardware) if plan.device == "cuda" else ():
         print(f"warning: {problem.text}\nhint: {problem.remedy}", file=sys.stderr)
     if call.json:
-        print(json.dumps(plan.to_json() | ({"scale": rows} if counts else {}), indent=2))
+        print(json.dumps(plan.to_json(), indent=2))
         return 0
     print(show_plan(plan, why=why, details=True))
-    if counts:
-        print(f"\n{show_scale(rows, hardware, request, plan.speed_basis)}")
     if not hardware.described:
         print(f"\n  to run it: {_command(call, plan, loaded, options)}")
     return 0

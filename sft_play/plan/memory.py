@@ -351,8 +351,6 @@ def slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -
         return 0.0
     if launch.local_steps > 1:
         return 8.0 * trained + 8.0 * min(trained, AVERAGED_AT_A_TIME)  # anchor and momentum in fp32; differences on their way
-    if launch.compression == "powersgd":
-        return 8.0 * trained  # what was not sent yet, and gradients with it
     return 2.0 * trained if launch.compression != "none" and width > 2 else 0.0
 
 

@@ -114,34 +114,9 @@ def local_bytes(config: Config, shape: ModelShape, steps: int) -> float:
 
 
 def compressed_bytes(config: Config, shape: ModelShape, width: int, compression: str) -> float:
-    """Return the bytes of all trained weights' gradients, of `width` bytes each, as a DDP hook sends them (factors in fp32)."""
+    """Return the bytes of all trained weights' gradients, of `width` bytes each, as a DDP hook sends them."""
     parameters = trainable_parameters(config, shape)
-    if compression in ("fp16", "bf16"):
-        return float(parameters * min(2, width))
-    if compression != "powersgd":
-        return float(parameters * width)
-    matrices, rank = trained_matrices(config, shape), config.launch.powersgd_rank
-    whole = sum(number * n * m for number, n, m in matrices)
-    factors = sum(number * powersgd_elements(n, m, rank) for number, n, m in matrices)
-    return 4.0 * (parameters - whole + factors)
-
-
-def powersgd_elements(n: int, m: int, rank: int) -> int:
-    """Return the values that PowerSGD sends of the gradient of an n x m matrix: factors of (n + m) rank, where that is less than half.
-
-    Vogels et al. 2019 (arXiv 1905.13727); torch's `powerSGD_hook` leaves out what it compresses by less than 2 (`min_compression_rate`).
-    """
-    factors = (n + m) * min(rank, n, m)
-    return factors if 2 * factors < n * m else n * m
-
-
-def trained_matrices(config: Config, shape: ModelShape) -> list[tuple[int, int, int]]:
-    """Return (how many, rows, columns) of the trained matrices; with adapters A (r x inputs) and B (outputs x r) of each layer."""
-    if config.tuning.mode == "full":
-        layers = [(one.count, one.outputs, one.inputs) for one in shape.matrices if one.kind in ("linear", "experts")]
-        return [(1, shape.vocab_size, shape.hidden_size), *layers]
-    r, adapted = config.tuning.lora.r, shape.adapter_targets(config.tuning.lora.target_modules)
-    return [(one.count, *size) for one in adapted for size in ((r, one.inputs), (one.outputs, r))]
+    return float(parameters * (min(2, width) if compression in ("fp16", "bf16") else width))
 
 
 def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: Link) -> float:
@@ -185,12 +160,10 @@ def gathering_passes(setup: Setup) -> int:
 
 
 def _messages(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return how many messages share a step's gradients: one for each bucket; PowerSGD sends two, local steps a few once in so many steps."""
+    """Return how many messages share a step's gradients: one for each bucket; local steps a few once in so many steps."""
     launch, trained = config.launch, trainable_parameters(config, shape)
     if setup.strategy == "ddp" and launch.local_steps > 1:
         return math.ceil(trained / AVERAGED_AT_A_TIME) / launch.local_steps
-    if setup.strategy == "ddp" and launch.compression == "powersgd":
-        return 2.0
     bucket = (config.train.ddp_bucket_cap_mb or BUCKET_MIB) * 2**20
     return float(math.ceil(trained * gradient_bytes(config, setup) / bucket))
 
@@ -206,7 +179,7 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
         return ()
     launch, width = config.launch, trained_bytes(config, setup)
     names = {
-        "none": f"none ({'fp32' if width == 4 else '16 bits'})", "fp16": "fp16", "bf16": "bf16", "powersgd": f"powersgd, rank {launch.powersgd_rank}",
+        "none": f"none ({'fp32' if width == 4 else '16 bits'})", "fp16": "fp16", "bf16": "bf16",
     }  # fmt: skip
     local = launch.local_steps > 1
     steps = launch.local_steps if local else EXAMPLE_LOCAL_STEPS
@@ -253,7 +226,7 @@ def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> list[s
 def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
     """Return which keys of slow networks have no effect with one process. Raise `UserError` for those that fp16 rules out.
 
-    Gradients that overflow would stay in PowerSGD's error feedback for good; with local steps each rank would scale its loss by itself.
+    With local steps each rank would scale its loss by itself.
     `config.rules` says the same of a typed `train.fp16` before any hardware is looked at.
     """
     launch = config.launch
@@ -264,11 +237,6 @@ def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
         raise UserError(
             f"`launch.local_steps` is {launch.local_steps}, but these cards compute in fp16, where each rank would skip other steps",
             hint=f"LAUNCH_LOCAL_STEPS=1 LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
-        )
-    if setup.precision == "fp16" and launch.compression == "powersgd":
-        raise UserError(
-            "`launch.compression` is `powersgd`, but these cards compute in fp16, where a gradient that overflows would stay in every later step",
-            hint=f"LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
         )
     return []
 

@@ -1,13 +1,12 @@
-"""The plan and its forecast as people read them, for one number of machines or for several (`SCALE=1..10`), with what they cost."""
+"""The plan and its forecast as people read them, with what they cost."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,8 +15,8 @@ from sft_play.files import read_json
 from sft_play.plan.batch import Cost, rank_seconds, spans
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.network import show_exchanges
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, tightest
-from sft_play.plan.request import DoesNotFitError, one_each
+from sft_play.plan.plan import Plan, RankPlan, tightest
+from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
 from sft_play.text import duration, figure, gib, plural
 
@@ -276,36 +275,6 @@ def _pair(measured: float, forecast: float | None, write: Any) -> str:
     return f"{write(measured)}, forecast {write(forecast)}{change}"
 
 
-MOST_DEVICES = 4096
-MOST_SCALES = 100
-SCALE_PART = re.compile(r"(\d{1,6})(?:\.\.(\d{1,6}))?")
-SCALED = (
-    "tokens_per_second",
-    "communication_share",
-    "communication_seconds",
-    "seconds_per_step",
-    "total_seconds",
-    "cost",
-    "strategy",
-)
-"""What a row of the table has of its plan; `efficiency` is tokens per second over what the first row would give if speed grew with the number."""
-
-
-def parse_scale(text: str) -> tuple[int, ...]:
-    """Return the numbers that `SCALE=1..10`, `1,2,4,8` or a mixture names, rising. Raise `UserError`."""
-    found: set[int] = set()
-    for part in text.split(","):
-        match = SCALE_PART.fullmatch(part.strip())
-        low, high = (int(match.group(1)), int(match.group(2) or match.group(1))) if match else (0, 0)
-        found |= set(range(low, high + 1)) if 1 <= low <= high <= MOST_DEVICES else {0}
-    if 0 in found or len(found) > MOST_SCALES:
-        raise UserError(
-            f"`SCALE` is `{text}`; expected rising numbers from 1 to {MOST_DEVICES}, at most {MOST_SCALES} of them",
-            hint="SCALE=1..10 or SCALE=1,2,4,8",
-        )
-    return tuple(sorted(found))
-
-
 def parse_price(text: str) -> float:
     """Return the price of a machine's hour. Raise `UserError` for anything but a number of 0 or more."""
     try:
@@ -327,69 +296,3 @@ def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
     apart = hardware.network_bytes_per_second is not None and plan.num_nodes == 1 and hardware.nodes == 1
     machines = plan.world_size if apart else plan.num_nodes
     return replace(plan, cost=price * machines * plan.total_seconds / 3600)
-
-
-def counts_nodes(hardware: Hardware, request: LaunchRequest) -> bool:
-    """Whether the numbers are of machines like this one, rather than of devices or processes in it."""
-    return request.num_nodes > 1 or (hardware.kind == "cpu" and hardware.network_bytes_per_second is not None)
-
-
-def scale_hardware(hardware: Hardware, request: LaunchRequest, count: int) -> tuple[Hardware, LaunchRequest]:
-    """Return hardware and launch with `count` devices (the first ones, and then more of the last), processes or machines."""
-    request = replace(request, command_strategy="auto" if request.command_strategy == "single" else request.command_strategy)
-    devices = (*hardware.devices, *[hardware.devices[-1]] * count)[:count]
-    if request.num_nodes > 1 and one_each(hardware, request):  # each more is a machine like the last one
-        nodes = tuple((device,) for device in devices)
-        return replace(hardware, devices=devices), replace(request, num_nodes=count, node_devices=nodes if count > 1 else ())
-    if counts_nodes(hardware, request):
-        return hardware, replace(request, num_nodes=count)
-    if hardware.kind == "cpu":
-        return hardware, replace(request, num_gpus=count)
-    return replace(hardware, devices=devices, described=True), replace(request, num_gpus=count)
-
-
-def scale_table(
-    plan_with: Callable[[Hardware, LaunchRequest], Plan], hardware: Hardware, request: LaunchRequest, counts: Sequence[int], price: float | None
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a row for each of `counts`, each from a separate plan; `problem` where nothing fits."""
-    rows: list[dict[str, Any]] = []
-    base: tuple[int, float] | None = None
-    for count in counts:
-        case, launch = scale_hardware(hardware, request, count)
-        row: dict[str, Any] = {"count": count, **dict.fromkeys((*SCALED, "efficiency", "problem"))}
-        rows.append(row)
-        try:
-            plan = with_cost(plan_with(case, launch), case, price)
-        except UserError as error:
-            row["problem"] = str(error)
-            continue
-        row |= {name: getattr(plan, name) for name in SCALED}
-        if speed := plan.tokens_per_second:
-            base = base or (count, speed)
-            row["efficiency"] = speed / (base[1] * count / base[0])
-    return rows
-
-
-def show_scale(rows: Sequence[Mapping[str, Any]], hardware: Hardware, request: LaunchRequest, basis: str | None) -> str:
-    """Return the table with what its columns mean."""
-    unit = "machines" if counts_nodes(hardware, request) else "processes" if hardware.kind == "cpu" else "GPUs"
-    priced, timed = (any(row[name] is not None for row in rows) for name in ("cost", "total_seconds"))
-    head = f"  {unit:>9}{'tokens/s':>12}{'efficiency':>12}{'communication':>15}{'s a step':>10}"
-    lines = [head + (f"{'in all':>12}" if timed else "") + (f"{'cost':>10}" if priced else "") + "  strategy"]
-    for row in rows:
-        line, waits = f"  {row['count']:>9}", row["communication_seconds"]
-        if row["problem"]:
-            line += f"  does not work: {row['problem']}"
-        elif row["tokens_per_second"] is None:
-            line += "  speed unknown"
-            line += f"; {figure(waits, 2)} s of each step for communication" if waits is not None else ""
-        else:
-            line += f"{row['tokens_per_second']:>12,.0f}{row['efficiency']:>12.1%}{row['communication_share']:>15.1%}"
-            line += f"{figure(row['seconds_per_step']):>10}"
-            line += f"{duration(row['total_seconds']):>12}" if row["total_seconds"] is not None else ""
-            line += f"{row['cost']:>10.2f}" if row["cost"] is not None else ""
-        lines.append(line if row["problem"] else f"{line}  {row['strategy']}")
-    lines.append(
-        f"  ({basis or 'no forecast'}; efficiency against the first row; the rows of a step are the same for every number)"
-    )
-    return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""Jobs for schedulers: a Slurm batch script, manifests for Kubernetes and a SkyPilot task, and the entry point of containers."""
+"""Jobs for schedulers: a Slurm batch script, manifests for Kubernetes, and the entry point of containers."""

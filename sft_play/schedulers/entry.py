@@ -1,11 +1,11 @@
 """The container's entry point: `python -m sft_play.schedulers.entry train-distributed CONFIG=... RUN_NAME=...`.
 
-Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`, `SKYPILOT_*`); here they become `NUM_NODES`,
+Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`); here they become `NUM_NODES`,
 `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type manually, with `LAUNCH_AUTO_RESUME=true`, so that the same container
 starts a run and continues it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart policy `ExitCode` tries again
 only from 128 on.
 
-A PyTorchJob with `ExitCode` and a SkyPilot task with `recover_on_exit_codes` know no limit (kubeflow/trainer#2045: `backoffLimit` counts
+A PyTorchJob with `ExitCode` knows no limit (kubeflow/trainer#2045: `backoffLimit` counts
 restarts of containers, and these pods are recreated). Where `SFT_PLAY_MAX_RESTARTS` gives one, node 0 counts in a file next to the run's
 folder, which is removed where a launch ended before its workers started, and ends for good with 3.
 """
@@ -95,11 +95,6 @@ def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[s
 def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
     """Return which scheduler started this container, and its place as variables of our command; `None` is what it does not say."""
     get = environ.get
-    if get("SKYPILOT_NODE_RANK"):
-        return "SkyPilot", {
-            "NUM_NODES": get("SKYPILOT_NUM_NODES"), "NODE_RANK": get("SKYPILOT_NODE_RANK"), "NUM_GPUS": get("SKYPILOT_NUM_GPUS_PER_NODE"),
-            "MASTER_ADDR": next(iter(get("SKYPILOT_NODE_IPS", "").split()), None),
-        }  # fmt: skip
     if get("JOB_COMPLETION_INDEX") and not get("PET_NNODES"):
         return "the indexed Job", {
             "NODE_RANK": get("JOB_COMPLETION_INDEX"), "MASTER_ADDR": get("MASTER_ADDR"), "MASTER_PORT": get("MASTER_PORT"),

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -31,16 +31,11 @@ from sft_play.schedulers import manifests
 from sft_play.schedulers.manifests import Spec, claims
 from sft_play.text import plural
 
-KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job", "skypilot": "SkyPilot task"}
+KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job"}
 HEADER = "rendered by: make kubernetes"
 """In the first line of every file: what has it may be written over."""
 LONGEST_NAME = 48
 """Of the 63 letters of a label the job's controller needs the others, for the numbers of pods."""
-NOT_OF_CLOUDS = (
-    "namespace", "create_claims", "storage_class", "storage_size", "gpu_resource", "shm", "node_selector", "replica_selectors",
-    "rdma_resource", "rdma_count", "finished_seconds", "queue", "tolerations", "pull_secret", "access_mode",
-)  # fmt: skip
-"""Keys that a SkyPilot task cannot say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,14 +80,9 @@ def render(call: Call) -> Rendered:
     typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
     command = shlex.join(["make", call.command, *typed, *(one.origin.removeprefix("make ") for one in call.overrides)])
     head = f"{KINDS[settings.kind]} of the run {spec.name}, rendered by: {command}"
-    if settings.kind == "skypilot":
-        written = [manifests.skypilot_task(spec, own_image=loaded.typed("kubernetes.image"))]
-        files = {}
-    else:
-        written = manifests.documents(spec)
-        wanted = manifests.claim_documents(spec)  # in a file of their own: who deletes the job by its file keeps what it made
-        files = {"claims.yaml": dump_documents(wanted, f"Claims of {head}")} if wanted else {}
-    files[f"{settings.kind}.yaml"] = dump_documents(written, head)
+    claims_written = manifests.claim_documents(spec)  # a separate file: who deletes the job by its file keeps what it made
+    files = {"claims.yaml": dump_documents(claims_written, f"Claims of {head}")} if claims_written else {}
+    files[f"{settings.kind}.yaml"] = dump_documents(manifests.documents(spec), head)
     told = (*ahead.options.notices, *_notes(spec, ahead.plan, loaded, named="RUN_NAME" in call.options))
     return Rendered(spec=spec, plan=ahead.plan, files=files, notes=told)
 
@@ -119,18 +109,6 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
             f"`launch.elastic` is `{launch.elastic}`, and {_one_of(settings.kind)} has a fixed number of pods",
             place=loaded.origins.get("launch.elastic"), hint="it is for `make train-cluster`; omit it here",
         )  # fmt: skip
-    if settings.kind == "skypilot":
-        if given := [f"`kubernetes.{key}`" for key in NOT_OF_CLOUDS if loaded.typed(f"kubernetes.{key}")]:
-            raise UserError(
-                f"`kubernetes.kind` is `skypilot`, which has no {', '.join(given)}", place="kubernetes.kind",
-                hint="omit them: SkyPilot finds the machines, and its volumes are made by `sky volumes apply`",
-            )  # fmt: skip
-        models, runs = (
-            loaded.typed(f"kubernetes.{key}") for key in ("models_claim", "runs_claim")
-        )  # most clouds have no volumes
-        settings = replace(
-            settings, models_claim=settings.models_claim if models else None, runs_claim=settings.runs_claim if runs else None
-        )
     files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
         files[manifests.DEEPSPEED_FILE] = Path(path).read_text(encoding="utf-8")  # read and checked by `read_options`
@@ -223,10 +201,6 @@ def _pods(spec: Spec) -> str:
 
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:
-    if spec.settings.kind == "skypilot":
-        secrets = manifests.skypilot_secrets(spec)
-        key = [f"export {KEY}=$(openssl rand -hex 32)"] if KEY in secrets else []
-        return [*key, f"sky jobs launch{''.join(f' --secret {name}' for name in secrets)} {shlex.quote(str(paths[0]))}"]
     files = " ".join(f"-f {shlex.quote(str(path))}" for path in paths)
     logs = f"-f --prefix --max-log-requests={max(5, spec.pods)} -l app.kubernetes.io/instance={spec.name}"
     return [f"kubectl apply{_namespace(spec)} {files}", f"kubectl logs{_namespace(spec)} {logs}"]
@@ -240,7 +214,7 @@ def _namespace(spec: Spec) -> str:
 def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iterator[str]:
     """Yield what the cluster must have, what stays, and what the plan needs that the pods do not get. `named`: with a `RUN_NAME`."""
     settings, config = spec.settings, loaded.config
-    yield from (_notes_of_skypilot if settings.kind == "skypilot" else _notes_of_cluster)(spec, loaded)
+    yield from _notes_of_cluster(spec, loaded)
     if not named:
         yield (
             f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name continues the run, once "
@@ -290,17 +264,3 @@ def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
         yield f"this Secret must exist: {secret} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.pull_secret:
         yield f"this Secret must exist: {secret.replace('generic', 'docker-registry')} {settings.pull_secret} --docker-server=..."
-
-
-def _notes_of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
-    if claims(spec):
-        yield f"these SkyPilot volumes must exist (`sky volumes apply`; Kubernetes and RunPod only): {', '.join(claims(spec))}"
-    if spec.settings.runs_claim is None:
-        yield (
-            "run folders are on the machine's disk and are lost with it: a replaced machine starts from step 0, and a lost peer ends the task. "
-            "kubernetes.runs_claim keeps them on a volume; on other clouds mount a bucket at /runs (`file_mounts`)"
-        )
-        if spec.pods > 1:
-            yield f"the {spec.pods} machines share no disk: ZeRO and FSDP2 need one /runs for all, or train.save_strategy: no"
-    if loaded.typed("kubernetes.image"):
-        yield "SkyPilot installs openssh-server in a container as root: build the image so that it ends with `USER root` (docs/kubernetes.md)"

@@ -1,20 +1,18 @@
-"""Manifests of a run as plain data: the pod that all kinds of job share, the jobs around it, claims, and a SkyPilot task. No effects."""
+"""Manifests of a run as plain data: the pod that all kinds of job share, the jobs around it, and claims. No effects."""
 
 from __future__ import annotations
 
-import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.config.schedulers import KubernetesConfig, quantity
-from sft_play.errors import HardwareError
+from sft_play.config.schedulers import KubernetesConfig
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.plan.hardware import CATALOGUE
 from sft_play.schedulers.entry import LIMIT
 
 Document = dict[str, Any]
+IN_MODELS = {"HF_HOME": "/huggingface", "SFT_PLAY_CACHE": "/cache"}
+"""Variables that name folders among the models -> those folders."""
 PLACES = {"models": "/models", "runs": "/runs", "tracking": "/tracking"}
 """Role of a claim -> where pods see it."""
 SETTINGS = "/config"
@@ -306,75 +304,3 @@ def _trainjob(spec: Spec) -> list[Document]:
             "trainer": {"numNodes": spec.pods, "numProcPerNode": spec.processes[0]},
         },
     }]  # fmt: skip
-
-
-FOLDER = "/tmp/sft-play-config"
-END = "END_OF_SFT_PLAY_FILE"
-CARDS = {"A100": "A100-80GB", "A100-40GB": "A100", "H100PCIe": "H100", "RTX6000Ada": "RTX6000-Ada"}
-"""Our catalogue's name -> SkyPilot's, where they differ."""
-RETRIED = 175
-"""The entry point's code for a lost peer; all others are permanent. SkyPilot itself recovers a preempted machine. It knows no limit, so the
-entry point counts (`schedulers.entry`): where run folders outlive the machine."""
-IN_MODELS = {"HF_HOME": "/huggingface", "SFT_PLAY_CACHE": "/cache"}
-"""Variables that name folders among the models -> those folders."""
-SETUP = """\
-set -e
-command -v uv >/dev/null || pip install uv
-uv venv --seed --allow-existing --python 3.11 .venv
-scripts/install.sh .venv/bin/python .venv runtime
-"""
-
-
-def skypilot_secrets(spec: Spec) -> list[str]:
-    """Return the variables that SkyPilot must be given with `--secret`."""
-    return [*(["HF_TOKEN"] if spec.settings.token_secret else []), *([KEY] if spec.pods > 1 else [])]
-
-
-def skypilot_task(spec: Spec, *, own_image: bool) -> Document:
-    """Return the task. With `own_image` machines run that container; else they get this folder and the pinned packages.
-
-    Claims become SkyPilot volumes of those names, which only Kubernetes and RunPod have. Without them models and runs stand on the
-    machine's disk, or where `/models` and `/runs` are mounted (`file_mounts`). Raise `HardwareError` for a GPU without a name.
-    """
-    settings = spec.settings
-    resources: Document = {"cpus": f"{settings.cpus}+", "memory": f"{math.ceil((quantity(settings.memory) or 0) / 2**30)}+"}
-    if spec.device == "cuda":
-        card = spec.cards[0]
-        if card not in CATALOGUE:
-            said = f"a SkyPilot task needs the GPU's name, and `HARDWARE` says `{card}`"
-            raise HardwareError(said, place="HARDWARE", hint="HARDWARE=L40S")
-        resources["accelerators"] = {CARDS.get(card, card): spec.processes[0]}
-    if settings.infiniband:
-        resources["network_tier"] = "best"
-    if own_image:
-        resources["image_id"] = f"docker:{settings.image}"
-    if settings.max_restarts and settings.runs_claim:
-        resources["job_recovery"] = {"recover_on_exit_codes": [RETRIED]}
-    elsewhere = {*(() if settings.models_claim else IN_MODELS), *(() if settings.runs_claim else ("RUNS_DIR",))}
-    optional = {
-        "workdir": "" if own_image else ".",
-        "resources": resources,
-        "envs": {**{name: text for name, text in variables(spec).items() if name not in elsewhere}, **settings.env},
-        "secrets": dict.fromkeys(skypilot_secrets(spec)),  # `sky jobs launch --secret HF_TOKEN` takes it from the environment
-        "volumes": {PLACES[role]: claim for claim, roles in claims(spec).items() for role in roles},
-        "setup": "" if own_image else SETUP,
-        "run": _skypilot_run(spec, own_image),
-    }
-    return {"name": spec.name, "num_nodes": spec.pods} | {name: value for name, value in optional.items() if value}
-
-
-def _skypilot_run(spec: Spec, own_image: bool) -> str:
-    """Return the shell lines: the files of `/config`, quoted so that the shell reads nothing in them, where things are, and the command."""
-    settings = spec.settings
-    lines = ["set -e", f"mkdir -p {FOLDER}"]
-    for name, text in spec.files.items():
-        lines += [f"cat > {FOLDER}/{name} <<'{END}'", *text.removesuffix("\n").split("\n"), END]
-    where = {"runs": {"RUNS_DIR": ""}, "models": IN_MODELS}
-    for role, folders in where.items():
-        if getattr(settings, f"{role}_claim") is None:
-            lines.append(f'{role}={PLACES[role]}; [ -w "${role}" ] || {role}="$HOME/sft-play/{role}"')
-            lines += [
-                f'export {name}="${role}{part}"' for name, part in folders.items() if name not in settings.env
-            ]  # what was typed stays
-    python = "/opt/venv/bin/python" if own_image else ".venv/bin/python"  # an ssh login knows nothing of the image's PATH
-    return "\n".join([*lines, shlex.join([python, *ENTRY[1:], *spec.words(spec.processes[0], folder=FOLDER)])]) + "\n"

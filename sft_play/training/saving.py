@@ -35,7 +35,7 @@ from sft_play.runs.manifest import SPARE_MEMORY_BYTES, Room, seal, verify, with_
 from sft_play.text import gib
 from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
 from sft_play.training.ranks import TrainContext
-from sft_play.training.slow_network import Exchange, LocalSteps
+from sft_play.training.slow_network import LocalSteps
 from sft_play.training.states import bring_together, collect
 from sft_play.training.states.layout import count_bytes
 
@@ -51,7 +51,7 @@ class Saver(TrainerCallback):
     def __init__(self, context: TrainContext, trainer: Trainer, counters: Callable[[], dict[str, Any]]) -> None:
         """`counters` returns what is counted from the run's start."""
         self.context, self.trainer, self.counters = context, trainer, counters
-        self.exchange: Exchange = None
+        self.local: LocalSteps | None = None
         """Set when it is known."""
         self.problem: str | None = None
         """Why the newest save failed, the same on every rank; `None` after one that succeeded."""
@@ -176,19 +176,19 @@ class Saver(TrainerCallback):
         held = count_bytes(self.trainer.model, self.trainer.optimizer)["optimizer"]
         if self.context.config.tuning.mode != "full":
             held += weights  # an adapter's weights are written with its states too, under their full names
-        if isinstance(self.exchange, LocalSteps):  # anchor, momentum and average on rank 0, own weights on the others
+        if self.local is not None:  # anchor, momentum and average on rank 0, own weights on the others
             return (3 if first else 1) * 2 * weights + held
         shared = self.context.plan.strategy in ("single", "ddp") and self.trainer.parts is None and not first
         return (weights if first else 0) + (0 if shared else held)
 
     def _snapshot(self, step: int) -> Writing:
         """Return what is to be written, copied where training continues meanwhile. Collective."""
-        context, trainer, local = self.context, self.trainer, self.exchange if isinstance(self.exchange, LocalSteps) else None
+        context, trainer, local = self.context, self.trainer, self.local
         background = context.config.train.async_save and self._memory_allows()
         with contextlib.nullcontext() if local is None else local.averaged():
             weights = gather_weights(context, trainer, clone=background or (local is not None and local.window > 0))
             average = local.copies() if local is not None and context.ranks.first else {}
-        states = collect(context, trainer, self.exchange, self.counters(), clone=background, average=average)
+        states = collect(context, trainer, local, self.counters(), clone=background, average=average)
         mine = bring_together(context.ranks, states, self.together) if len(self.together) < context.ranks.world else states
         return Writing(
             step=step,

@@ -1,12 +1,7 @@
 """Training over slow networks: gradients in fewer bytes (`launch.compression`), and steps that each rank makes alone (`launch.local_steps`).
 
-Compression works by communication hooks of DDP that gloo and NCCL both take, called once for each bucket and optimizer step:
-
-- `fp16`, `bf16`: each bucket travels in 16 bits. Torch's own hooks do the same, but its bf16 hook insists on NCCL, and its fp16 hook
-  casts before it scales: gradients below 6e-5 lose digits and those above 65,504 become infinite.
-- `powersgd`: matrices travel as factors of low rank with error feedback (Vogels et al. 2019, arXiv 1905.13727). Torch's own hook keeps
-  its states by bucket, which a resumed run cuts otherwise, and starts collective operations from callbacks, whose order gloo does not
-  fix. This one keeps them by parameter, so that a checkpoint can hold them, and sends two messages after the last bucket.
+Compression is a communication hook of DDP that gloo and NCCL both take: each bucket travels in 16 bits. Torch's own hooks do the same, but its
+bf16 hook insists on NCCL, and its fp16 hook casts before it scales: gradients below 6e-5 lose digits and those above 65,504 become infinite.
 
 Local steps follow DiLoCo (Douillard et al. 2023, arXiv 2311.08105). Every rank takes its rows of each global batch as usual, with the mean
 loss over *its own* label tokens, and updates its own weights by its own optimizer. After every H steps, and after the last one,
@@ -22,10 +17,8 @@ states. A step still exchanges some numbers (counts of tokens, norms, requests t
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its types.
 import contextlib
-import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +29,6 @@ from transformers import Trainer, TrainerCallback
 
 from sft_play.data.batches import Batch
 from sft_play.plan.memory import AVERAGED_AT_A_TIME
-from sft_play.plan.network import powersgd_elements
 from sft_play.training.loss import IDLE, label_tokens
 from sft_play.training.ranks import TrainContext
 
@@ -44,10 +36,6 @@ FP16_SCALE = 1024.0
 """Gradients are multiplied by it on the wire as fp16, and divided again: three digits from 6e-8 to 64 instead of from 6e-5 to 65,504.
 Gradients of a mean over tokens are small: see docs/slow-networks.md for how many a scale of one would lose."""
 FP16_MOST = 65504.0
-PLAIN_STEPS = 10
-"""Optimizer steps at a run's start (those of the warm-up, where they are more) before `powersgd` begins."""
-ERROR, BASIS = "powersgd_error", "powersgd_basis"
-"""States of a parameter in a checkpoint: what this rank has not sent yet, and the factor that the next step starts from."""
 ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"
 """States of a parameter in a checkpoint: all ranks' common ones, and the average that was neither."""
 
@@ -101,130 +89,6 @@ def plain(buffer: Tensor) -> Future[Tensor]:
     buffer.div_(distributed.get_world_size())
     future: Future[Any] = distributed.all_reduce(buffer, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
-
-
-@dataclass(kw_only=True, slots=True)
-class Waiting:
-    """A bucket whose average is computed with those of all others."""
-
-    buffer: Tensor
-    gradients: dict[str, Tensor]
-    """Name -> view of `buffer`."""
-    average: Future[Tensor]
-
-
-@dataclass(kw_only=True, slots=True)
-class PowerSgd:
-    """Rank-`rank` approximations of the mean gradient, with error feedback and warm start."""
-
-    rank: int
-    names: Mapping[int, str]
-    """`id` of a trained parameter -> its name."""
-    seed: int
-    plain_steps: int = PLAIN_STEPS
-    step: int = 0
-    """Optimizer steps that have been made; the trainer sets it."""
-    error: dict[str, Tensor] = field(default_factory=dict)
-    """[rows, columns], fp32: what this rank's gradients had beyond what was sent."""
-    basis: dict[str, Tensor] = field(default_factory=dict)
-    """[columns, rank], fp32: the same on every rank."""
-    waiting: list[Waiting] = field(default_factory=list)
-    computed: Callable[[], None] = lambda: None
-    """Called when all of this rank's gradients are there, before it waits for those of other ranks."""
-    undoable: bool = False
-    """Whether an update may be left out after its gradients were sent (`train.spike_guard: skip`)."""
-    before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-    """Error and basis before the last exchange, until `settle`. That takes no more memory than the exchange itself."""
-
-    def settle(self, *, made: bool) -> None:
-        """Call when it is known whether the update of the last exchange is made: one that is left out leaves no trace here either."""
-        if self.before is not None and not made:
-            self.error, self.basis = self.before
-        self.before = None
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter's gradient travels as factors."""
-        return powersgd_elements(*matrix_shape(shape), self.rank) < math.prod(shape)
-
-    def start_of(self, name: str, columns: int, rank: int, device: torch.device) -> Tensor:
-        """Return the first basis of a parameter, [columns, rank]: drawn from its name, so that every rank draws the same."""
-        chance = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
-        return torch.randn(columns, rank, generator=chance).to(device)
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a parameter as a matrix; a vector is one row, which is never compressed."""
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-
-
-def powersgd_hook(state: PowerSgd, bucket: GradBucket) -> Future[Tensor]:
-    """Average all buckets when the last one is there, by two messages, in a fixed order."""
-    buffer = bucket.buffer()
-    if state.step < state.plain_steps:
-        return plain(buffer)
-    average: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
-    names = [state.names[id(parameter)] for parameter in bucket.parameters()]
-    gradients = dict(zip(names, bucket.gradients(), strict=True))
-    state.waiting.append(Waiting(buffer=buffer, gradients=gradients, average=average))
-    if bucket.is_last():
-        state.computed()  # every gradient of this rank is there: DDP calls hooks in order, and this is the last one
-        state.before = (dict(state.error), dict(state.basis)) if state.undoable else None
-        waiting, state.waiting = state.waiting, []
-        average_low_rank(state, {name: one for bucket in waiting for name, one in bucket.gradients.items()})
-        for one in waiting:
-            one.average.set_result(one.buffer)
-    return average
-
-
-def average_low_rank(state: PowerSgd, gradients: Mapping[str, Tensor]) -> None:
-    """Turns gradients into their mean over all ranks (of matrices: into its approximation), in place. Collective.
-
-    M = gradient + error; P = orthogonal basis of sum(M Q); Q = mean(M^T P); the average is P Q^T, and the error M - P Q^T.
-    """
-    ranks = distributed.get_world_size()
-    order = sorted(gradients)  # buckets differ between a run's first step and its later ones
-    others = [name for name in order if not state.compresses(gradients[name].shape)]
-    chosen = [name for name in order if state.compresses(gradients[name].shape)]
-    matrices, bases = {}, {}
-    for name in chosen:
-        flat = gradients[name].reshape(matrix_shape(gradients[name].shape)).float()
-        matrices[name] = flat + state.error[name] if name in state.error else flat.clone()
-        start = state.basis.get(name)
-        bases[name] = state.start_of(name, flat.shape[1], min(state.rank, *flat.shape), flat.device) if start is None else start
-    bases = orthogonal(bases)
-    first = sum_over_ranks(
-        [gradients[name].float() / ranks for name in others] + [matrices[name] @ bases[name] for name in chosen]
-    )
-    for name, mean in zip(others, first, strict=False):
-        gradients[name].copy_(mean)
-    rows = orthogonal(dict(zip(chosen, first[len(others) :], strict=True)))
-    second = sum_over_ranks([matrices[name].T @ rows[name] / ranks for name in chosen])
-    for name, basis in zip(chosen, second, strict=True):
-        approximation = rows[name] @ basis.T
-        gradients[name].copy_(approximation.view_as(gradients[name]))
-        state.error[name] = matrices[name].sub_(approximation)
-        state.basis[name] = basis
-
-
-def sum_over_ranks(parts: list[Tensor]) -> list[Tensor]:
-    """Return fp32 tensors summed over all ranks, sent as one message. Collective; nothing where there are none."""
-    if not parts:
-        return []
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    distributed.all_reduce(flat)
-    return [one.view(part.shape).clone() for one, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)]
-
-
-def orthogonal(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return orthonormal bases of the columns of each matrix; those of one shape are computed together."""
-    shapes: dict[tuple[int, ...], list[str]] = {}
-    for name, matrix in matrices.items():
-        shapes.setdefault(tuple(matrix.shape), []).append(name)
-    found: dict[str, Tensor] = {}
-    for names in shapes.values():
-        bases = torch.linalg.qr(torch.stack([matrices[name] for name in names])).Q
-        found.update(zip(names, bases, strict=True))
-    return found
 
 
 class LocalSteps(TrainerCallback):
@@ -367,34 +231,16 @@ def split_into_groups(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> l
     return groups
 
 
-Exchange = LocalSteps | PowerSgd | None
-"""What is exchanged beyond the gradients' mean, with separate states in a checkpoint."""
+def local_steps_of(context: TrainContext, trainer: Trainer) -> LocalSteps | None:
+    """Return local steps, or register the hook of `launch.compression` with the wrapped model.
 
-
-def exchange_of(context: TrainContext, trainer: Trainer, computed: Callable[[], None]) -> Exchange:
-    """Return local steps, or register the hook of `launch.compression` with the wrapped model and return what that keeps.
-
-    Local steps send no gradients: there the differences of weights are narrowed. `computed`: see `PowerSgd`.
+    Local steps send no gradients: there the differences of weights are narrowed.
     """
     launch, plan = context.config.launch, context.plan
     if plan.strategy != "ddp" or plan.world_size == 1:
         return None
     if launch.local_steps > 1:
         return LocalSteps(context, trainer)
-    if launch.compression == "none":
-        return None
-    narrow = narrow_of(launch.compression, scaled=bool(trainer.args.fp16))
-    if narrow is not None:
+    if narrow := narrow_of(launch.compression, scaled=bool(trainer.args.fp16)):
         trainer.model_wrapped.register_comm_hook(narrow, narrow_hook)
-        return None
-    state = PowerSgd(
-        rank=launch.powersgd_rank,
-        names={id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad},
-        seed=context.config.train.seed,
-        plain_steps=max(PLAIN_STEPS, plan.warmup_steps or 0),
-        step=trainer.state.global_step,
-        computed=computed,
-        undoable=context.config.train.spike_guard == "skip",
-    )
-    trainer.model_wrapped.register_comm_hook(state, powersgd_hook)
-    return state
+    return None

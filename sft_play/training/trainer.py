@@ -36,7 +36,7 @@ from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs,
 from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of, uses_cpu_flag
 from sft_play.training.saving import Saver
-from sft_play.training.slow_network import Exchange, LocalSteps, PowerSgd, exchange_of
+from sft_play.training.slow_network import LocalSteps, local_steps_of
 from sft_play.training.states import restore, restore_random
 from sft_play.training.states.layout import ShardProof
 from sft_play.training.stopping import (
@@ -198,7 +198,7 @@ class SftTrainer(Trainer):
         """`evaluate_rows` returns the metrics of held-out rows; the other arguments are those of the base class."""
         self.context, self.stop, self.shard_proof, self.patience = context, stop, shard_proof, patience
         self.parts, self.evaluate_rows = parts, evaluate_rows
-        self.exchange: Exchange = None
+        self.local: LocalSteps | None = None
         self.tokens_trained = 0
         self.training_seconds = 0.0
         """Spent on optimizer steps, evaluation and saving left out."""
@@ -217,16 +217,8 @@ class SftTrainer(Trainer):
         """Since the last row of metrics: loss, label tokens, tokens, rows."""
 
     @property
-    def local(self) -> LocalSteps | None:
-        return self.exchange if isinstance(self.exchange, LocalSteps) else None
-
-    @property
     def pipeline(self) -> Pipeline | None:
         return self.parts if isinstance(self.parts, Pipeline) else None
-
-    @property
-    def powersgd(self) -> PowerSgd | None:
-        return self.exchange if isinstance(self.exchange, PowerSgd) else None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa lose small ones."""
@@ -271,8 +263,6 @@ class SftTrainer(Trainer):
         self.shard_proof.rows_trained += self.finite.rows
         total = step_totals(self.context.ranks, batch_samples, together=together(self.context.plan))
         self._micro_batches = [batch for batch in batch_samples if not batch[IDLE]]
-        if self.powersgd is not None:
-            self.powersgd.step = self.state.global_step
         if self.local is not None:
             self.local.begin_step(batch_samples, total)
         return total
@@ -358,8 +348,6 @@ class SftTrainer(Trainer):
         self.finite.require_finite_norm(value, self._window[0])
         self.finite.require_finite_loss(self._window[0])
         jumps = self.spikes.jumps(value, step=step, rows=self.finite.rows)
-        if self.powersgd is not None:
-            self.powersgd.settle(made=not jumps)
         if jumps and self.local is not None:
             self.local.leave_out()
         if jumps or (self.local is not None and self.local.empty):
@@ -472,13 +460,13 @@ class SftTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Put a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self.exchange = self.saver.exchange = exchange_of(self.context, self, self.watch.computed)
+        self.local = self.saver.local = local_steps_of(self.context, self)
         if self.local is not None:
             self.add_callback(self.local)
         if resume_from_checkpoint is not None:
             # The checkpoint's state brought the intervals of the run that wrote it.
             self.state.compute_steps(self.args, max_steps)
-            kept = restore(self.context, self, self.exchange, Path(resume_from_checkpoint))
+            kept = restore(self.context, self, self.local, Path(resume_from_checkpoint))
             self.tokens_trained, self.training_seconds = int(kept["tokens_trained"]), float(kept["training_seconds"])
             self._logged_step = self.state.global_step
         return prepared

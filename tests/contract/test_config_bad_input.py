@@ -61,10 +61,8 @@ CASES = {
     "best by answers": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=rougeL"], "set `train.predict_with_generate: true`"),
     "best of unknown": (NAMED + "eval: {metrics: ['evaluate:wer']}\n", WER, "set `train.greater_is_better: true`"),
     "never evaluated": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=perplexity", "TRAIN_EVAL_STRATEGY=no"], "`train.eval_strategy` is `no`"),
-    "PowerSGD of local steps": (GOOD + "launch: {compression: powersgd, local_steps: 2}\n", [], "local_steps: 2` no gradients are sent"),
     "local steps of shards": (GOOD + "launch: {strategy: zero3, local_steps: 2}\n", [], "`launch.local_steps` is 2"),
     "fp16 in local steps": (GOOD + "launch: {local_steps: 2}\n", ["TRAIN_FP16=true"], "with `train.fp16` each rank would skip other steps"),
-    "fp16 by PowerSGD": (GOOD + "launch: {compression: powersgd}\n", ["TRAIN_FP16=true"], "and PowerSGD would carry that"),
     "never saved": (NAMED, ["TRAIN_LOAD_BEST_MODEL_AT_END=true", "TRAIN_SAVE_STRATEGY=no"], "`train.save_strategy` is `no`"),
 }  # fmt: skip
 

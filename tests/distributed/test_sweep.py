@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.sweep import combinations, halving_rounds, read_sweep
 from tests.conftest import Program
 from tests.launcher import Launcher
 from tests.tiny_models import build_tiny_llama
@@ -53,28 +52,6 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     assert edited.code == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.err, edited.err
     assert "begun with 2" in edited.err and "sweep of" not in edited.out
 
-    (tmp_path / "half.yaml").write_text(
-        "method: halving\nruns: 3\nmetric: loss\nkeys: {train.learning_rate: [1e-5, 0.05, 1e+30]}\n"
-    )
-    halving = launcher("sweep", f"CONFIG={launcher.config}", "SWEEP=half.yaml", "RUN_NAME=half", "TRAIN_MAX_STEPS=16")
-    assert halving.code == 0, halving.err
-    assert "sweep of 6 runs in 3 rounds: 3 of 4 steps, 2 of 8 steps, 1 of 16 steps" in halving.out
-    crashed = {path.name for path in launcher.runs.glob("half-*") if launcher.events(path.name)[-1]["event"] == "failed"}
-    promoted = {path.name.partition(".")[0] for path in launcher.runs.glob("half-*.*")}
-    assert len(crashed) == 1 and len(promoted) == 2 and not crashed & promoted
-    assert len(list(launcher.runs.glob("half-*"))) == 6 and len(list(launcher.runs.glob("half-*.3"))) == 1
-
-
-def test_what_is_drawn_is_different_and_the_same_each_time(tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text(
-        "method: random\nruns: 6\nkeys:\n  train.seed: [1, 2]\n  train.learning_rate: {min: 1e-5, max: 1e-3, log: true}\n"
-    )
-    drawn = list(combinations(read_sweep(path)))
-    assert drawn == list(combinations(read_sweep(path))) and len({tuple(one.values()) for one in drawn}) == 6
-    assert all(1e-5 <= float(one["train.learning_rate"]) <= 1e-3 for one in drawn)
-    assert list(halving_rounds(8, 100)) == [(8, 13), (4, 25), (2, 50), (1, 100)]
-
 
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -82,8 +59,8 @@ def test_what_is_drawn_is_different_and_the_same_each_time(tmp_path: Path) -> No
         ("keys: {learning_rate: [1]}", "did you mean `train.learning_rate`?"),
         ("keys:\n  train.seed: 3", "sweep.yaml:2: `train.seed` is `3`; expected a list of values"),
         ("keys: {}", "sweep.yaml:1: `keys` is empty"),
-        ("method: gird\nkeys: {train.seed: [1]}", "sweep.yaml:1: `method` is `gird`"),
-        ("keys:\n  train.seed: {min: 1, max: 3}", "is a range, which a grid cannot go through"),
+        ("method: halving\nkeys: {train.seed: [1]}", "sweep.yaml:1: `method` is `halving`; expected `grid`"),
+        ("keys:\n  train.seed: {min: 1, max: 3}", "expected a list of values"),
         ("keys:\n  train.seed: [1, two]", "`train.seed` is `two`; expected an integer"),
     ],
 )
@@ -97,14 +74,12 @@ def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
     (mixed := tmp_path / "mixed.yaml").write_text("metric: loss\nkeys: {launch.strategy: [ddp, zero2]}\n")
-    (half := tmp_path / "half.yaml").write_text("method: halving\nkeys: {train.seed: [1, 2]}\n")
     for words, said in (
         (f"SWEEP={path} TRAIN_SEED=3", "is typed, and a key of the sweep too"),
         ("", "needs `SWEEP`"),
         (f"SWEEP={path} HARDWARE=4xH100", "`HARDWARE` is for a sweep by Slurm"),
         (f"SWEEP={mixed} SLURM=1 HARDWARE=2xH100", "train-deepspeed and train-distributed"),
         (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "`slurm.array` is typed"),
-        (f"SWEEP={half} SLURM=1", "`method: halving` needs the scores of a round before the next"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=no", "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`"),
     ):
         in_process("sweep", "CONFIG=quickstart", *words.split()).refused(2, said)

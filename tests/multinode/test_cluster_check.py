@@ -126,25 +126,6 @@ def test_good_machines(net: Lan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_each_machine_trains_some_steps_by_itself(net: Lan, tiny: Path) -> None:
-    """The configuration is on the first machine only; the third lets nobody in, and the others are measured all the same."""
-    config = net.folder / "bench.yaml"
-    rows = net.folder / "bench.jsonl"
-    rows.write_text(question_rows(0, 12, longest=8))
-    config.write_text(f"model: {{name: {tiny}, max_seq_len: 64}}\ndata: {{train_path: {rows}}}\nlaunch: {{backend: gloo}}\n")
-    done = typed(net, *command(net, {"node3": {"user": "daemon"}}), f"CONFIG={config}", "BENCH=1", "JSON=1", timeout=550)
-    assert done.returncode == 3, done.stderr
-    found = json.loads(done.stdout)["bench"]
-    assert found["node3"] == {"error": "not tried: it cannot take part"}
-    for name in ("node1", "node2"):
-        speeds = [row["measured"] for row in found[name]["rows"] if row["unit"] == "tokens/s"]
-        assert speeds and all(speed > 0 for speed in speeds), found[name]
-        [memory] = [row for row in found[name]["rows"] if row["unit"] == "GiB"]
-        assert memory["measured"] > 0 and memory["expected"] > 0
-
-
-@pytest.mark.slow
 def test_several_faults_at_once(net: Lan) -> None:
     """Another version, a clock that is 10 s ahead, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
     need("faketime")

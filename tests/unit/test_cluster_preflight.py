@@ -16,7 +16,7 @@ from sft_play.cluster.inventory import Host, Inventory
 from sft_play.plan.hardware import GIB
 from sft_play.text import Finding
 from tests.cluster_facts import OWN
-from tests.conftest import ROOT, Program
+from tests.conftest import ROOT
 
 NAMES = ("desktop", "laptop", "old")
 PACKAGES = {"torch": "2.13.0+cu130", "accelerate": "1.15.0"}
@@ -88,16 +88,3 @@ def test_every_finding_is_documented() -> None:
     ids = {*re.findall(r'(?:_fail|_warn|Finding)\("([a-z-]+)"', code), *(row[0] for row in SAYS)}
     assert len(ids) > 20
     assert {name for name in ids if f"`{name}`" not in guide} == set()
-
-
-# ---- BENCH=1
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [("1", "`BENCH=1` trains some steps, and there is no configuration"), ("yes please", "`BENCH` is")],
-)
-def test_steps_need_a_configuration_and_a_switch(in_process: Program, tmp_path: Path, word: str, said: str) -> None:
-    (tmp_path / "c.yaml").write_text("hosts: {here: {address: 127.0.0.1}}\n")
-    done = in_process("cluster-check", f"CLUSTER={tmp_path / 'c.yaml'}", f"BENCH={word}")
-    assert done.code == 2 and said in done.err

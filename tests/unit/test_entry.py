@@ -25,10 +25,6 @@ TRAINJOB = {
     "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1", "JOB_INDEX": "0",
 }  # fmt: skip
 JOB = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "demo-0.demo"}
-SKYPILOT = {
-    "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_TASK_ID": "sky-1",
-}  # fmt: skip
 
 
 def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
@@ -46,7 +42,6 @@ def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
          {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456"}),
         (TRAINJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-node-0-0.demo"}),
         (JOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-0.demo"}),
-        (SKYPILOT, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.4"}),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "demo-master-0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, WORDS, {}),
     ],
 )  # fmt: skip

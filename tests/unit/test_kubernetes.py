@@ -164,8 +164,6 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("KUBERNETES_ENV={MASTER_ADDR: x}",), "`MASTER_ADDR`, which the manifests or the operator set"),
         (("RUN_NAME=My_Run",), "`RUN_NAME` is `My_Run`"),
         (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
-        (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which has no `kubernetes.queue`"),
-        (("KUBERNETES_KIND=skypilot", "HARDWARE=24GB"), "a SkyPilot task needs the GPU's name, and `HARDWARE` says `24 GB GPU`"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
     ],
 )  # fmt: skip
@@ -175,30 +173,8 @@ def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], sai
     assert said in caught.value.render()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "skypilot"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_token_is_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN_LIKE)
     files = rendered(f"KUBERNETES_KIND={kind}", "KUBERNETES_TOKEN_SECRET=hub").files
     assert TOKEN_LIKE not in "".join(files.values())
-
-
-def test_a_skypilot_task_writes_its_configuration_and_runs_the_entry_point() -> None:
-    """Most clouds have no volumes: then the machine's disk, and no endless tries on disks that forget the count."""
-    words = ("KUBERNETES_KIND=skypilot", "KUBERNETES_TOKEN_SECRET=hub")
-    task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
-    assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == {"L40S": 1}
-    assert task["secrets"] == {"HF_TOKEN": None, "MASTER_KEY": None}
-    assert task["workdir"] == "." and "scripts/install.sh" in task["setup"] and 'export RUNS_DIR="$runs"' in task["run"]
-    assert task["run"].splitlines()[-1].startswith(".venv/bin/python -m sft_play.schedulers.entry train-distributed CONFIG=/tmp/")
-    assert "volumes" not in task and "job_recovery" not in task["resources"]
-    assert noted(words, "a replaced machine starts from step 0") and noted(words, "the 2 machines share no disk")
-
-
-def test_a_skypilot_task_with_an_image_keeps_runs_on_a_volume() -> None:
-    words = ("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1", "KUBERNETES_RUNS_CLAIM=team-runs")
-    task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
-    assert task["resources"]["image_id"] == "docker:reg.example/x:1" and "setup" not in task
-    assert task["run"].splitlines()[-1].startswith("/opt/venv/bin/python -m "), "an ssh login has not the image's PATH"
-    assert task["volumes"]["/runs"] == "team-runs" and task["envs"]["RUNS_DIR"] == "/runs"
-    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [175]}
-    assert task["envs"]["SFT_PLAY_MAX_RESTARTS"] == "10"

@@ -1,4 +1,4 @@
-"""The forecast: operations, what was measured, money, and the table of `SCALE`."""
+"""The forecast: operations, what was measured and money."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from sft_play.files import write_json
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import Calibration, load_calibration
 from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.plan import LaunchRequest
-from sft_play.plan.show import beside_forecast, parse_price, parse_scale, scale_table, show_scale, show_speed, with_cost
+from sft_play.plan.show import beside_forecast, parse_price, show_speed, with_cost
 from sft_play.plan.throughput import flops_per_token
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.progress import energy_kwh as measured_energy
 from tests import plans
-from tests.plans import LLAMA, planned
+from tests.plans import LLAMA
 
 plan_of = partial(plans.plan_of, name=LLAMA, max_seq_len=512, max_steps=100, command_strategy="auto")
 
@@ -55,36 +54,10 @@ def test_money_is_by_machine_and_hour(hardware: str, nodes: int, machines: int) 
     assert "at PRICE_PER_HOUR" in "\n".join(show_speed(priced)) and with_cost(plan, described, None) is plan
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [*(("PRICE_PER_HOUR", one) for one in ("a", "-1", "inf")), *(("SCALE", one) for one in ("", "0..3", "5..2", "9999"))]
-)  # fmt: skip
-def test_nonsense_is_one_clear_error(name: str, text: str) -> None:
-    with pytest.raises(UserError, match=name):
-        (parse_scale if name == "SCALE" else parse_price)(text)
-
-
-# The table.
-
-
-def table(hardware: str, counts: tuple[int, ...], mode: Any) -> Any:
-    described, request = parse_hardware(hardware), LaunchRequest()
-    config = Config(model=ModelConfig(name=LLAMA, max_seq_len=512), tuning=TuningConfig(mode=mode))
-    rows = scale_table(lambda case, asked: planned(config, case, asked), described, request, counts, 2.0)
-    return rows, show_scale(rows, described, request, "a prior")
-
-
-def test_each_row_is_a_plan_of_its_own() -> None:
-    rows, text = table("RTX4090@1Gbit", (1, 2, 4, 8), "qlora")
-    assert [row["count"] for row in rows] == [1, 2, 4, 8] and rows[0]["efficiency"] == 1.0 and rows[0]["communication_share"] == 0
-    shares, efficiencies = [row["communication_share"] for row in rows], [row["efficiency"] for row in rows]
-    assert shares == sorted(shares) and efficiencies == sorted(efficiencies, reverse=True)
-    assert rows[2]["tokens_per_second"] == pytest.approx(plan_of("4xRTX4090@1Gbit", mode="qlora").tokens_per_second)
-    assert text.count("\n") == 5
-
-
-def test_a_number_that_does_not_work_says_why() -> None:
-    rows, text = table("24GB", (1, 2), "full")
-    assert all(row["problem"] for row in rows) and "does not work: not even one row" in text
+@pytest.mark.parametrize("text", ["a", "-1", "inf"])
+def test_a_price_is_a_number(text: str) -> None:
+    with pytest.raises(UserError, match="PRICE_PER_HOUR"):
+        parse_price(text)
 
 
 # What was measured.

@@ -24,7 +24,7 @@ from sft_play.errors import CheckpointError
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.manifest import FORMAT, STATES_NAME, StatesFacts, check_states, optimizer_file, random_file, read_facts
 from sft_play.training.ranks import Ranks, TrainContext, outline
-from sft_play.training.slow_network import Exchange, LocalSteps
+from sft_play.training.slow_network import LocalSteps
 from sft_play.training.states.facts import (
     ELEMENTWISE,
     engine_of,
@@ -47,10 +47,10 @@ from sft_play.training.states.files import (
     Kind,
     Piece,
     Shelf,
+    add_local_steps,
     facts_of,
-    restore_exchange,
+    restore_local_steps,
     sources_of,
-    take_exchange,
     write_tensors,
 )
 from sft_play.training.states.layout import Bundle, Layout, Share, layout_of, whole_shape
@@ -90,7 +90,7 @@ class States:
 def collect(
     context: TrainContext,
     trainer: Trainer,
-    exchange: Exchange,
+    local: LocalSteps | None,
     counters: dict[str, Any],
     *,
     clone: bool,
@@ -103,16 +103,17 @@ def collect(
     Raise `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
     """
     layout, first = layout_of(trainer), context.ranks.first
-    own = facts_of(context, exchange)
+    own = facts_of(context, local)
     apart = own is not None and own["window"] > 0
     collector = _Collector(clone, frozenset() if apart else in_weights_file(context, trainer))
-    if layout.sharded or first or isinstance(exchange, LocalSteps):
+    if layout.sharded or first or local is not None:
         for bundle in layout.bundles:
             collector.take(bundle, layout.optimizer.state.get(bundle.key, {}))
-    take_exchange(exchange, collector.add, average, first=first)
+    if first:
+        add_local_steps(local, collector.add, average)
     return States(
         rank=context.ranks.rank,
-        pieces=tuple(collector.pieces) if layout.sharded or first or exchange is not None else None,
+        pieces=tuple(collector.pieces) if layout.sharded or first or local is not None else None,
         tensors=collector.tensors,
         values=collector.values,
         random=random_states(),
@@ -242,7 +243,7 @@ def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
     return frozenset(name for name, value in written.items() if shapes.get(name) == tuple(value.shape)) - skipped
 
 
-def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpoint: Path) -> Mapping[str, Any]:
+def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, checkpoint: Path) -> Mapping[str, Any]:
     """Put weights, optimizer, scheduler, scaler and random states back; return the counters. Collective.
 
     Call after model and optimizer are wrapped. Raise `CheckpointError` when the states do not fit.
@@ -257,7 +258,7 @@ def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpo
             hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",
         )
     shelf = Shelf(checkpoint, range(facts.files))
-    sources = sources_of(context, exchange, checkpoint, facts, shelf)
+    sources = sources_of(context, local, checkpoint, facts, shelf)
     ties: Mapping[str, str] = getattr(trainer.model, "all_tied_weights_keys", None) or {}
     with torch.no_grad():
         layout.begin()
@@ -267,7 +268,7 @@ def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpo
             if state:
                 layout.optimizer.state[bundle.key] = state
         layout.finish()
-        restore_exchange(context, trainer, exchange, facts, shelf, sources)
+        restore_local_steps(context, local, facts, shelf, sources)
     set_groups(layout.optimizer, facts.groups)
     set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
     set_scaler(trainer, facts.scaler)

@@ -15,13 +15,12 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import Trainer
 
 from sft_play.errors import CheckpointError
 from sft_play.files import read_json
 from sft_play.runs.manifest import StatesFacts, optimizer_file
 from sft_play.training.ranks import TrainContext
-from sft_play.training.slow_network import ANCHOR, AVERAGE, BASIS, ERROR, MOMENTUM, Exchange, LocalSteps, PowerSgd
+from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
 
 Kind = Literal["slice", "columns", "whole", "rank"]
 """`slice`: elements of the parameter's range; `columns`: a range of its columns, all rows; `whole`: the same on every rank; `rank`: of
@@ -237,45 +236,31 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
                 stream.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
-# ---- States that differ between ranks although all train the same parameters: those of local steps and PowerSGD
+# ---- States that differ between ranks although all train the same parameters: those of local steps
 
-EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE, ERROR, BASIS})
+EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE})
 """States of a parameter that are none of the optimizer's."""
 VALUES = ("master", "weight")
 """States that are the parameter's own values, the one with more digits first."""
 Add = Callable[[str, Tensor, str, Kind, int, int, tuple[int, ...]], None]
 
 
-def facts_of(context: TrainContext, exchange: Exchange) -> dict[str, Any] | None:
+def facts_of(context: TrainContext, local: LocalSteps | None) -> dict[str, Any] | None:
     """Return what `states.json` says of own states, `None` where there are none. Collective."""
-    if exchange is None:
+    if local is None:
         return None
-    local = exchange if isinstance(exchange, LocalSteps) else None
-    return {
-        "world": context.ranks.world,
-        "local": local is not None,
-        "window": local.window if local else 0,
-        "tokens": local.counts() if local else [],
-    }
+    return {"world": context.ranks.world, "window": local.window, "tokens": local.counts()}
 
 
-def take_exchange(exchange: Exchange, add: Add, average: Mapping[str, Tensor], *, first: bool) -> None:
-    """Add this rank's pieces that are none of the optimizer's; `average`: of weights that differ between ranks, on rank 0 (`first`)."""
-
-    def add_slice(state: str, name: str, value: Tensor) -> None:
+def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Tensor]) -> None:
+    """Add what local steps keep beside the optimizer's states; `average`: of weights that differ between ranks. Call on rank 0."""
+    if local is None:
+        return
+    kept = [(AVERAGE, name, value) for name, value in average.items()]
+    for name, anchor, velocity in zip(local.names, local.anchor, local.velocity, strict=True):
+        kept += [(ANCHOR, name, anchor), (MOMENTUM, name, velocity)]
+    for state, name, value in kept:
         add(state, value.reshape(-1), name, "slice", 0, value.numel(), tuple(value.shape))
-
-    if isinstance(exchange, LocalSteps) and first:
-        for name, value in average.items():
-            add_slice(AVERAGE, name, value)
-        for name, anchor, velocity in zip(exchange.names, exchange.anchor, exchange.velocity, strict=True):
-            add_slice(ANCHOR, name, anchor)
-            add_slice(MOMENTUM, name, velocity)
-    if isinstance(exchange, PowerSgd):
-        for name, error in exchange.error.items():
-            add_slice(ERROR, name, error)
-        for name, basis in exchange.basis.items() if first else ():
-            add(BASIS, basis, name, "whole", 0, basis.numel(), tuple(basis.shape))
 
 
 class MeanShelf(Shelf):
@@ -306,21 +291,19 @@ class Sources:
     order: tuple[str, ...]
     """Names of the states that are a parameter's values, the one to take first."""
     states: Shelf
-    errors: Shelf
-    """What PowerSGD has not sent."""
     alike: bool
     """Whether all ranks continue with the weights that they had."""
 
 
-def sources_of(context: TrainContext, exchange: Exchange, checkpoint: Path, facts: StatesFacts, shelf: Shelf) -> Sources:
+def sources_of(context: TrainContext, local: LocalSteps | None, checkpoint: Path, facts: StatesFacts, shelf: Shelf) -> Sources:
     """Return the sources; `shelf` is what rank 0 wrote.
 
     A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then begin with the
     average's weights.
     """
     if facts.own is None:
-        return Sources(values=shelf, order=VALUES, states=shelf, errors=shelf, alike=True)
-    alike = facts.own["world"] == context.ranks.world and exchange is not None
+        return Sources(values=shelf, order=VALUES, states=shelf, alike=True)
+    alike = facts.own["world"] == context.ranks.world and local is not None
     own = (
         Shelf(checkpoint, [context.ranks.rank])
         if alike
@@ -330,33 +313,23 @@ def sources_of(context: TrainContext, exchange: Exchange, checkpoint: Path, fact
     return Sources(
         values=own if different else shelf,
         order=VALUES if different else (AVERAGE, *VALUES),
-        states=own if facts.own["local"] else shelf,
-        errors=own,
+        states=own,
         alike=alike,
     )
 
 
-def restore_exchange(
-    context: TrainContext, trainer: Trainer, exchange: Exchange, facts: StatesFacts, shelf: Shelf, sources: Sources
+def restore_local_steps(
+    context: TrainContext, local: LocalSteps | None, facts: StatesFacts, shelf: Shelf, sources: Sources
 ) -> None:
-    """Put back what local steps and PowerSGD keep. Call when the weights are in."""
-    if isinstance(exchange, LocalSteps):
-        for index, (name, parameter) in enumerate(zip(exchange.names, exchange.parameters, strict=True)):
-            if not shelf.pieces(name, ANCHOR):  # of a run that had one rank until now
-                exchange.anchor[index].copy_(parameter.detach())
-                continue
-            for state, target in ((ANCHOR, exchange.anchor[index]), (MOMENTUM, exchange.velocity[index])):
-                shelf.fill(target.view(-1), name, state, 0, target.numel())
-        if facts.own is not None and facts.own["local"]:
-            exchange.window = int(facts.own["window"])
-            exchange.tokens = int(facts.own["tokens"][context.ranks.rank]) if sources.alike else 0
-    if isinstance(exchange, PowerSgd):
-        for name, parameter in trainer.model.named_parameters():
-            bases = shelf.pieces(name, BASIS)
-            if not parameter.requires_grad or not bases:
-                continue
-            exchange.basis[name] = shelf.whole(bases[0]).to(context.ranks.device)
-            error = torch.zeros(parameter.numel(), device=context.ranks.device)
-            if sources.errors.pieces(name, ERROR):
-                sources.errors.fill(error, name, ERROR, 0, error.numel())
-            exchange.error[name] = error.view(parameter.shape[0], -1)
+    """Put back what local steps keep. Call when the weights are in."""
+    if local is None:
+        return
+    for index, (name, parameter) in enumerate(zip(local.names, local.parameters, strict=True)):
+        if not shelf.pieces(name, ANCHOR):  # of a run that had one rank until now
+            local.anchor[index].copy_(parameter.detach())
+            continue
+        for state, target in ((ANCHOR, local.anchor[index]), (MOMENTUM, local.velocity[index])):
+            shelf.fill(target.view(-1), name, state, 0, target.numel())
+    if facts.own is not None:
+        local.window = int(facts.own["window"])
+        local.tokens = int(facts.own["tokens"][context.ranks.rank]) if sources.alike else 0
