@@ -31,13 +31,12 @@ from sft_play.config.call import Call
 from sft_play.config.keys import variable_name
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, save_config, saved_form
-from sft_play.config.rules import elastic_bounds
 from sft_play.errors import HardwareError, Problems, UserError, raise_all
 from sft_play.files import lock, text_sha256, typed_path
 from sft_play.launch.attempt import DELIVERED, run_preparation
 from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import next_free_port, require_free_port
-from sft_play.launch.machines import ABSENT, FETCH
+from sft_play.launch.machines import FETCH
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE
@@ -73,18 +72,6 @@ class Task:
         """Where all machines keep runs and cache, when these are on a disk that all of them see."""
         return shared_variables(self.loaded.config.data.sync == "shared")
 
-    @property
-    def elastic(self) -> bool:
-        """Whether the number of machines may change."""
-        return self.loaded.config.launch.elastic is not None
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The least and the most machines."""
-        count = len(self.inventory.hosts)
-        least, most = elastic_bounds(self.loaded.config.launch.elastic) or (count, count)
-        return min(least, count), min(most, count)
-
 
 def read_task(call: Call) -> Task:
     """Return what was asked for. Raise `UserError` for what cannot be started."""
@@ -116,13 +103,6 @@ def read_task(call: Call) -> Task:
             loaded = override_config(loaded, [speed])
     own = read_user_json(typed_path(options["DEEPSPEED_CONFIG"])) if options.get("DEEPSPEED_CONFIG") else None
     deepspeed = json.dumps(dict(own.settings), indent=2) if own else None
-    bounds, count = elastic_bounds(loaded.config.launch.elastic), len(inventory.hosts)
-    if bounds and bounds[0] > count:
-        raise UserError(
-            f"`launch.elastic` is `{loaded.config.launch.elastic}`, and the inventory has {plural(count, 'host')}",
-            place=loaded.origins.get("launch.elastic"),
-            hint="lower its first number, or add hosts",
-        )
     return Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name), deepspeed=deepspeed)
 
 
@@ -156,23 +136,17 @@ def take_over(task: Task) -> Task:
 
 
 def choose_machines(task: Task) -> dict[str, Facts]:
-    """Ask all machines; return the facts of those that take part, in the inventory's order.
-
-    Raise every reason when too few are there; with `launch.elastic` it says who is skipped.
-    """
-    fit = _enough(task, judge_machines(task, task.inventory.hosts), "skipped")
-    return dict(list(fit.items())[: task.bounds[1]])
+    """Ask all machines; return host name -> its facts. Raise every reason why a host cannot take part."""
+    return _all_ready(judge_machines(task, task.inventory.hosts))
 
 
-def _enough(task: Task, answers: Mapping[str, Facts | UserError], what: str) -> dict[str, Facts]:
-    """Return the machines that are ready. Raise why others are not, unless these are enough: then it is said only."""
-    ready = {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
-    missing = {name: answer for name, answer in answers.items() if isinstance(answer, UserError)}
-    if missing and (not task.elastic or len(ready) < task.bounds[0] or task.inventory.master.name in missing):
-        raise_all([one for error in missing.values() for one in (error.problems if isinstance(error, Problems) else [error])])
-    for error in missing.values():
-        print_line(f"{what}: {error.message}")
-    return ready
+def _all_ready(answers: Mapping[str, Facts | UserError]) -> dict[str, Facts]:
+    """Return the facts of all hosts. Raise every reason why one is not ready."""
+    raise_all([
+        one for error in answers.values() if isinstance(error, UserError)
+        for one in (error.problems if isinstance(error, Problems) else [error])
+    ])  # fmt: skip
+    return {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
 
 
 def judge_machines(task: Task, hosts: Sequence[Host]) -> dict[str, Facts | UserError]:
@@ -237,7 +211,7 @@ def prepare(task: Task) -> Prepared:
 def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> list[tuple[Host, Facts]]:
     """Bring every machine what it lacks: code, model, prepared rows, and of a run that is resumed its newest checkpoint.
 
-    Return the machines that have it all. Raise why others have not, unless enough remain under `launch.elastic`.
+    Raise why a machine could not get it.
     """
     hosts = [host for host in task.inventory.hosts if host.name in facts]
     print_line(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
@@ -247,8 +221,8 @@ def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> li
         what = f"{plural(len(files), 'file')} of the project{'' if task.variables else ', model and data'}"
         print_line(f"bringing to {plural(len(away), 'host')} what they lack: {what}")
     done = on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared, files))
-    ready = _enough(task, done, "not ready")
-    return [(host, ready[host.name]) for host in hosts if host.name in ready]
+    ready = _all_ready(done)
+    return [(host, ready[host.name]) for host in hosts]
 
 
 def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequence[str]) -> Facts:
@@ -291,8 +265,8 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, count: int, port
     return words + ([f"NODE_RANK={rank}", f"MASTER_ADDR={task.inventory.master.address}"] if count > 1 else [])
 
 
-def node_variables(task: Task, host: Host, facts: Facts, *, absent: Sequence[int] = ()) -> dict[str, str]:
-    """Return what a machine's launcher gets on top of its own environment. `absent`: ranks of machines that are known not to come."""
+def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
+    """Return what a machine's launcher gets on top of its own environment."""
     given = task.variables | {DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json"}
     if not is_here(host):
         given |= settings_to_forward(os.environ) | {
@@ -302,8 +276,6 @@ def node_variables(task: Task, host: Host, facts: Facts, *, absent: Sequence[int
     if host.interface:
         # To NCCL a name without `=` is a prefix: `eth1` would be `eth10` too.
         given |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": f"={host.interface}"}
-    if absent:
-        given[ABSENT] = " ".join(map(str, absent))
     return given | ({"CUDA_VISIBLE_DEVICES": ""} if host.gpus == 0 else {})
 
 

@@ -181,8 +181,7 @@ class Seeker(threading.Thread):
             raise HardwareError(f"host `{host.name}` had {plural(gpus, 'GPU')}, and its driver shows {answer.gpu_count} now")
         if not answer.trains:
             supply(self.task, host, answer, self.prepared, bring.code_files())
-            again = "; it is taken in after the next checkpoint" if self.task.elastic else ""
-            print_line(f"\n`{host.name}` answers again{again}")
+            print_line(f"\n`{host.name}` answers again")
             self.unready.pop(host.name, None)
             self.ready.append((host, answer))
 
@@ -193,7 +192,7 @@ class Control:
     def __init__(self, task: Task, prepared: Prepared, port: int) -> None:
         self.task, self.port = task, port
         self.count = 0
-        """Machines that may take part; known when training starts."""
+        """Machines that take part; known when training starts."""
         self.members: dict[int, Member] = {}
         self.inbox: Inbox = queue.Queue(maxsize=MOST_WAITING)
         self.stop = Stop()
@@ -207,11 +206,11 @@ class Control:
     def train(self, crew: Sequence[tuple[Host, Facts]]) -> tuple[int, str]:
         """Start the launchers and wait until node 0's has ended; return its exit code, and an error to print."""
         task = self.task
-        self.count = task.bounds[1] if task.elastic else len(crew)
+        self.count = len(crew)
         for rank, (host, facts) in enumerate(crew):
             resume = is_begun(task.run) and task.resuming
-            self.start(rank, host, facts, resume=resume, absent=range(len(crew), self.count))
-        if task.elastic or task.loaded.config.launch.max_restarts:
+            self.start(rank, host, facts, resume=resume)
+        if task.loaded.config.launch.max_restarts:
             self.seeker.start()
         problem: tuple[int, str] | None = None
         panel = live_panel(sys.stdout, task.run, lambda: "running") if self.on_terminal else contextlib.nullcontext()
@@ -241,9 +240,9 @@ class Control:
             return (HardwareError.exit_code if first.why else LOST), f"error: host `{first.host.name}`: {what}"
         return code, ""
 
-    def start(self, rank: int, host: Host, facts: Facts, *, resume: bool, absent: Sequence[int] = ()) -> None:
+    def start(self, rank: int, host: Host, facts: Facts, *, resume: bool) -> None:
         task, here = self.task, is_here(host)
-        variables = node_variables(task, host, facts, absent=absent) | ({VARIABLE: self.key} if self.count > 1 else {})
+        variables = node_variables(task, host, facts) | ({VARIABLE: self.key} if self.count > 1 else {})
         variables |= {PANEL: "1"} if rank == 0 and self.on_terminal else {}
         session = Session(host, variables, inbox=self.inbox)
         session.send(

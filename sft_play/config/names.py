@@ -127,6 +127,7 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 REMOVED: dict[str, str] = {
     "soak": "it was removed in 0.2.0: the test suite kills trainings (`tests/distributed/test_soak.py`)",
     "kills": "it was removed in 0.2.0, as `make soak`",
+    "elastic": "it was removed in 0.2.0: `launch.max_restarts` starts again once all machines are back, `make resume` with fewer of them",
     "powersgd": "it was removed in 0.2.0: `fp16` and `bf16` halve what travels, `launch.local_steps` divides it",
     "powersgd_rank": "it was removed in 0.2.0, as `launch.compression: powersgd`",
     "skypilot": "it was removed in 0.2.0: `pytorchjob`, `trainjob` and `job` are what a cluster takes",

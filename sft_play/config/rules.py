@@ -22,7 +22,6 @@ FROM_ENVIRONMENT = (
     f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what is in a configuration is kept in "
     "the run folder; and create a new token: this one has been written to a file"
 )
-ELASTIC = re.compile(r"(\d{1,3}):(\d{1,3})")
 SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
 """As `plan.hardware` reads it."""
 NOTIFIED = re.compile(r"https?://\S+|\$\w+")
@@ -197,22 +196,10 @@ def launch(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             "launch.backend", ", which torch's published builds lack", "leave it to `auto`: nccl between GPUs, gloo between CPUs"
         )
-    if config.launch.elastic is not None and elastic_bounds(config.launch.elastic) is None:
-        yield Conflict(
-            "launch.elastic", "; expected the least and the most machines, such as `2:4`",
-            "the first number is at least 1 and not above the second",
-        )  # fmt: skip
     text = config.launch.network
     match = SPEED.fullmatch(text.strip()) if text is not None else None
     if text is not None and not (match and float(match[1]) > 0):
         yield Conflict("launch.network", "; expected a speed such as `1Gbit`", "LAUNCH_NETWORK=1Gbit, or 250Mbit")
-
-
-def elastic_bounds(text: str | None) -> tuple[int, int] | None:
-    """Return the least and the most machines of `2:4`; `None` where nothing is given, or no such thing."""
-    found = ELASTIC.fullmatch(text.strip()) if text else None
-    least, most = (int(found[1]), int(found[2])) if found else (0, 0)
-    return (least, most) if 1 <= least <= most else None
 
 
 def network_keys(config: Config) -> list[tuple[str, str]]:

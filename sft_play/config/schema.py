@@ -328,8 +328,6 @@ class LaunchConfig:
     """Silence after which a machine counts as lost."""
     notify: str | None = None
     """URL of a webhook, or `$NAME` of a variable with a URL or a shell command ([notifications](watching.md#notifications))."""
-    elastic: str | None = None
-    """`MIN:MAX` machines (`2:4`): continue with those left, take back one that returns."""
     max_oom_retries: FromZero = 3
     """Retries after out of memory, each with half the micro-batch."""
 

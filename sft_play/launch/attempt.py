@@ -96,7 +96,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     with show_live(run, console, wanted=live) as rank0:
         outcome = supervise(
             arguments, {**variables, PANEL: "1"} if live else variables, run, ranks, console=rank0, shown=f"{launched}\n",
-            ended_elsewhere=ended_elsewhere_of(job, run), **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
+            ended_elsewhere=ended_elsewhere_of(job), **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
         )  # fmt: skip
     if outcome.code and plan.strategy.startswith("zero"):  # no builder of ours is left
         for lock in abandoned_build_locks():

@@ -194,7 +194,7 @@ def _run_further_attempts(
 
     Of several machines node 0 decides, and all do the same.
     """
-    while _may_follow(job, outcome):
+    while outcome.code == LOST:
         newest = cache(partial(newest_checkpoint, run))  # every byte is read, which a run that only ends does not wait for
         following, alone = _ask_node_0(job, partial(_decide, job, prepared, plan, outcome, budget, newest))
         if not following.again:
@@ -231,19 +231,10 @@ def _ask_node_0(job: Job, decide: Callable[[], Following]) -> tuple[Following, b
     return (Following.from_json(found), False) if found else (decide(), ours is not None)
 
 
-def _may_follow(job: Job, outcome: Outcome) -> bool:
-    """Whether what happened may be followed by another attempt."""
-    grown = job.rendezvous is not None and bool(job.rendezvous.grown_because)
-    return outcome.code == LOST or (grown and outcome.code in (130, 143))
-
-
 def _decide(
     job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts, newest: Callable[[], Path | None]
 ) -> Following:
     """Return what follows the end of an attempt."""
-    if job.rendezvous and job.rendezvous.grown_because:
-        return Following(again=True, said=job.rendezvous.grown_because)
-    budget.note(outcome, machines=job.rendezvous.node.count if job.rendezvous and job.rendezvous.least else 0)
     if outcome.cause != OUT_OF_MEMORY and not budget.limit:
         return Following()
     try:

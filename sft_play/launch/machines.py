@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,6 @@ from typing import Any
 from sft_play.config.call import flatten
 from sft_play.config.load import LoadedConfig
 from sft_play.config.reader import record_of
-from sft_play.config.rules import elastic_bounds
 from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
@@ -28,12 +26,10 @@ from sft_play.launch.node import EndedElsewhere
 from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
 from sft_play.launch.store import print_line
-from sft_play.launch.verdict import Outcome
 from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import devices_for
-from sft_play.runs.checkpoints import list_checkpoints, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import SHARDED, checksum
@@ -43,10 +39,6 @@ from sft_play.text import plural
 
 FETCH = "SFT_PLAY_FETCH"
 """Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is asked."""
-ABSENT = "SFT_PLAY_ABSENT"
-"""Variable of node 0's launcher: ranks of machines that what started it knows not to come now; an elastic run does not wait for them."""
-LOOK_SECONDS = 1.0
-"""How often node 0 of an elastic run looks for machines that want to take part, and for a checkpoint that is newer."""
 
 
 @contextlib.contextmanager
@@ -77,7 +69,6 @@ def join_machines(job: Job, run: RunFolder, *, choose: Callable[[], Path | None]
 def _open(job: Job, run: RunFolder) -> Rendezvous:
     """Return this machine's end of the run's store, open. Raise as `Rendezvous.open` does."""
     node, launch, host = job.node, job.loaded.config.launch, socket.gethostname()[:255]
-    bounds = elastic_bounds(launch.elastic)
     if node.key is None:
         print_line(f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run")
         print_line(f"hint: {MAKE_ONE}")
@@ -89,7 +80,6 @@ def _open(job: Job, run: RunFolder) -> Rendezvous:
         )
     ours = Rendezvous(
         node, host=host, run=run.name, patience=float(launch.join_seconds), silent_seconds=float(launch.silent_seconds),
-        least=min(bounds[0], node.count) if bounds else None, absent=[int(word) for word in os.environ.get(ABSENT, "").split()],
     )  # fmt: skip
     ours.open()
     return ours
@@ -143,7 +133,7 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
         lambda given: {"plan": planned[0].to_json(), "port": ours.workers_port(), "alone": [one["node"] for one in given if one["alone"]]},
     )  # fmt: skip
     _remove_marks(job, run)
-    if found["alone"] and (config.launch.max_restarts or config.launch.elastic):
+    if found["alone"] and config.launch.max_restarts:
         print_line(
             f"note: {', '.join(found['alone'])}: no restart can continue there without the run folder of node 0; share RUNS_DIR"
         )
@@ -154,30 +144,10 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
     return replace(job, node=replace(job.node, workers_port=found["port"])), plan
 
 
-def ended_elsewhere_of(job: Job, run: RunFolder) -> EndedElsewhere | None:
-    """Return what tells the supervising loop how the attempt ended on another machine; `None` where there is none.
-
-    On node 0 of an elastic run it also looks for machines that want to take part: they are taken in after the next checkpoint.
-    """
+def ended_elsewhere_of(job: Job) -> EndedElsewhere | None:
+    """Return what tells the supervising loop how the attempt ended on another machine; `None` where there is none."""
     ours = job.rendezvous
-    if ours is None:
-        return None
-    looked, since = 0.0, None
-
-    def ask(stopping: bool) -> Outcome | int | None:
-        nonlocal looked, since
-        if job.node.rank == 0 and ours.least is not None and not stopping and time.monotonic() - looked > LOOK_SECONDS:
-            looked = time.monotonic()
-            names = ours.names_of_waiting()
-            step = max(map(step_of, list_checkpoints(run)), default=0) if names else 0
-            if names and since is None:
-                since = step
-                print_line(f"{names} has come; it is taken in after the next checkpoint")
-            elif since is not None and step > since:
-                ours.ask_to_stop(f"starting again with {names}")
-        return ours.ended_elsewhere(stopping=stopping)
-
-    return ask
+    return None if ours is None else lambda stopping: ours.ended_elsewhere(stopping=stopping)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ Keys of the store, `A` being the attempt and `K` a machine's `NODE_RANK`:
     A/STEP/K           what a machine gives in a step (`facts`, `prepared`); A/STEP lists who has; A/STEP/all is what node 0 made of it
     A/end              why the attempt ended: the first to write it settles it for all (errors, an outcome, or a request to stop)
     A/next             what node 0 makes of that: another attempt, or the end
-    A/want             machines that came too late for the attempt
     left               who has ended in order
 
 What every machine does costs node 0 a few requests a second (docs/adr/0011-torchelastic.md). The workers' own store is another one, on a port of its
@@ -20,7 +19,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError
@@ -43,21 +42,16 @@ class Membership:
     """
 
     def __init__(
-        self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float, least: int | None = None,
-        absent: Collection[int] = (),
+        self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float
     ) -> None:  # fmt: skip
-        """`patience`: seconds that machines which have not come are waited for; `least`: with how few an elastic run continues."""
+        """`patience`: seconds that machines which have not come are waited for."""
         self.node, self.host, self.run = node, host, run
-        self.patience, self.silent_seconds, self.least = patience, silent_seconds, least
+        self.patience, self.silent_seconds = patience, silent_seconds
         self.attempt = 0
         self.members: list[int] = []
         """The machines of this attempt, in order."""
         self.ranks_by_node: tuple[int, ...] = ()
         """How many workers each member starts, in order; known once the plan is."""
-        self._absent = set(absent)
-        """On node 0: machines that are known not to come."""
-        self._before: list[int] = []
-        """Members of the last attempt."""
         self._mine = {"session": uuid.uuid4().hex, "host": host}
         self._seats: dict[int, dict[str, str]] = {}
         self._store: Store | None = None
@@ -179,7 +173,6 @@ class Membership:
         """Node 0: note who has a node rank, whose beats are judged from now on; return whether anybody has."""
         if seat := self._connection.read(raw, f"seat/{node_rank}"):
             self._seats[node_rank], self._watched[node_rank] = seat, seat["session"]
-            self._absent.discard(node_rank)
         return bool(seat)
 
     # ---- The end

@@ -214,11 +214,6 @@ class Restarts:
     retries: int = 0
     """Attempts with less at a time."""
 
-    def note(self, outcome: Outcome, *, machines: int) -> None:
-        """Allow an elastic run of so many machines to continue without one that it lost."""
-        if machines and outcome.cause == "unreachable":
-            self.limit = max(self.limit, machines)
-
     def following(self, outcome: Outcome, checkpoint: Path | None) -> Following:
         """Return the next start from `checkpoint` of a run that lost a rank, which it counts, in 2, 4, 8, ... at most 60 s; or its end."""
         step = step_of(checkpoint) if checkpoint else 0

@@ -22,8 +22,6 @@ Judge = Callable[[Sequence[Given]], list[UserError]]
 Answer = Callable[[Sequence[Given]], Given]
 """What node 0 makes of them for all machines."""
 
-LAST_CALL_SECONDS = 3.0
-"""How long an elastic run waits for machines that it has lost before it continues without them."""
 OF_ATTEMPT = ("resumed", "checkpoint")
 """Facts of an attempt: a latecomer is not compared by them."""
 PEER_SECONDS = 10.0
@@ -80,22 +78,17 @@ class Rendezvous(Membership):
 
     def _meet_as_node_0(self, facts: Given, judge: Judge, answer: Answer) -> Given:
         """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
-        here, differing, left_out, refused = {0: facts}, set[int](), set[int](), set[int]()
+        here, differing, refused = {0: facts}, set[int](), set[int]()
         waiting, differ_since = Waiting(), 0.0
         while True:
             self._raise_end()
             if refused != (refused := self._connection.ask(lambda raw: node_ranks_in(raw, REFUSED))):
                 who = ", ".join(f"node {node_rank}" for node_rank in sorted(refused))
                 print_line(f"{who} came with another RUN_NAME or `{VARIABLE}`, and was refused; its own output says which")
-            for node_rank, given in self._gather_given("facts", set(range(1, self.node.count)) - here.keys() - left_out).items():
+            for node_rank, given in self._gather_given("facts", set(range(1, self.node.count)) - here.keys()).items():
                 print_line(f"{self.names([node_rank])} has come")
-                errors = judge([facts, given])
-                if errors and self._before and node_rank not in self._before:  # the run trained without it, and continues so
-                    print_line(f"left out: {self.names([node_rank])}: {errors[0].message}")
-                    left_out.add(node_rank)
-                    continue
                 here[node_rank] = given
-                differing |= {node_rank} if errors else set()
+                differing |= {node_rank} if judge([facts, given]) else set()
             for node_rank in [node_rank for node_rank in here if node_rank and self._is_silent(node_rank)]:
                 del here[node_rank]
                 differing.discard(node_rank)
@@ -105,9 +98,7 @@ class Rendezvous(Membership):
             differ_since = (differ_since or time.monotonic()) if differing else 0.0
             if differing and (not missing or time.monotonic() - differ_since > GRACE_SECONDS):
                 raise self._refuse(judge([here[node_rank] for node_rank in sorted(here)]))
-            lost = {node_rank for node_rank in self._watched if self._is_silent(node_rank)} | self._absent | left_out
-            enough = self.least is not None and len(here) >= self.least
-            if not differing and _may_start(set(missing), lost, enough=enough, waited=waiting.seconds, patience=self.patience):
+            if not differing and not missing:
                 break
             who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             if waiting.seconds > self.patience:
@@ -136,6 +127,7 @@ class Rendezvous(Membership):
             for node_rank in sorted(set(wanted) & node_ranks_in(raw, f"{self.attempt}/{step}")):
                 given = self._connection.read(raw, f"{self.attempt}/{step}/{node_rank}")
                 if self._watch(raw, node_rank) and given is not None:
+                    self._silent[self._watched[node_rank]] = 0.0  # a sign of life, of a machine too whose link was cut
                     found[node_rank] = given
             return found
 
@@ -162,28 +154,15 @@ class Rendezvous(Membership):
 
     def _wait_for_next(self) -> None:
         """Wait until the run, which trains without this machine, starts again. Raise that it did not."""
-        self._connection.ask(lambda raw: raw.append(f"{self.attempt}/want", f"{self.node.rank} "))
         waiting = Waiting()
         while (self._connection.get("attempt") or 0) == self.attempt:
-            if self.least is None and waiting.seconds > self.patience:
+            if waiting.seconds > self.patience:
                 raise RetryableError(
                     f"the run has begun without {self.name}, and did not start again within {self.patience:g} s", place=self.node.master,
                     hint="where it should be one of the run's machines, compare NUM_NODES and NODE_RANK with node 0's",
                 )  # fmt: skip
             waiting.report("the run trains without this machine, and takes it in when it starts again")
             pause(POLL_SECONDS)
-
-    def names_of_waiting(self) -> str:
-        """Node 0: return the names of machines that wait for the next attempt; empty for none."""
-
-        def do(raw: Any) -> list[int]:
-            return [
-                node_rank
-                for node_rank in sorted(node_ranks_in(raw, f"{self.attempt}/want") - {*self.members})
-                if self._watch(raw, node_rank)
-            ]
-
-        return self.names(node_rank for node_rank in self._connection.ask(do) if not self._is_silent(node_rank))
 
     def _wait(self, step: str) -> Given:
         """Return what node 0 made of a step."""
@@ -233,15 +212,6 @@ class Rendezvous(Membership):
         how = "has left" if store.broken else f"has not answered for {time.monotonic() - store.heard:.0f} s"
         return self._unreachable(0, how)
 
-    def ask_to_stop(self, why: str) -> None:
-        """Node 0: ask all machines to save and leave, for another attempt; `why` is said with it."""
-        self._post_end({"stop": 15, "why": why})
-
-    @property
-    def grown_because(self) -> str:
-        """Why node 0 asked all to leave for another attempt; empty where it did not."""
-        return str((self._reason_of_end or {}).get("why") or "")
-
     def _outcome(self, end: Given) -> Outcome:
         if "lost" in end:
             return self._unreachable(end["lost"], f"has been silent for {end['seconds']} s")
@@ -288,7 +258,7 @@ class Rendezvous(Membership):
                 self._connection.set(name, found)
             while self.node.rank and (found := self._connection.get(name)) is None:
                 self._pause_as_one_of_many()
-            self._before, self.members = self.members, []
+            self.members = []
             self._standing = self._standings = None  # before the beat belongs to the next attempt
             self.attempt += 1
             if self.node.rank == 0 and found.get("again"):
@@ -296,15 +266,6 @@ class Rendezvous(Membership):
         except StoreGone:
             return None
         return dict(found)
-
-
-def _may_start(missing: set[int], lost: set[int], *, enough: bool, waited: float, patience: float) -> bool:
-    """Whether the machines that are here start now: all have come; or `enough` for an elastic run have, and patience is over, or the
-    last call is, where only machines are missing that are known to be lost."""
-    if not missing:
-        return True
-    last_call = bool(lost) and missing <= lost and waited > LAST_CALL_SECONDS
-    return enough and (last_call or waited > patience)
 
 
 def _plain(value: Given) -> Given:

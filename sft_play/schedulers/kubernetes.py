@@ -104,11 +104,6 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
     """Return the run as manifests need it. Raise `UserError` where the kind of job cannot say it, or it holds a token."""
     loaded, plan, settings = ahead.loaded, ahead.plan, ahead.loaded.config.kubernetes
     launch, processes = loaded.config.launch, plan.ranks_by_node
-    if launch.elastic is not None:
-        raise UserError(
-            f"`launch.elastic` is `{launch.elastic}`, and {_one_of(settings.kind)} has a fixed number of pods",
-            place=loaded.origins.get("launch.elastic"), hint="it is for `make train-cluster`; omit it here",
-        )  # fmt: skip
     files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
         files[manifests.DEEPSPEED_FILE] = Path(path).read_text(encoding="utf-8")  # read and checked by `read_options`

@@ -126,28 +126,27 @@ def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: L
     assert two.end(60, 0) == 0 and f"done: {run.path}" in two.said(0)
 
 
-def test_an_elastic_run_continues_without_a_machine_and_takes_it_back(tmp_path: Path, tiny: Path) -> None:
-    """The machine behind the cut looks for the others, and is taken in after a checkpoint; then one machine is asked to stop, and all save."""
+def test_a_cut_off_machine_joins_the_restart_when_it_is_back(tmp_path: Path, tiny: Path) -> None:
+    """The others wait for it and continue from a checkpoint; then one machine is asked to stop, and all save."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
-        words = ("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", "LAUNCH_ELASTIC=2:3", "LAUNCH_SILENT_SECONDS=6")
+        words = ("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_SILENT_SECONDS=6")
         three.start_all(*words, nodes=3, MASTER_KEY="known-on-all-three-of-them")
         run = three.run("by_hand")
         three.until(lambda: run.checkpoint(5).exists())
         net.link(2, up=False)
-        three.until("all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 1 process", 0)
+        three.until("waiting for node 2", 0)
         three.until("waiting for node 0 at", 2)
         net.link(2, up=True)
-        three.until("starting again with node 2 (node3)", 0)
-        three.until(lambda: len(metrics(run.path)[-1]["rank_tokens"]) == 3 and three.said(2).count("all 3 nodes are here") == 2)
+        three.until(lambda: three.said(2).count("all 3 nodes are here") == 2)
+        reached = metrics(run.path)[-1]["step"]
+        three.until(lambda: metrics(run.path)[-1]["step"] > reached)
         three.started[1][0].terminate()
         ended = three.end_all()
         assert [code for code, _ in ended] == [143] * 3, ended
         assert "restarting: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for" in ended[0][1]
         last = max(step_of(path) for path in list_checkpoints(run))
         assert [row["step"] for row in metrics(run.path)] == list(range(1, last + 1)), "nothing is trained twice, nothing is lost"
-        assert {len(row["rank_tokens"]) for row in metrics(run.path)} == {2, 3}
-        assert len({sum(row["rank_rows"]) for row in metrics(run.path)}) == 1, "the global batch stays"
 
 
 @pytest.mark.long

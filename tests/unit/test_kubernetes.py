@@ -163,7 +163,6 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         ((f"KUBERNETES_ENV={{WHERE: {TOKEN_LIKE}}}",), "looks like an access token"),
         (("KUBERNETES_ENV={MASTER_ADDR: x}",), "`MASTER_ADDR`, which the manifests or the operator set"),
         (("RUN_NAME=My_Run",), "`RUN_NAME` is `My_Run`"),
-        (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
     ],
 )  # fmt: skip
