@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -63,6 +64,11 @@ def plan_of(
     typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
     data = data or (prepared_rows(rows, most_labels=50) if rows else None)
     return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **more)
+
+
+def with_ram(hardware: str, gib: int) -> Hardware:
+    """Returns described hardware whose machine's memory is known."""
+    return replace(parse_hardware(hardware), ram_bytes=gib * GIB, ram_known=True)
 
 
 def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:

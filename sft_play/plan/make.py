@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -14,11 +15,20 @@ from sft_play.plan.epoch import Division, label_share, pack_if_typed, row_tokens
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
 from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
-from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request, describe_machines, devices_of, with_machines
+from sft_play.plan.request import (
+    MOST_ROWS,
+    DoesNotFitError,
+    Remedy,
+    Request,
+    describe_machines,
+    devices_of,
+    try_plan,
+    with_machines,
+)
 from sft_play.plan.shape import ModelShape, check_targets, describe_adapters
-from sft_play.plan.shares import costs_of, divide, tell_unequal
+from sft_play.plan.shares import GAIN, costs_of, divide, tell_unequal
 from sft_play.plan.throughput import forecast
-from sft_play.text import plural
+from sft_play.text import figure, plural
 
 EXPANDABLE = (
     "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
@@ -48,7 +58,7 @@ def _decide(request: Request) -> Plan:
     Callees that get `reasons` append what they decided, and why.
     """
     config, hardware, shape, launch = request.config, request.hardware, request.shape, request.launch
-    kind, reasons = hardware.kind, list[str]()
+    kind, reasons, warnings = hardware.kind, list[str](), list[str]()
 
     # Who computes.
     check_length(config.model, shape.max_positions)
@@ -83,12 +93,14 @@ def _decide(request: Request) -> Plan:
     if workers := choices.loader_workers(config, kind):
         who = "GPU" if kind == "cuda" else "rank"
         reasons.append(f"loader: {plural(workers, 'process')} per rank, which make batches while the {who} computes")
-    host_remedies = _on_the_host(request, setup, reasons)
+    host_remedies = _on_the_host(request, setup, reasons, warnings)
 
     # How long: steps, speed, energy.
     steps, per_epoch = step_count(request, batch.global_batch, reasons)
     speed = forecast(request, division)
-    tell_unequal(request, division, rank_plans, costs, speed, reasons)
+    tell_unequal(request, division, rank_plans, costs, speed, reasons, warnings)
+    if request.group_size > 1 or setup.strategy not in ("single", "ddp"):
+        warnings += _faster_alone(request, speed.seconds_per_step)
     tokens = max(division.shares) * rows_data(request, division).row_tokens
     reasons += network.describe_traffic(request, setup, tokens, division.micro_steps)
     seconds = speed.seconds_per_step
@@ -96,7 +108,8 @@ def _decide(request: Request) -> Plan:
 
     eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(rows_that_fit)))
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
-    notice = explain_global_batch(config.train, len(request.data_devices), request.unit)
+    if notice := explain_global_batch(config.train, len(request.data_devices), request.unit):
+        warnings.append(notice)
     return Plan(
         **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.nodes if len(set(ranks.nodes)) > 1 else (), backend=cast(Any, backend),
         ranks=rank_plans, source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy),
@@ -106,7 +119,7 @@ def _decide(request: Request) -> Plan:
         seconds_per_step=seconds, total_seconds=total, epoch_seconds=seconds * per_epoch if seconds and per_epoch else None,
         energy_kwh=energy_kwh(ranks.devices, total), communication_share=speed.communication_share,
         communication_seconds=speed.communication_seconds, exchanges=network.exchanges(request, setup, speed.computing_seconds),
-        reasons=tuple(reasons), remedies=tuple(host_remedies), notices=(notice,) if notice else (),
+        reasons=tuple(reasons), remedies=tuple(host_remedies), notices=tuple(warnings),
     )  # fmt: skip
 
 
@@ -207,7 +220,7 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
     return found + ([EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else [])
 
 
-def _on_the_host(request: Request, setup: Setup, reasons: list[str]) -> list[str]:
+def _on_the_host(request: Request, setup: Setup, reasons: list[str], warnings: list[str]) -> list[str]:
     """Say what DeepSpeed keeps in the machine's memory, and return what to do when that is too small for it."""
     hardware, processes = request.hardware, request.ranks.local
     need = processes * host_bytes(request.config, request.shape, setup)
@@ -216,8 +229,28 @@ def _on_the_host(request: Request, setup: Setup, reasons: list[str]) -> list[str
     reasons.append(f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {plural(processes, 'process')}")
     if not hardware.ram_known or need <= hardware.ram_bytes:
         return []
-    reasons.append(f"that is more than it has ({hardware.ram_bytes / GIB:.1f} GiB)")
+    have = hardware.ram_bytes / GIB
+    warnings.append(f"offloading needs {need / GIB:.1f} GiB of this machine's memory, which has {have:.1f} GiB")
     return [*remedies.remedies_for_loading(request, _decide)[:1], "a machine with more memory"]
+
+
+def _faster_alone(request: Request, seconds: float | None) -> list[str]:
+    """Return a warning where one of the devices alone would make the same step sooner than all of them, by the same forecast."""
+    found: list[tuple[float, str]] = []
+    alike = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
+    for device in dict.fromkeys(request.ranks.devices) if seconds else ():
+        hardware = replace(request.hardware, devices=(device,), described=True)
+        launch = replace(
+            request.launch, command_strategy="single", num_gpus=None, num_nodes=1, node_rank=0, node_devices=(),
+            zero_stage=None, offload_optimizer=False, offload_parameters=False,
+        )  # fmt: skip
+        alone = try_plan(request, replace(request, hardware=hardware, launch=launch).with_keys(alike), _decide)
+        if isinstance(alone, Plan) and not alone.remedies and alone.seconds_per_step:
+            found.append((alone.seconds_per_step, device.name))
+    best, name = min(found, default=(math.inf, ""))
+    if not seconds or seconds <= GAIN * best:
+        return []
+    return [f"FASTER on one {name} alone: {figure(best)} s a step instead of {figure(seconds)} s"]
 
 
 def _check_loading(request: Request, setup: Setup) -> None:

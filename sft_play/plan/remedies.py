@@ -11,7 +11,7 @@ from sft_play.config.schema import Config
 from sft_play.plan.batch import rows_each
 from sft_play.plan.choices import with_chunks
 from sft_play.plan.hardware import GIB, HEADROOM
-from sft_play.plan.memory import OPTIMIZER_BYTES, rank_memory, rank_moments
+from sft_play.plan.memory import OPTIMIZER_BYTES, host_bytes, rank_memory, rank_moments
 from sft_play.plan.network import slow_network
 from sft_play.plan.plan import Plan, Setup, least_room, tightest
 from sft_play.plan.request import SHORTEST_ROW, Decide, DoesNotFitError, Remedy, Request, try_plan
@@ -43,7 +43,7 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
     """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then the cheapest in speed."""
 
     def remedy_of(text: str, changed: Request) -> Remedy | None:
-        """Return what an override comes to; `None` where it is refused for another reason, or needs no less."""
+        """Return what an override comes to; `None` where it is refused for another reason, needs no less, or more host memory than there is."""
         plan = try_plan(request, changed, decide)
         if plan is None:
             return None
@@ -52,7 +52,8 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
         else:
             rank = least_room(plan.ranks)
             need, capacity, other, each, fits = rank.peak_bytes, rank.capacity_bytes, plan, rows, not plan.remedies
-        if need >= before:
+        host = changed.ranks.local * host_bytes(changed.config, changed.shape, other)
+        if need >= before or (request.hardware.ram_known and host > request.hardware.ram_bytes):
             return None
         slower = None
         alike = (other.strategy, other.copies, other.sequence_parallel) == (setup.strategy, setup.copies, setup.sequence_parallel)
@@ -60,7 +61,14 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
             device = min(request.hardware.devices, key=lambda one: one.peak_flops or 0.0)
             now = token_cost(request.config, request.shape, setup, each, device)
             slower = token_cost(changed.config, request.shape, other, each, device) / now
-        return Remedy(override=text, need_bytes=need, saving_bytes=before - need, fits=fits and need <= capacity, slower=slower)
+        return Remedy(
+            override=text,
+            need_bytes=need,
+            saving_bytes=before - need,
+            fits=fits and need <= capacity,
+            slower=slower,
+            host_bytes=host,
+        )
 
     found = []
     for text, changed in _overrides(request, setup, rows):

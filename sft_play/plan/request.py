@@ -437,12 +437,15 @@ class Remedy:
     fits: bool
     slower: float | None
     """Time of a token over what it takes without the remedy, by arithmetic; `None` where that says nothing."""
+    host_bytes: int = 0
+    """Of the machine's own memory, for what is offloaded there."""
 
     def __str__(self) -> str:
         notes = f"{self.saving_bytes / GIB:.1f} less"
         if self.slower is not None and abs(self.slower - 1) >= 0.01:
             notes += f", {self.slower - 1:.0%} slower" if self.slower > 1 else f", {1 - self.slower:.0%} faster"
-        return f"{self.override}: {self.need_bytes / GIB:.1f} GiB ({notes})" + ("" if self.fits else ", still too much")
+        host = f" and {self.host_bytes / GIB:.1f} GiB of the machine's memory" if self.host_bytes else ""
+        return f"{self.override}: {self.need_bytes / GIB:.1f} GiB{host} ({notes})" + ("" if self.fits else ", still too much")
 
 
 SMALLER = "use a smaller model, or more memory"

@@ -246,7 +246,13 @@ def _shares_in_words(division: Division, most_rows: Sequence[int]) -> str:
 
 
 def tell_unequal(
-    request: Request, division: Division, ranks: Sequence[RankPlan], costs: Sequence[Cost], speed: Forecast, reasons: list[str]
+    request: Request,
+    division: Division,
+    ranks: Sequence[RankPlan],
+    costs: Sequence[Cost],
+    speed: Forecast,
+    reasons: list[str],
+    warnings: list[str],
 ) -> None:
     """Say where ranks wait for a slower one, and when a step would be faster on fewer machines in micro-batches no larger than now."""
     if any(reason.startswith(SHARED) for reason in reasons):
@@ -283,7 +289,7 @@ def tell_unequal(
                 options.append((step_seconds(division.rows, shares, rest) + beside, words))
     best, words = min(options, default=(math.inf, ""))
     if now > GAIN * best:
-        reasons.append(f"FASTER {words}: {figure(best)} s a step instead of {figure(now)} s, the network included")
+        warnings.append(f"FASTER {words}: {figure(best)} s a step instead of {figure(now)} s, the network included")
 
 
 def _describe_unequal(request: Request, division: Division, speed: Forecast) -> list[str]:

@@ -55,6 +55,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
         lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
     else:
         lines.append(f"  speed    {speed[0]}" + (f", {duration(plan.total_seconds)} in all" if plan.total_seconds else ""))
+        lines += [f"           {line}" for line in _communication(plan)]
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
     if plan.remedies:
@@ -198,12 +199,7 @@ CARDS = "unknown for these devices until they have trained (`make bench` measure
 
 def show_speed(plan: Plan) -> list[str]:
     """Return what a run is expected to take, the most asked first; where nothing is known, how to tell it."""
-    seconds = plan.communication_seconds
-    communication = []
-    if seconds is not None and plan.communication_share != 0:
-        share = plan.communication_share
-        of_it = "" if share is None else f" ({share:.0%})" if share >= 0.01 else " (under 1 %)"
-        communication = [f"{figure(seconds, 2)} s of each step{of_it} go into communication, unless computation hides it"]
+    communication = _communication(plan)
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
         return [*_unknown(plan), *communication]
     lines = [f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"]
@@ -216,8 +212,19 @@ def show_speed(plan: Plan) -> list[str]:
     return [*lines, *communication, *(["; ".join(price)] if price else [])]
 
 
+def _communication(plan: Plan) -> list[str]:
+    """Return how much of a step communication takes; nothing where there is none."""
+    seconds, share = plan.communication_seconds, plan.communication_share
+    if seconds is None or share == 0:
+        return []
+    of_it = "" if share is None else f" ({share:.0%})" if share >= 0.01 else " (under 1 %)"
+    return [f"{figure(seconds, 2)} s of each step{of_it} go into communication, unless computation hides it"]
+
+
 def _unknown(plan: Plan) -> list[str]:
     """Return which of the two is not known, the devices' speed or the network's, and how to tell it."""
+    if plan.offload_optimizer or plan.offload_parameters:
+        return ["unknown with offloading: states cross PCIe in every micro-step, and the CPU makes the update; slow"]
     lines = [] if all(rank.cost for rank in plan.ranks) else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
     if plan.num_nodes > 1 and plan.communication_seconds is None:
         speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
@@ -289,10 +296,16 @@ def parse_price(text: str) -> float:
 
 
 def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
-    """Return the plan with what all its steps cost at `price` a machine and hour."""
-    if price is None or plan.total_seconds is None:
+    """Return the plan with what all its steps cost at `price` a machine and hour; where their number is not known, with what 1,000 cost."""
+    if price is None:
         return plan
+    if plan.seconds_per_step is None:
+        return replace(plan, notices=(*plan.notices, "cost: unknown, since the speed is"))
     # Each device is a machine where only a stated network joins those of one node.
     apart = hardware.network_bytes_per_second is not None and plan.num_nodes == 1 and hardware.nodes == 1
     machines = plan.world_size if apart else plan.num_nodes
+    if plan.total_seconds is None:
+        thousand = price * machines * plan.seconds_per_step * 1000 / 3600
+        known = f"cost: 1,000 steps cost {thousand:.2f} at PRICE_PER_HOUR; how many there are is known once the data are prepared"
+        return replace(plan, notices=(*plan.notices, known))
     return replace(plan, cost=price * machines * plan.total_seconds / 3600)

@@ -168,6 +168,8 @@ def forecast(request: Request, division: Division, data: Data | None = None) -> 
     config, shape, setup, hardware = request.config, request.shape, division.setup, request.hardware
     devices, micro_steps = request.ranks.devices, division.micro_steps
     data = data or rows_data(request, division)
+    if setup.offload_optimizer or setup.offload_parameters:
+        return Forecast()  # what crosses PCIe in every micro-step, and the CPU's update, were never measured
     link = link_of(hardware, devices, request.launch.num_nodes, request.calibration)
     if link is None:
         return Forecast()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -72,3 +73,16 @@ def test_the_example_in_the_docs_is_what_the_plan_says() -> None:
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     assert error.value.message.split(", gradients")[0] + ", ...)" in page
     assert "; ".join(map(str, error.value.remedies[:2])) in page
+
+
+def test_a_remedy_counts_the_machines_memory_and_is_not_offered_without_it() -> None:
+    loaded = parse_call(["plan", f"CONFIG={ROOT / 'configs' / 'run_bnb.yaml'}", "TUNING_MODE=full"], COMMANDS).load_config()
+
+    def offloading(hardware: Any) -> list[str]:
+        with pytest.raises(DoesNotFitError) as error:
+            plans.planned(loaded, hardware, ONE)
+        return [str(remedy) for remedy in error.value.remedies if "offload" in remedy.override]
+
+    (unknown,) = offloading("24GB")
+    assert re.search(r"[\d.]+ GiB and 1\d\d\.\d GiB of the machine's memory \(", unknown)
+    assert offloading(plans.with_ram("24GB", 512)) == [unknown] and offloading(plans.with_ram("24GB", 64)) == []

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import HardwareError
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.plan import Plan
-from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, reason
+from sft_play.plan.show import show_plan
+from sft_play.text import figure
+from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, reason, with_ram
 
 FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
-
-
-def with_ram(hardware: str, gib: int) -> Hardware:
-    return replace(parse_hardware(hardware), ram_bytes=gib * GIB, ram_known=True)
 
 
 # The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
@@ -44,9 +41,19 @@ def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
     assert plan.offload_optimizer and plan.offload_parameters
     assert "shards do not fit either" in (why := reason(plan, "strategy zero3: ")) and "of 512.0 GiB; slow" in why
     assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
+    assert plan.tokens_per_second is None and "unknown with offloading" in show_plan(plan, why=False), "PCIe was never measured"
     assert Plan.from_json(plan.to_json()) == plan
     for machine in (with_ram("2x24GB", 64), "2x24GB"):  # too small, and not known
         message(HardwareError, machine, **FULL_8B)
+
+
+def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
+    case: dict[str, Any] = {"name": SMALL, "mode": "full", "max_seq_len": 512, "strategy": "pipeline", "command_strategy": "auto"}
+    plan = plan_of("RTX4090+RTX3060+RTX3070@1Gbit", **case)
+    (warning,) = (one for one in plan.notices if one.startswith("FASTER"))
+    alone = plan_of("RTX4090", **{**case, "strategy": "auto", "command_strategy": "single"})
+    assert plan.stages and f"on one RTX4090 alone: {figure(alone.seconds_per_step or 0)} s a step" in warning
+    assert "FASTER" in show_plan(plan, why=False), "a warning is shown whatever WHY is"
 
 
 # Several machines: each plans by itself, from its own GPUs, and all must come to the same run.
