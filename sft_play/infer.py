@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
 from sft_play.config.reader import names_of
-from sft_play.data.formats import FORMATS, Message, text_of, understand
-from sft_play.data.readers import TABLES, Placed, kind, open_bytes, read_file
+from sft_play.data.formats import FORMATS, understand
+from sft_play.data.readers import TABLES, Placed, read_file
 from sft_play.data.sources import Faults, rename
+from sft_play.data.streams import kind, open_bytes
+from sft_play.data.turns import Message, text_of
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.run_folder import find_run

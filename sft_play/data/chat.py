@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.formats import Message
+from sft_play.data.turns import Message
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, write_chat

@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sft_play.config.schema import DataSource
-from sft_play.data.readers import EMPTY, SCANNED
+from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import Outcome
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json

@@ -15,9 +15,10 @@ import pytest
 from pyarrow import ipc, parquet
 
 from sft_play.config.schema import DataSource
+from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import recognise, understand
 from sft_play.data.readers import read_file
-from sft_play.data.sources import OTHER_FILE, LeftOut, files_of, read_builtin, read_source
+from sft_play.data.sources import OTHER_FILE, LeftOut, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.infer import read_questions
 

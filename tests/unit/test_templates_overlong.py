@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sft_play.data import IGNORED
 from sft_play.data.chat import Encoded
-from sft_play.data.formats import Message
+from sft_play.data.turns import Message
 from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, save_tokenizer
 
 END = "<|im_end|>"
