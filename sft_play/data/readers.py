@@ -25,9 +25,11 @@ TABLES = (*TEXTS, ".parquet", ".pq", ".arrow", ".feather")
 SHOWN_CHARACTERS, SHOWN_COLUMNS = 60, 8
 """Of a row in a message."""
 HEADER_BYTES = 1 << 16
+BOM = "\ufeff".encode()
 QUOTES = "a value that holds the separator, a line end or a quote is quoted, and a quote in it is written twice"
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
+LEAVE_OUT = "`DATA_BAD_ROWS=drop` leaves such rows out and counts them"
 MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx or pdf"
 
@@ -57,22 +59,34 @@ def read_file(path: Path, skip: Callable[[str, str], None] = lambda *_: None) ->
 
 
 def _read_jsonl(path: Path) -> Iterator[Placed]:
+    first, more = _first_lines(path)
+    if (
+        first.startswith(b"[") and first[1:].lstrip()[:1] in (b"", b"{") and not more.startswith(b"[")
+    ):  # one list, in spite of its name
+        yield from _read_json(path)
+        return
     with open_bytes(path) as stream:
         for number, line in enumerate(stream, 1):
-            if not line.strip():
+            if not line.removeprefix(BOM).strip():
                 continue
             place = f"{path}:{number}"
             try:
-                text = utf8(line.rstrip(b"\r\n"), place).removeprefix("\ufeff" if number == 1 else "")
+                text = utf8(line.rstrip(b"\r\n"), place).removeprefix("\ufeff")  # also where files were joined
                 yield _object(_parse(text, path, number), place)
             except DataError as error:
                 yield place, error
 
 
-def _read_json(path: Path) -> Iterator[Placed]:
+def _first_lines(path: Path) -> tuple[bytes, bytes]:
+    """Return the first two lines of a file that are not blank, without white space around them."""
     with open_bytes(path) as stream:
-        lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in stream)
-        first, more = [*islice((line for line in lines if line), 2), b"", b""][:2]
+        lines = (line.removeprefix(BOM).strip() for line in stream)
+        first, second = [*islice((line for line in lines if line), 2), b"", b""][:2]
+    return first, second
+
+
+def _read_json(path: Path) -> Iterator[Placed]:
+    first, more = _first_lines(path)
     if not first:
         return
     if first[:1] + first[-1:] == b"{}" and (more or not _rows_in(_parse(utf8(first, str(path)), path, 1))):  # JSON lines
@@ -154,6 +168,14 @@ def _read_csv(path: Path) -> Iterator[Placed]:
             last = reader.line_num
             for row in reader:
                 last = reader.line_num
+                if header and isinstance(first := row[header[0]], str) and first.startswith("\ufeff"):
+                    row[header[0]] = first.removeprefix("\ufeff")
+                if list(row.values()) == header:
+                    joined = DataError(
+                        "the row is the header again: two files were joined", place=f"{path}:{last}", hint=LEAVE_OUT
+                    )
+                    yield f"{path}:{last}", joined
+                    continue
                 if None in row or None in row.values():  # surplus values are a list under `None`; missing ones are `None`
                     have = len(row.pop(None, None) or []) + sum(value is not None for value in row.values())
                     place, by = f"{path}:{last}", MARKS.get(mark, f"`{mark}`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import platform
 import random
 import re
@@ -15,21 +16,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.data_rules import MISSING, Condition, look_up
+from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, look_up
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
 from sft_play.data.builtin import read_builtin
-from sft_play.data.documents import DOCUMENTS
-from sft_play.data.readers import BATCH_ROWS, ENDINGS, TABLES, Placed, placed_rows, read_file
-from sft_play.data.streams import kind
+from sft_play.data.formats import FORMATS
+from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, splits_of_glob, visible_files
+from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
+from sft_play.data.turns import list_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import text_sha256
 from sft_play.plan.architecture import hub_reachable
-from sft_play.runs.folder import require_inside, root_of
+from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
 
 OTHER_FILE = "no file of the kind that is read here"
 """Why a file gives nothing to learn."""
+OF_NO_SPLIT = "a file whose name means no split, where others do"
 SHOWN_FAULTS = 5
 SHOWN_PLACES = 20
 """Of what was left out for one reason."""
@@ -188,36 +191,15 @@ def files_of(source: DataSource) -> list[Path] | None:
     if path.is_file():  # first, since a file's name may hold `[`
         return [path]
     if path.is_dir():
-        return saved_files(path, source.split) or _folder_files(path, source.path)
+        return saved_files(path, source.split) or choose_split(splits_of_folder(path, source), source)
     if any(mark in source.path for mark in "*?["):
         found = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - it skips hidden files
         if not found:
             raise DataError(f"no file matches `{source.path}`", hint=PATHS_COUNT)
-        require_inside(found, root_of(path))
-        return found
+        return choose_split(splits_of_glob(found, path, source), source)
     if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
         raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
     return None
-
-
-def _folder_files(folder: Path, place: str) -> list[Path]:
-    """Return the tables of a folder at any depth, or its documents where it has no table: a README beside data is no data."""
-    files = _visible_files(folder)
-    for endings in (TABLES, DOCUMENTS):
-        found = [path for path in files if kind(path) in endings]
-        if found:
-            require_inside(found, folder)
-            return found
-    hint = f"it holds `{files[0].name}`; plain text is read from files whose names end in `.txt`" if files else None
-    raise DataError(f"the folder holds no {ENDINGS} file", place=place, hint=hint)
-
-
-def _visible_files(folder: Path) -> list[Path]:
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
 
 
 def identify(source: DataSource) -> tuple[list[Any], str | None]:
@@ -265,6 +247,7 @@ def read_source(source: DataSource, *, seed: int = 0, left: LeftOut | None = Non
         rows = _all_rows(source, left)
         if source.columns or source.filter is not None:
             rows = _fitting(rows, source, left)
+        rows = _refuse_judged(rows, source)
         if source.rows is None:
             yield from rows
         elif source.streaming:
@@ -285,12 +268,13 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
     if files is None:
         yield from read_hub(source, PATHS_COUNT, left)
         return
-    saved = (Path(source.path).expanduser() / "dataset_dict.json").is_file()
-    _refuse_hub_options(source, *(["split"] if saved else []))
     folder = Path(source.path).expanduser()
-    if folder.is_dir() and not saved_files(folder, source.split):
-        for path in sorted(set(_visible_files(folder)).difference(files)):
-            left.add(OTHER_FILE, str(path))
+    saved = folder.is_dir() and saved_files(folder, source.split) is not None
+    _refuse_hub_options(source, *([] if folder.is_file() else ["split"]), *(["config"] if folder.is_dir() and not saved else []))
+    if folder.is_dir() and not saved:
+        splits = splits_of_folder(folder, source)
+        for path in sorted(set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))):
+            left.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
     for path in files:
         count, before = 0, left.counts.total()
         for placed in read_file(path, left.add):
@@ -305,6 +289,51 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
 
 FILTERED = "not in the filter"
 NOT_CHOSEN = "not chosen by `rows`"
+
+
+JUDGED = {"label": True, "kto_tag": True, "desirable": True, "score": False, "rating": False, "reward": False}
+"""Columns that judge the row's answer -> whether they say yes or no; others are numbers."""
+YES_OR_NO = ("true", "false", "0", "1")
+
+
+def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Placed]:
+    """Yield rows; one whose answer a column judges, which no `filter` looks at, is an error: the wrong answers would be learnt."""
+    heeded = Condition(source.filter).names if source.filter is not None else set()
+    judged = {column: yes_or_no for column, yes_or_no in JUDGED.items() if column not in heeded}
+    chats = [columns for form, (columns, _) in FORMATS.items() if form not in NO_CHAT and source.format in ("auto", form)]
+    for place, row in rows:
+        if not isinstance(row, DataError) and any(row.keys() >= set(columns) for columns in chats):
+            found = next((column for column, yes_or_no in judged.items() if _judges(row.get(column), yes_or_no)), None)
+            if found:
+                yield place, _judged(row, found, place)
+                continue
+        yield place, row
+
+
+def _judges(value: Any, yes_or_no: bool) -> bool:
+    if yes_or_no:
+        return str(value).lower() in YES_OR_NO
+    try:
+        return value is not None and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _judged(row: Mapping[str, Any], column: str, place: str) -> DataError:
+    value = row[column]
+    good = (
+        {"0": '"1"', "1": '"1"'}.get(value, f'"{value}"'.replace("alse", "rue").replace("F", "T"))
+        if isinstance(value, str)
+        else 1
+    )
+    if JUDGED[column]:
+        condition = column if isinstance(value, bool) else f"{column} == {good}"
+    else:
+        condition = f"number({column}) >= {value}" if isinstance(value, str) else f"{column} >= {value}"
+    return DataError(
+        f"`{column}` judges the answer, and preferences are not trained here", place=place,
+        hint=f"`filter: {condition}` keeps the good answers, `filter: has({column})` all of them",
+    )  # fmt: skip
 
 
 def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Iterator[Placed]:
@@ -354,7 +383,8 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     kept = {name: value for name, value in row.items() if name not in used}
     made = kept | {new: row[name] for new, name in columns.items()}
     for column in {new.partition(".")[0] for new in within}:
-        if isinstance(turns := made.get(column), list):
+        if isinstance(turns := made.get(column), (list, str)):
+            turns = list_of(turns, column)
             names = {new.removeprefix(f"{column}."): old for new, old in within.items() if new.startswith(f"{column}.")}
             made[column] = [_turn(turn, names) if isinstance(turn, Mapping) else turn for turn in turns]
     return made

@@ -95,6 +95,9 @@ BYTE_ORDER_MARKS = (
 def refuse_wide(start: bytes, place: str) -> None:
     """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an error."""
     name = next((name for mark, name in BYTE_ORDER_MARKS if start.startswith(mark)), None)
+    zeros = bytes(byte != 0 for byte in start)
+    name = name or {b"\1\0\0\0": "UTF-32LE", b"\0\0\0\1": "UTF-32BE"}.get(zeros)
+    name = name or {b"\1\0": "UTF-16LE", b"\0\1": "UTF-16BE"}.get(zeros[:2])  # without a mark, but with a first letter of ASCII
     if name:
         raise DataError(
             f"is {name}, and not UTF-8 text", place=place, hint=f"convert it: `iconv -f {name} -t UTF-8 {place} > NEW`"

@@ -161,7 +161,8 @@ def test_a_conversation_under_other_names(tmp_path: Path) -> None:
     assert "lacks; its columns are" in refused(path, columns={"messages": "c.x"}).message
     with pytest.raises(DataError) as caught:
         recognise(rows_of(path)[0])
-    assert "columns: {messages: thread, messages.role: NAME," in (caught.value.hint or ""), "no format has such names"
+    names = ", ".join(f"{new}: {old}" for new, old in THREAD.items())
+    assert f"columns: {{{names}}}" in (caught.value.hint or ""), "no format has such names"
 
 
 # ---- Folders
