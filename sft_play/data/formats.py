@@ -166,7 +166,8 @@ def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
         raise DataError("`labels` holds a negative number other than -100, which marks what is not trained")
     if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
         raise DataError("`labels` is -100 everywhere, so there is nothing to learn", hint=LEAVE_OUT)
-    if other := next((at for at, label in enumerate(labels) if label not in (IGNORED, ids[at])), None):
+    other = next((at for at, label in enumerate(labels) if label not in (IGNORED, ids[at])), None)
+    if other is not None:
         raise DataError(
             f"`labels[{other}]` is {labels[other]} and `input_ids[{other}]` is {ids[other]}",
             hint="a label is the token at its own place, or -100; training moves them by one itself",
@@ -193,8 +194,9 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
 def _flags(found: Any, name: str) -> list[int]:
     """Return a mask: 0 and 1, or false and true. Raise `DataError`."""
     flags = list_of(found, name, "0 and 1")
-    if other := next((flag for flag in flags if type(flag) not in (bool, int) or flag not in (0, 1)), None):
-        raise DataError(f"`{name}` holds {other}; expected 0 and 1")
+    others = [flag for flag in flags if type(flag) not in (bool, int) or flag not in (0, 1)]
+    if others:
+        raise DataError(f"`{name}` holds {others[0]}; expected 0 and 1")
     return list(map(int, flags))
 
 
