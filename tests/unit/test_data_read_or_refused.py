@@ -61,9 +61,14 @@ def test_each_tools_mark_of_a_turn_is_read(mark: str, value: Any) -> None:
     assert shared and shared[1]["train"] is bool(value)
 
 
-@pytest.mark.parametrize("mark", ["mask", "train_detail", "no_loss", "lossWeight", "is_masked", "label", "ignore", "learnable_loss"])
+@pytest.mark.parametrize(
+    "mark", ["mask", "train_detail", "no_loss", "lossWeight", "is_masked", "label", "ignore", "learnable_loss"]
+)
 def test_a_key_of_a_turn_that_looks_like_a_mask_is_refused_by_name(mark: str) -> None:
-    assert f"`messages[1].{mark}` seems to say what of the turn is learnt" in refused({"messages": [USER, {**ANSWER, mark: 0}]}).message
+    assert (
+        f"`messages[1].{mark}` seems to say what of the turn is learnt"
+        in refused({"messages": [USER, {**ANSWER, mark: 0}]}).message
+    )
     assert read({"messages": [USER, {**ANSWER, mark: None}]}).messages == [USER, ANSWER], "null says nothing, as in Arrow"
 
 
@@ -76,7 +81,9 @@ def test_marks_that_contradict_each_other_are_refused_and_a_users_weight_says_no
 # ---- Tools and calls
 
 
-@pytest.mark.parametrize("name", ["tools", "functions", "tool_defs", "available_tools", "tool_definitions", "function_definitions"])
+@pytest.mark.parametrize(
+    "name", ["tools", "functions", "tool_defs", "available_tools", "tool_definitions", "function_definitions"]
+)
 @pytest.mark.parametrize("as_text", [False, True])
 def test_descriptions_of_tools_are_read_under_their_names(name: str, as_text: bool) -> None:
     row = called({"a": 1})
@@ -234,7 +241,12 @@ def test_what_says_of_tokens_whether_they_are_learnt_is_used_or_refused(column: 
 
 
 def test_what_a_tokenizer_adds_to_every_row_is_no_mask() -> None:
-    added = {"attention_mask": [1, 1, 1], "token_type_ids": [0, 0, 0], "special_tokens_mask": [1, 0, 0], "position_ids": [0, 1, 2]}
+    added = {
+        "attention_mask": [1, 1, 1],
+        "token_type_ids": [0, 0, 0],
+        "special_tokens_mask": [1, 0, 0],
+        "position_ids": [0, 1, 2],
+    }
     assert read({"input_ids": [5, 6, 7], **added, "seq_lengths": [3]}).labels is None
 
 
