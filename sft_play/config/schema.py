@@ -102,9 +102,9 @@ class DataSource:
     rows: Positive | None = None
     """At most this many, chosen by `train.seed`."""
     split: str | None = None
-    """Hub dataset: split (`train`, `test[:500]`)."""
+    """Split of a hub dataset (`train`, `test[:500]`) or of a folder (`train`)."""
     config: str | None = None
-    """Hub dataset: configuration name."""
+    """Configuration of a hub dataset, or of the README of a folder."""
     revision: str | None = None
     """Hub dataset: branch, tag or commit."""
     streaming: bool = False
