@@ -19,6 +19,7 @@ from typing import Any
 from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, look_up
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
+from sft_play.config.yaml_files import is_writable
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
 from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, splits_of_glob, visible_files
@@ -51,6 +52,7 @@ class LeftOut:
 
     def add(self, reason: str, place: str) -> None:
         """Count one."""
+        place = place.encode("utf-8", "backslashreplace").decode()  # a file's name may be no text, and manifests are JSON
         self.counts[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < SHOWN_PLACES:
@@ -185,6 +187,13 @@ PATHS_COUNT = "paths count from the folder in which you typed make; a hub datase
 
 def files_of(source: DataSource) -> list[Path] | None:
     """Return the local files of a source in a fixed order; `None` for a hub id or a built-in set. Raise `DataError`."""
+    files = _find_files(source)
+    if odd := next((path for path in files or () if not is_writable(str(path))), None):
+        raise DataError("the file's name is not UTF-8 text", place=str(odd), hint="give it another name")
+    return files
+
+
+def _find_files(source: DataSource) -> list[Path] | None:
     if source.path.startswith(BUILTIN):
         return None
     path = Path(source.path).expanduser()

@@ -56,6 +56,8 @@ TOOL_NAMES = (
     "tool_list", "function_list",
 )  # fmt: skip
 """Columns, or keys of the system turn, that describe what may be called."""
+MOST_DEPTH, SHOWN = 100, 60
+"""Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -333,16 +335,18 @@ def text_of(value: Any, name: str) -> str:
     return value
 
 
-def json_of(value: Any, name: str) -> Any:
+def json_of(value: Any, name: str, depth: int = 0) -> Any:
     """Return `value`, which a template can write as JSON. Raise `DataError` with the place in it of what JSON does not have."""
     if isinstance(value, str):
         return text_of(value, name)
+    if depth > MOST_DEPTH:
+        raise DataError(f"`{name[:SHOWN]}...` is nested deeper than {MOST_DEPTH} levels")
     if isinstance(value, Mapping):
         for key in value:
             text_of(key, f"a key of {name}")
-        return {key: json_of(part, f"{name}.{key}") for key, part in value.items()}
+        return {key: json_of(part, f"{name}.{key}", depth + 1) for key, part in value.items()}
     if is_list(value):
-        return [json_of(part, f"{name}[{index}]") for index, part in enumerate(value)]
+        return [json_of(part, f"{name}[{index}]", depth + 1) for index, part in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"`{name}` is {value}, which JSON does not have", hint="write null, or text")
     if value is None or isinstance(value, (bool, int, float)):
