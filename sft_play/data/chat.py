@@ -249,7 +249,8 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
     if not (prompt.startswith(head) and full.startswith(head)) or more.count("<think>") > more.count("</think>"):
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
-            hint="the model would be trained on other text than it sees when it answers; take another template: `data.chat_template`",
+            hint="the model would be trained on other text than it sees when it answers; take another template: `data.chat_template` "
+            "(for DeepSeek-R1 and its distillations `chat_template: deepseek_r1`)",
         )
     return len(head)
 
