@@ -82,7 +82,16 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _chat(column: str) -> Callable[[Row], Parts]:
-    return lambda row: {"messages": end_at_answer([*system_of(row), *chat_turns(row[column], column)])}
+    def parts(row: Row) -> Parts:
+        turns = chat_turns(row[column], column)
+        if turns and turns[-1]["role"] == "user" and not is_blank(row.get("chosen")):
+            raise DataError(
+                f"`chosen` holds the answer to the last of `{column}`: preferences are not trained here",
+                hint=f"add the chosen answer to `{column}`; `columns: {{note: chosen}}` gives it a name that is not read",
+            )
+        return {"messages": end_at_answer([*system_of(row), *turns])}
+
+    return parts
 
 
 def _prompt(row: Row) -> Parts:

@@ -268,6 +268,9 @@ HINTS: dict[str, list[Row]] = {
     "chosen conversations": [{"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}],
     "chosen conversations alone": [{"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}],
     "chosen of lists": [{"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}],
+    "chosen after a conversation": [
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}],
+         "chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}}],
     "roles": [{"messages": [{"role": "customer", "content": "q"}, {"role": "agent", "content": "a"}]}],
     "roles of sharegpt": [{"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot", "value": "a"}]}],
     "keys of turns": [{"messages": [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]}],
@@ -286,7 +289,7 @@ HINTS: dict[str, list[Row]] = {
     "mask of tokens": [{"input_ids": [5, 6, 7], "train_mask": [0, 1, 1]}],
     "labels of tokens": [{"input_ids": [5, 6, 7], "target_ids": [-100, 6, 7]}],
     "packed": [{"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}],
-}
+}  # fmt: skip
 
 
 def typed(hint: str) -> list[dict[str, Any]]:
@@ -312,3 +315,11 @@ def test_every_hint_is_accepted_when_it_is_followed(name: str, tmp_path: Path) -
         if way.pop("bad_rows", None):
             rows = rows[1:]
         assert examples(tmp_path, rows, **way), way
+
+
+def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: Path) -> None:
+    row = {"frage": "q", "antwort": "a"}
+    with pytest.raises(DataError) as caught:
+        examples(tmp_path, [row], columns={"frage": "question", "antwort": "answer"})
+    (way,) = [way for way in typed(caught.value.hint or "") if "columns" in way]
+    assert examples(tmp_path, [row], **way)[0].messages == [USER, ANSWER]
