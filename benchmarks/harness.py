@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources import read_builtin
+from sft_play.data.builtin import read_builtin
 from sft_play.files import write_json, write_text
 from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import RunFolder

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
 from sft_play.config.reader import names_of
-from sft_play.data.formats import FORMATS, Message, text_of, understand
-from sft_play.data.readers import TABLES, Placed, kind, open_bytes, read_file
+from sft_play.data.formats import FORMATS, understand
+from sft_play.data.readers import TABLES, Placed, read_file
 from sft_play.data.sources import Faults, rename
+from sft_play.data.streams import kind, open_bytes
+from sft_play.data.turns import CALLS, ROLE_NAMES, Message, list_of, text_of
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.run_folder import find_run
@@ -365,8 +367,10 @@ def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str,
     said = row[asks]
     if not answer:
         name, words = ("role", "content") if asks == "messages" else ("from", "value")
-        last = said[-1] if isinstance(said, Sequence) and not isinstance(said, str) and said else None
-        ended = isinstance(last, Mapping) and last.get(name, last.get("role")) in ("assistant", "gpt", "model", "function_call")
+        said = list_of(said, asks)
+        last = said[-1] if said else None
+        spoke = str(last.get(name, last.get("role"))).lower() if isinstance(last, Mapping) else ""
+        ended = ROLE_NAMES.get(spoke) in ("assistant", CALLS)
         return row if ended else {**row, asks: [*said, {name: "assistant", words: TO_COME}] if last else said}
     found = row.get(answer)
     if found is not None and not (isinstance(found, str) and not found.strip()):

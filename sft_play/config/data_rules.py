@@ -209,7 +209,9 @@ class Condition:
         """`name`: what messages call the expression; `syntax`: their examples."""
         self.expression, self.name, self.syntax = expression.strip(), name, syntax
         try:
-            tree = _Columns().visit(ast.parse(self.expression, mode="eval"))
+            parsed = ast.parse(self.expression, mode="eval")
+            self.names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
+            tree = _Columns().visit(parsed)
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error(str(error) or "it is nested too deep") from None

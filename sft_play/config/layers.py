@@ -240,7 +240,7 @@ SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.
 """Where the folders `configs`, `deepspeed` and `examples` are: beside the package in a clone, inside it in a wheel (`setup.py`)."""
 PRESETS = SHIPPED / "configs"
 """The shipped presets."""
-DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
 """Endings of data files; `.json` may be a configuration too."""
 
 

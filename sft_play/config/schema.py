@@ -102,9 +102,9 @@ class DataSource:
     rows: Positive | None = None
     """At most this many, chosen by `train.seed`."""
     split: str | None = None
-    """Hub dataset: split (`train`, `test[:500]`)."""
+    """Split of a hub dataset (`train`, `test[:500]`) or of a folder (`train`)."""
     config: str | None = None
-    """Hub dataset: configuration name."""
+    """Configuration of a hub dataset, or of the README of a folder."""
     revision: str | None = None
     """Hub dataset: branch, tag or commit."""
     streaming: bool = False
@@ -150,8 +150,8 @@ class DataConfig:
     exhausted: Literal["repeat", "stop"] = "repeat"
     """With weights, when a source ends: restart it until all were seen once, or end the epoch."""
     chat_template: str | None = None
-    """Instead of the tokenizer's: `chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `phi3`, `zephyr`, `vicuna`, `alpaca` or a Jinja
-    file."""
+    """Instead of the tokenizer's: `chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `deepseek_r1`, `phi3`, `zephyr`, `vicuna`, `alpaca`
+    or a Jinja file."""
     system: str | None = None
     """System turn for conversations without one."""
     style: StyleConfig = field(default_factory=StyleConfig)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.formats import Message
+from sft_play.data.turns import Message
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, write_chat
@@ -249,7 +249,8 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
     if not (prompt.startswith(head) and full.startswith(head)) or more.count("<think>") > more.count("</think>"):
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
-            hint="the model would be trained on other text than it sees when it answers; take another template: `data.chat_template`",
+            hint="the model would be trained on other text than it sees when it answers; take another template: `data.chat_template` "
+            "(for DeepSeek-R1 and its distillations `chat_template: deepseek_r1`)",
         )
     return len(head)
 

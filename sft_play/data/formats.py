@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
-from sft_play.data.readers import Placed, show_row
+from sft_play.data import IGNORED
+from sft_play.data.readers import LEAVE_OUT, Placed, show_row
+from sft_play.data.turns import (
+    ROLE_NAMES,
+    Message,
+    calls_undescribed,
+    chat_turns,
+    describes_tools,
+    end_at_answer,
+    is_blank,
+    is_list,
+    list_of,
+    other_names,
+    refuse_media,
+    text_of,
+    tools_of,
+)  # fmt: skip
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 
 Row = Mapping[str, Any]
 Parts = dict[str, Any]
 """Fields of an `Example`."""
-Message = dict[str, Any]
-"""`role` and `content`; optionally `train` (`False`: this turn is not learnt), `tool_calls`, `tool_call_id`, `name`,
-`reasoning_content`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +48,8 @@ class Example:
     """A conversation that ends with an answer."""
     tools: list[Any] | None = None
     """Descriptions of the functions that the conversation may call, for the chat template."""
+    undescribed: bool = False
+    """Whether it calls functions that neither `tools` nor a text describes."""
     text: str | None = None
     """A document, or a piece of plain text."""
     input_ids: list[int] | None = None
@@ -50,65 +66,46 @@ class Example:
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
 
-def text_of(value: Any, name: str) -> str:
-    """Return `value`, which is text that a tokenizer can read. Raise `DataError`."""
-    if not isinstance(value, str):
-        raise DataError(f"`{name}` is {kind_of(value)}; expected text")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer can read it
-            raise DataError(f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text") from None
-    return value
-
-
-def is_list(value: Any) -> bool:
-    """Whether a value is a list, of whatever type a reader makes them."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
 def answer_of(value: Any, name: str) -> str:
     """Return `value`, which is text with something in it. Raise `DataError`."""
     text = text_of(value, name)
     if not text or text.isspace():
-        raise DataError(f"`{name}` is empty, so there is nothing to learn")
+        raise DataError(f"`{name}` is empty, so there is nothing to learn", hint=LEAVE_OUT)
     return text
 
 
 def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the system turn of a row's `system` column, or nothing. Raise `DataError`."""
     found = row.get("system")
-    if not found:
-        return []
-    text = text_of(found, "system")
-    return [] if text.isspace() else [{"role": "system", "content": text}]
+    blank = found is None or (isinstance(found, str) and not found.strip())
+    return [] if blank else [{"role": "system", "content": text_of(found, "system")}]
 
 
-def _messages(row: Row) -> Parts:
-    return {"messages": end_at_answer([*system_of(row), *chat_turns(row["messages"], "messages")])}
+def _chat(column: str) -> Callable[[Row], Parts]:
+    def parts(row: Row) -> Parts:
+        turns = chat_turns(row[column], column)
+        if turns and turns[-1]["role"] == "user" and not is_blank(row.get("chosen")):
+            raise DataError(
+                f"`chosen` holds the answer to the last of `{column}`: preferences are not trained here",
+                hint=f"add the chosen answer to `{column}`; `columns: {{note: chosen}}` gives it a name that is not read",
+            )
+        return {"messages": end_at_answer([*system_of(row), *turns])}
 
-
-def _sharegpt(row: Row) -> Parts:
-    return {"messages": end_at_answer([*system_of(row), *sharegpt_turns(row["conversations"], "conversations")])}
+    return parts
 
 
 def _prompt(row: Row) -> Parts:
     """Text, or lists of messages as TRL writes them: then the prompt's own answers are context and are not trained."""
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
+    if not is_list(prompt) and not is_list(completion):
         return _turns(row, text_of(prompt, "prompt"), "completion")
-    if not (is_list(prompt) and is_list(completion)):
-        if any(map(is_list, (prompt, completion))) and any(isinstance(part, str) for part in (prompt, completion)):
-            raise DataError(
-                f"`prompt` is {kind_of(prompt)} and `completion` is {kind_of(completion)}; expected text in both, or lists of messages"
-            )
-        text_of(prompt, "prompt")
-        text_of(completion, "completion")
-    context = chat_turns(prompt, "prompt")
+    asked = prompt if is_list(prompt) else [{"role": "user", "content": text_of(prompt, "prompt")}]
+    context = chat_turns(asked, "prompt")
     for turn in context:
         if turn["role"] == "assistant":
             turn.setdefault("train", False)
-    answer = chat_turns(completion, "completion")
+    words = completion if is_list(completion) else [{"role": "assistant", "content": answer_of(completion, "completion")}]
+    answer = chat_turns(words, "completion")
     if not any(turn["role"] == "assistant" for turn in answer):
         raise DataError("`completion` has no assistant message, so there is nothing to learn")
     return {"messages": end_at_answer([*system_of(row), *context, *answer])}
@@ -117,7 +114,7 @@ def _prompt(row: Row) -> Parts:
 def _instruction(row: Row) -> Parts:
     """Alpaca: the input is added to the instruction and never replaces it."""
     instruction = text_of(row["instruction"], "instruction")
-    context = text_of(row.get("input") or "", "input")
+    context = "" if row.get("input") is None else text_of(row["input"], "input")
     parts = [part for part in (instruction, context) if part.strip()]
     return _turns(row, "\n\n".join(parts) if parts else instruction, "output")
 
@@ -130,7 +127,7 @@ def _turns(row: Row, question: str, answer: str) -> Parts:
 def _history(found: Any) -> list[Message]:
     """Return the earlier turns of an Alpaca row: a list of question and answer pairs."""
     turns: list[Message] = []
-    for index, pair in enumerate(_list(found, "history", "pairs: question and answer") if found else ()):
+    for index, pair in enumerate(() if is_blank(found) else list_of(found, "history", "pairs: question and answer")):
         if not is_list(pair) or len(pair) != 2:
             raise DataError(f"`history[{index}]` is not a pair: question and answer")
         turns.append({"role": "user", "content": text_of(pair[0], f"history[{index}][0]")})
@@ -145,28 +142,75 @@ def _text(row: Row) -> Parts:
     return {"text": text}
 
 
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "loss_mask")
+"""Columns that are 1 where a token is learnt, next to `input_ids`."""
+OF_TOKENS = ("input_ids", "labels", "attention_mask", "special_tokens_mask", "token_type_ids", *MASKS)
+"""Columns of token rows that are read, and those that a tokenizer adds to every row."""
+LIKE_A_MASK = re.compile("mask|label|target|loss|weight")
+LIKE_PACKED = re.compile("position_ids|seq_?len|segment|document_ids|sequence_ids")
+
+
 def _tokens(row: Row) -> Parts:
     ids = _integers(row["input_ids"], "input_ids", minimum=0)
     labels = None if row.get("labels") is None else _integers(row["labels"], "labels", minimum=-100)
-    mask = None if row.get("attention_mask") is None else _integers(row["attention_mask"], "attention_mask", minimum=0)
-    for name, other in (("labels", labels), ("attention_mask", mask)):
+    masks = {name: _flags(row[name], name) for name in ("attention_mask", *MASKS) if row.get(name) is not None}
+    for name, other in (("labels", labels), *masks.items()):
         if other is not None and len(other) != len(ids):
             raise DataError(f"`{name}` has {len(other)} entries and `input_ids` {len(ids)}")
-    if mask is not None and 0 in mask:
-        start, end = _unpadded(mask)
+    _refuse_unread(row, ids)
+    for mask in (masks[name] for name in MASKS if name in masks):
+        labels = [label if kept else IGNORED for label, kept in zip(labels or ids, mask, strict=True)]
+    if 0 in masks.get("attention_mask", ()):
+        start, end = _unpadded(masks["attention_mask"])
         ids, labels = ids[start:end], None if labels is None else labels[start:end]
     if not ids:
         raise DataError("`input_ids` is empty, so there is nothing to learn")
     if labels is not None:
-        if any(label < 0 and label != -100 for label in labels):
-            raise DataError("`labels` holds a negative number other than -100, which marks what is not trained")
-        if all(label == -100 for label in labels[1:]):  # the first token follows nothing, so it is never a target
-            raise DataError("`labels` is -100 everywhere, so there is nothing to learn")
+        _check_labels(labels, ids)
     return {"input_ids": ids, "labels": labels}
 
 
+def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
+    if any(label < 0 and label != IGNORED for label in labels):
+        raise DataError("`labels` holds a negative number other than -100, which marks what is not trained")
+    if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
+        raise DataError("`labels` is -100 everywhere, so there is nothing to learn", hint=LEAVE_OUT)
+    other = next((at for at, label in enumerate(labels) if label not in (IGNORED, ids[at])), None)
+    if other is not None:
+        raise DataError(
+            f"`labels[{other}]` is {labels[other]} and `input_ids[{other}]` is {ids[other]}",
+            hint="a label is the token at its own place, or -100; training moves them by one itself",
+        )
+
+
+def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
+    """Raise `DataError` for a column that says which tokens are learnt, or that several rows are packed into one."""
+    for name, value in row.items():
+        if name in OF_TOKENS or not is_list(value):
+            continue
+        unread = f"`columns: {{note: {name}}}` gives it a name that is not read"
+        alone = list(value) == list(range(len(ids))) or len(set(map(str, value))) < 2
+        if LIKE_PACKED.search(name.lower()) and not alone:
+            raise DataError(f"`{name}` says that the row is several rows, which is not read", hint=f"unpack the rows; {unread}")
+        if LIKE_A_MASK.search(name.lower()) and len(value) == len(ids):
+            other = "loss_mask" if all(part in (0, 1) for part in value) else "labels"
+            raise DataError(
+                f"`{name}` seems to say which tokens are learnt, and is not read",
+                hint=f"`columns: {{{other}: {name}}}` if it does; {unread}",
+            )
+
+
+def _flags(found: Any, name: str) -> list[int]:
+    """Return a mask: 0 and 1, or false and true. Raise `DataError`."""
+    flags = list_of(found, name, "0 and 1")
+    others = [flag for flag in flags if type(flag) not in (bool, int) or flag not in (0, 1)]
+    if others:
+        raise DataError(f"`{name}` holds {others[0]}; expected 0 and 1")
+    return list(map(int, flags))
+
+
 def _integers(found: Any, name: str, minimum: int) -> list[int]:
-    values = list(_list(found, name, "integers"))
+    values = list(list_of(found, name, "integers"))
     if set(map(type, values)) - {int}:
         index = next(i for i, value in enumerate(values) if type(value) is not int)
         raise DataError(f"`{name}[{index}]` is {kind_of(values[index])}; expected an integer")
@@ -180,14 +224,14 @@ def _unpadded(mask: list[int]) -> tuple[int, int]:
     if 1 not in mask:
         return 0, 0
     start, end = mask.index(1), len(mask) - mask[::-1].index(1)
-    if any(value != 1 for value in mask[start:end]) or max(mask) > 1:
+    if 0 in mask[start:end]:
         raise DataError("`attention_mask` is 0 between tokens; only padding at the ends can be left out")
     return start, end
 
 
 FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
-    "messages": (("messages",), _messages),
-    "sharegpt": (("conversations",), _sharegpt),
+    "messages": (("messages",), _chat("messages")),
+    "sharegpt": (("conversations",), _chat("conversations")),
     "prompt_completion": (("prompt", "completion"), _prompt),
     "question_answer": (("question", "answer"), lambda row: _turns(row, text_of(row["question"], "question"), "answer")),
     "instruction": (("instruction", "output"), _instruction),
@@ -213,30 +257,45 @@ def recognise(row: Row) -> str:
     if fitting:
         raise DataError(
             f"the columns fit more than one format: {', '.join(fitting)} (columns: {names_of(row)})",
-            hint=f"set `format` of the source; the row is {show_row(row)}",
+            hint=f"set {' or '.join(f'`format: {form}`' for form in fitting)} of the source; the row is {show_row(row)}",
         )
     if row.get("chosen") is not None and row.get("rejected") is not None:
-        chosen = "completion: chosen" if isinstance(row["chosen"], str) or row.get("prompt") is not None else "messages: chosen"
         raise DataError(
             "the row has `chosen` and `rejected`: preferences are not trained here",
-            hint=f"to train on the chosen answers, give the source `columns: {{{chosen}}}`",
+            hint=f"to train on the chosen answers, give the source `columns: {{{_chosen(row)}}}`",
         )
     begun = [form for form, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
+    begun = [form for form in begun if set(FORMATS[form][0]) <= row.keys()] or begun
     if len(begun) == 1:
         _require(row, begun[0])
-    turns = next(
-        (name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)), None
-    )
+    turns = next((name for name, value in row.items() if _is_turns(value)), None)
     if turns:
-        hint = (
-            f"a conversation may have other names: `columns: {{messages: {turns}, messages.role: NAME, messages.content: NAME, "
-            f"messages.role.user: VALUE}}`; a turn in `{turns}` has {names_of(row[turns][0])}"
-        )
+        hint = f"a conversation may have other names: {other_names(turns, row[turns], 'messages')}"
+        hint += f"; a turn in `{turns}` has {names_of(row[turns][0])}"
     else:
         known = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
         alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(row, form).items()))
         hint = f"{_suggest_columns(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are {known}"
     raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {show_row(row)}")
+
+
+def _chosen(row: Row) -> str:
+    """Return the `columns` that make a preference row one with its chosen answer."""
+    chosen = row["chosen"]
+    asks = next((name for name in ("prompt", "question", "instruction") if row.get(name) is not None), None)
+    if _is_turns(chosen):
+        answers = ROLE_NAMES.get(str(chosen[0].get("role", chosen[0].get("from"))).lower()) == "assistant"
+        return (
+            f"{'' if asks in ('prompt', None) else f'prompt: {asks}, '}completion: chosen"
+            if asks and answers
+            else "messages: chosen"
+        )
+    answer = {"question": "answer", "instruction": "output"}.get(asks or "", "completion")
+    return f"{answer}: chosen" if asks else "text: chosen"
+
+
+def _is_turns(value: Any) -> bool:
+    return is_list(value) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
 def _fitting(row: Row) -> list[str]:
@@ -255,12 +314,37 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         group = group_of(row, group_by) if group_by is not None else None
         form = form or recognise(row)
         _require(row, form)
+        refuse_media(row)
         parts = FORMATS[form][1](row)
-        tools = tools_of(row) if "tools" in row and "messages" in parts else None
-        return Example(place=place, form=form, source=source, group=group, tools=tools, **parts)
+        if "messages" in parts:
+            parts |= _tools(row, parts["messages"])
+        return Example(place=place, form=form, source=source, group=group, **parts)
     except DataError as error:
         error.place = error.place or place
         raise
+    except RecursionError:
+        raise DataError("the row is nested too deep", place=place) from None
+
+
+def _tools(row: Row, messages: list[Message]) -> Parts:
+    """Return the tools that a row or its system turn describes, and whether calls are learnt that nothing describes.
+
+    Raise `DataError` where a column describes them that is not read.
+    """
+    tools = tools_of(row)
+    for turn in messages:
+        described = turn.pop("tools", None)
+        if described and tools not in (None, described):
+            raise DataError("the row and its system turn describe tools, and not alike")
+        tools = tools or described
+    if tools or not any(turn.get("tool_calls") for turn in messages):
+        return {"tools": tools}
+    if column := next((name for name, value in row.items() if describes_tools(value)), None):
+        raise DataError(
+            f"`{column}` describes tools, and is not read: calls would be learnt without them",
+            hint=f"`columns: {{tools: {column}}}` reads it",
+        )
+    return {"undescribed": calls_undescribed(messages)}
 
 
 def group_of(row: Row, column: str) -> str:
@@ -273,21 +357,26 @@ def group_of(row: Row, column: str) -> str:
             hint="every row needs a group, so that a group is wholly training or wholly validation",
         )
     if isinstance(value, (str, int, float)):
-        return str(value)
+        return text_of(str(value), column)
     raise DataError(f"`{column}`, which `data.group_by` names, is {kind_of(value)}; expected text or a number")
 
 
 def _require(row: Row, form: str) -> None:
     """Raise `DataError` with the columns of the format that `row` lacks, or has as null."""
     missing = sorted(column for column in FORMATS[form][0] if row.get(column) is None)
-    if missing:
-        others = " or ".join(_fitting(row))
+    if not missing:
+        return
+    if missing[0] in row:
         raise DataError(
-            f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
-            hint=f"this row looks like {others}, but a source has one format: give each format its own source"
-            if others
-            else _suggest_columns(row, form),
+            f"`{missing[0]}` is empty", hint=f"`filter: has({missing[0]})` leaves such rows out, and so does {LEAVE_OUT}"
         )
+    others = " or ".join(_fitting(row))
+    raise DataError(
+        f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
+        hint=f"this row looks like {others}, but a source has one format: give each format its own source"
+        if others
+        else _suggest_columns(row, form),
+    )
 
 
 def _alike(row: Row, form: str) -> dict[str, str]:
@@ -305,213 +394,3 @@ def _suggest_columns(row: Row, form: str) -> str:
     columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | _alike(row, form)
     listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
     return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"
-
-
-# The turns of a conversation as files write them, made uniform: roles, text, tool calls, what is not learnt.
-#
-# A turn comes out as chat templates take it: `role` and `content`, and where given `train`, `tool_calls`, `tool_call_id`, `name`
-# and `reasoning_content`. Arguments of tool calls are mappings, as the templates of models expect them, and never JSON in a string.
-
-
-ROLES = ("system", "user", "assistant", "tool")
-OTHER_ROLES = {"developer": "system", "function": "tool"}
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "function_call",
-}
-FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
-    None: ("system", "user", "assistant"),
-    "system": ("user", "assistant"),
-    "user": ("assistant",),
-    "assistant": ("user", "tool"),
-    "tool": ("tool", "assistant"),
-}
-"""Role -> the roles that may come next; `None` begins."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which data sets keep what was thought before an answer."""
-
-
-def chat_turns(found: Any, name: str) -> list[Message]:
-    """Return a list of `role` and `content` mappings made uniform. Raise `DataError`."""
-    return [chat_turn(message, f"{name}[{index}]") for index, message in enumerate(_list(found, name))]
-
-
-def chat_turn(message: Any, name: str) -> Message:
-    """Return one `role` and `content` mapping made uniform. Raise `DataError`."""
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise _no_turn(message, name)
-    role = OTHER_ROLES.get(str(message["role"]), message["role"])
-    if role not in ROLES:
-        hint = f"roles are {', '.join(ROLES)}; others by their names: `columns: {{messages.role.user: {role}}}`"
-        raise DataError(f"`{name}.role` is `{role}`", hint=hint)
-    calls = tool_calls(message, name) if role == "assistant" else []
-    content = message.get("content")
-    if content is None and not calls:
-        if "content" not in message:
-            raise _no_turn(message, name)
-        raise DataError(f"`{name}.content` is empty; expected text")
-    turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.content")}
-    if (train := _train(message, name)) is not None:
-        turn["train"] = train
-    if calls:
-        turn["tool_calls"] = calls
-    thought = next((key for key in REASONING if message.get(key) is not None and role == "assistant"), "")
-    for key, given in (("name", "name"), ("tool_call_id", "tool_call_id"), ("reasoning_content", thought)):
-        if given and message.get(given) is not None:
-            turn[key] = text_of(message[given], f"{name}.{given}")
-    if role == "assistant" and not turn["content"].strip() and not calls and turn.get("train") is not False:
-        raise DataError(f"`{name}.content` is empty, so there is nothing to learn")
-    return turn
-
-
-def _no_turn(message: Any, name: str) -> DataError:
-    if not isinstance(message, Mapping):
-        return DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
-    hint = "other names: `columns: {messages: ..., messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}`"
-    return DataError(f"`{name}` lacks `role` or `content`; it has {names_of(message)}", hint=hint)
-
-
-def _train(message: Mapping[str, Any], name: str) -> bool | None:
-    """Return `train`, or what `weight` (0 or 1, as OpenAI's files write it) says; `None` where the turn says nothing."""
-    train, weight = message.get("train"), message.get("weight")
-    if train is not None:
-        if not isinstance(train, bool):
-            raise DataError(f"`{name}.train` is {kind_of(train)}; expected true or false")
-        return train
-    if weight is None:
-        return None
-    if weight not in (0, 1):
-        raise DataError(f"`{name}.weight` is `{weight}`", hint="0 leaves the turn out of training, 1 trains it; nothing between")
-    return bool(weight)
-
-
-def content_of(content: Any, name: str) -> str:
-    """Return the text of a turn: text, or a list of text parts, which are put together. Raise `DataError`."""
-    if isinstance(content, Mapping):
-        raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
-    if not is_list(content):
-        return text_of(content, name)
-    texts = []
-    for index, part in enumerate(content):
-        if isinstance(part, Mapping) and part.get("type", "text") != "text":
-            raise DataError(f"`{name}[{index}]` is a part of type `{part.get('type')}`; only text is trained")
-        texts.append(text_of(part.get("text") if isinstance(part, Mapping) else part, f"{name}[{index}].text"))
-    return "".join(texts)
-
-
-def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raise `DataError`."""
-    if single := message.get("function_call"):
-        return [_call(single, f"{name}.function_call")]
-    calls = _list(message.get("tool_calls") or (), f"{name}.tool_calls", "calls")
-    return [_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
-
-
-def _call(call: Any, name: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments, f"{name}.arguments") if arguments.strip() else {}
-    if not isinstance(arguments, Mapping) and arguments is not None:
-        raise DataError(f"`{name}.arguments` is {kind_of(arguments)}; expected a mapping")
-    made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
-    if call.get("id") is not None:
-        made["id"] = text_of(call["id"], f"{name}.id")
-    return made
-
-
-def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the functions that a row's conversation may call: a list, or JSON of one in a string. Raise `DataError`."""
-    found = row.get("tools")
-    if isinstance(found, str) and found.strip():
-        found = parse_json(found, "tools")
-    if not found:
-        return None
-    for index, tool in enumerate(_list(found, "tools", "functions")):
-        if not isinstance(tool, Mapping):
-            raise DataError(f"`tools[{index}]` is {kind_of(tool)}; expected the description of a function")
-    return list(found)
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Return what JSON in a string says. Raise `DataError`."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}") from None
-    except RecursionError:
-        raise DataError(f"`{name}` is JSON nested too deep") from None
-
-
-def sharegpt_turns(found: Any, name: str) -> list[Message]:
-    """Return ShareGPT's `from` and `value` turns made uniform; `role` and `content` are taken too. Raise `DataError`.
-
-    Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
-    """
-    turns: list[Message] = []
-    for index, message in enumerate(_list(found, name)):
-        turn = _sharegpt_turn(message, f"{name}[{index}]")
-        before = turns[-1] if turns else {}
-        mergeable = before.get("role") == "assistant" and "train" not in turn and "train" not in before
-        if turn.get("tool_calls") and not turn["content"] and mergeable:
-            before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
-        else:
-            turns.append(turn)
-    return turns
-
-
-def _sharegpt_turn(message: Any, name: str) -> Message:
-    if not isinstance(message, Mapping) or not ("from" in message or "role" in message):
-        raise DataError(f"`{name}` is not a mapping with `from` and `value`")
-    if message.get("from") is None:
-        return chat_turn(message, name)
-    said = message["from"]
-    role = SHAREGPT_ROLES.get(said) if isinstance(said, str) else None
-    if role is None:
-        raise DataError(f"`{name}.from` is `{said}`", hint=f"known are {', '.join(SHAREGPT_ROLES)}")
-    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    if role != "function_call":
-        if isinstance(message.get("value"), (int, float, Mapping)):  # else it would be called `content`, which the row lacks
-            text_of(message["value"], f"{name}.value")
-        return chat_turn({**rest, "role": role, "content": message.get("value")}, name)
-    calls = parse_json(text_of(message.get("value"), f"{name}.value"), f"{name}.value")
-    return chat_turn(
-        {**rest, "role": "assistant", "content": None, "tool_calls": [calls] if isinstance(calls, dict) else calls}, name
-    )
-
-
-def end_at_answer(turns: list[Message]) -> list[Message]:
-    """Return the turns up to the last answer, in an order that a conversation can have. Raise `DataError`."""
-    before: str | None = None
-    for index, turn in enumerate(turns):
-        role = turn["role"]
-        if role not in FOLLOWERS[before]:
-            order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
-            after = f"after {before}" if before else "at the start"
-            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
-            raise DataError(f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}", hint=hint)
-        before = role
-    if not any(turn["role"] == "assistant" for turn in turns):
-        raise DataError("the row has no assistant message, so there is nothing to learn")
-    while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
-        turns.pop()
-    return turns
-
-
-def _list(found: Any, name: str, of: str = "messages") -> Sequence[Any]:
-    if not is_list(found):
-        raise DataError(f"`{name}` is {kind_of(found)}; expected a list of {of}")
-    return found

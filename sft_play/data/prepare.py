@@ -26,8 +26,9 @@ from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data import IGNORED
 from sft_play.data.chat import Encoded, template_sha256
+from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
-from sft_play.data.readers import EMPTY, SCANNED, Placed
+from sft_play.data.readers import Placed
 from sft_play.data.sources import Faults, LeftOut, identify, read_source
 from sft_play.data.store import KEYS, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import Encoder, Outcome

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
 import heapq
-import importlib.util
 import json
+import math
 import platform
 import random
 import re
-import sys
-import sysconfig
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,18 +16,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.data_rules import MISSING, Condition, look_up
+from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, look_up
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
-from sft_play.data.readers import DOCUMENTS, ENDINGS, TABLES, Placed, kind, read_file, without_nulls
+from sft_play.config.yaml_files import is_writable
+from sft_play.data.builtin import read_builtin
+from sft_play.data.formats import FORMATS
+from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, splits_of_glob, visible_files
+from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
+from sft_play.data.turns import list_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import text_sha256
 from sft_play.plan.architecture import hub_reachable
-from sft_play.runs.folder import require_inside, root_of
+from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
 
 OTHER_FILE = "no file of the kind that is read here"
 """Why a file gives nothing to learn."""
+OF_NO_SPLIT = "a file whose name means no split, where others do"
 SHOWN_FAULTS = 5
 SHOWN_PLACES = 20
 """Of what was left out for one reason."""
@@ -52,6 +52,7 @@ class LeftOut:
 
     def add(self, reason: str, place: str) -> None:
         """Count one."""
+        place = place.encode("utf-8", "backslashreplace").decode()  # a file's name may be no text, and manifests are JSON
         self.counts[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < SHOWN_PLACES:
@@ -143,8 +144,11 @@ def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
         loaded: Any = datasets.load_dataset(
             source.path, source.config, split=split, revision=revision, streaming=source.streaming
         )
-        for number, row in enumerate(loaded, 1):
-            yield f"{source.path} ({split}), row {number}", {name: without_nulls(value) for name, value in row.items()}
+        tables = loaded.with_format("arrow").iter(batch_size=BATCH_ROWS)
+        batches = (batch for table in tables for batch in table.to_batches())
+        for placed in placed_rows(batches, f"{source.path} ({split})"):
+            number += 1
+            yield placed
     except (OSError, ValueError, RuntimeError, HfHubHTTPError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise _problem(source, error, number, hint) from error
 
@@ -177,169 +181,34 @@ def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> Data
     )  # fmt: skip
 
 
-# Data that Python itself brings: `builtin:docstrings`, functions and the first sentence of their docstrings, as conversations, and
-# `builtin:code`, the modules of the standard library and of transformers, as documents.
-#
-# Nothing is downloaded: the text is in the interpreter that runs this (PSF licence), and in a package that this project needs
-# (Apache-2.0). Modules, never rows, are split into training and validation, so that near-copies within a module stay on one side.
-
-
-PROMPT = "Say in one sentence what this Python function does.\n\n{code}"
-TESTS = frozenset({"test", "tests", "site-packages", "__pycache__"})
-"""Not every Python has its own tests."""
-LEFT_OUT = TESTS | {"idlelib", "lib2to3", "pydoc_data", "turtledemo"}
-SENTENCE_CHARACTERS = (20, 160)
-CODE_CHARACTERS = (60, 600)
-PER_MODULE = {"train": 60, "validation": 12}
-VALIDATION_ROWS = 80
-"""Enough for a ROUGE interval of about 0.05, few enough that two cores score them in a minute."""
-VALIDATION_SHARE = 10
-"""One module in this many is held out."""
-
-
-def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a built-in set, each with its place. Raise `DataError` for unknown names and splits."""
-    readers = {"docstrings": _docstrings, "code": _code}
-    if name not in readers:
-        raise DataError(
-            f"there is no built-in set `{name}`", hint=f"there are {', '.join(f'`builtin:{known}`' for known in readers)}"
-        )
-    if split not in PER_MODULE:
-        raise DataError(f"`builtin:{name}` has no split `{split}`", hint="its splits are `train` and `validation`")
-    yield from readers[name](split)
-
-
-def _code(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield modules as documents with `text` and `path`, those of the library first, each in the order of their names."""
-    found = list(_modules(Path(sysconfig.get_paths()["stdlib"]), TESTS))
-    package = importlib.util.find_spec("transformers")
-    for root in (package.submodule_search_locations or [])[:1] if package else []:
-        found += [(f"transformers/{name}", text) for name, text in _modules(Path(root), TESTS) if not _repeats(name)]
-    for module, text in found:
-        if text.strip() and _held_out(module) == (split == "validation"):
-            yield module, {"text": text, "path": module}
-
-
-def _repeats(module: str) -> bool:
-    """Whether a module of transformers is mostly what stands in others too: the code of its several hundred models."""
-    kept = ("configuration_", "tokenization_")
-    return module.startswith("models/") and not module.rpartition("/")[2].startswith(kept)
-
-
-def _docstrings(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield rows with `messages`, shuffled by a fixed seed."""
-    counts: Counter[str] = Counter()
-    limit = VALIDATION_ROWS if split == "validation" else sys.maxsize
-    pairs = list(_pairs(Path(sysconfig.get_paths()["stdlib"])))
-    random.Random(0).shuffle(pairs)
-    for module, function, code, sentence in pairs:
-        if _held_out(module) != (split == "validation") or counts[module] == PER_MODULE[split]:
-            continue
-        if counts.total() == limit:
-            return
-        counts[module] += 1
-        yield (
-            f"{module} {function}",
-            {
-                "messages": [
-                    {"role": "user", "content": PROMPT.format(code=code)},
-                    {"role": "assistant", "content": sentence},
-                ]
-            },
-        )
-
-
-def _held_out(module: str) -> bool:
-    return int(hashlib.sha256(module.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
-
-
-def _modules(root: Path, left_out: frozenset[str] = LEFT_OUT) -> Iterator[tuple[str, str]]:
-    """Yield (module file, its text), without the folders `left_out`."""
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if any(part in left_out or part.startswith("test_") for part in relative.parts):
-            continue
-        try:
-            yield relative.as_posix(), path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):  # the library keeps a few broken files for its own tests
-            continue
-
-
-@functools.cache
-def _pairs(root: Path) -> tuple[tuple[str, str, str, str], ...]:
-    """Return (module file, function, source without its docstring, docstring's first paragraph), each sentence once."""
-    found: dict[str, tuple[str, str, str, str]] = {}
-    for module, text in _modules(root):
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:
-            continue
-        lines = text.splitlines()
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                pair = _pair(node, lines)
-                if pair:
-                    found.setdefault(pair[1], (module, node.name, *pair))
-    return tuple(found.values())
-
-
-def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str] | None:
-    documentation = ast.get_docstring(node)
-    if not documentation or len(node.body) < 2:
-        return None
-    sentence = " ".join(documentation.split("\n\n")[0].split())
-    low, high = SENTENCE_CHARACTERS
-    if not (low <= len(sentence) <= high and sentence.endswith(".")):
-        return None
-    docstring = node.body[0]
-    kept = lines[node.lineno - 1 : docstring.lineno - 1] + lines[docstring.end_lineno or docstring.lineno : node.end_lineno]
-    code = textwrap.dedent("\n".join(kept))
-    low, high = CODE_CHARACTERS
-    return (code, sentence) if low <= len(code) <= high else None
-
-
 BUILTIN = "builtin:"
 PATHS_COUNT = "paths count from the folder in which you typed make; a hub dataset is `OWNER/NAME`"
 
 
 def files_of(source: DataSource) -> list[Path] | None:
     """Return the local files of a source in a fixed order; `None` for a hub id or a built-in set. Raise `DataError`."""
+    files = _find_files(source)
+    if odd := next((path for path in files or () if not is_writable(str(path))), None):
+        raise DataError("the file's name is not UTF-8 text", place=str(odd), hint="give it another name")
+    return files
+
+
+def _find_files(source: DataSource) -> list[Path] | None:
     if source.path.startswith(BUILTIN):
         return None
     path = Path(source.path).expanduser()
     if path.is_file():  # first, since a file's name may hold `[`
         return [path]
     if path.is_dir():
-        return saved_files(path, source.split) or _folder_files(path, source.path)
+        return saved_files(path, source.split) or choose_split(splits_of_folder(path, source), source)
     if any(mark in source.path for mark in "*?["):
         found = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - it skips hidden files
         if not found:
             raise DataError(f"no file matches `{source.path}`", hint=PATHS_COUNT)
-        require_inside(found, root_of(path))
-        return found
+        return choose_split(splits_of_glob(found, path, source), source)
     if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
         raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
     return None
-
-
-def _folder_files(folder: Path, place: str) -> list[Path]:
-    """Return the tables of a folder at any depth, or its documents where it has no table: a README beside data is no data."""
-    files = _visible_files(folder)
-    for endings in (TABLES, DOCUMENTS):
-        found = [path for path in files if kind(path) in endings]
-        if found:
-            require_inside(found, folder)
-            return found
-    hint = f"it holds `{files[0].name}`; plain text is read from files whose names end in `.txt`" if files else None
-    raise DataError(f"the folder holds no {ENDINGS} file", place=place, hint=hint)
-
-
-def _visible_files(folder: Path) -> list[Path]:
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
 
 
 def identify(source: DataSource) -> tuple[list[Any], str | None]:
@@ -387,6 +256,7 @@ def read_source(source: DataSource, *, seed: int = 0, left: LeftOut | None = Non
         rows = _all_rows(source, left)
         if source.columns or source.filter is not None:
             rows = _fitting(rows, source, left)
+        rows = _refuse_judged(rows, source)
         if source.rows is None:
             yield from rows
         elif source.streaming:
@@ -407,12 +277,13 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
     if files is None:
         yield from read_hub(source, PATHS_COUNT, left)
         return
-    saved = (Path(source.path).expanduser() / "dataset_dict.json").is_file()
-    _refuse_hub_options(source, *(["split"] if saved else []))
     folder = Path(source.path).expanduser()
-    if folder.is_dir() and not saved_files(folder, source.split):
-        for path in sorted(set(_visible_files(folder)).difference(files)):
-            left.add(OTHER_FILE, str(path))
+    saved = folder.is_dir() and saved_files(folder, source.split) is not None
+    _refuse_hub_options(source, *([] if folder.is_file() else ["split"]), *(["config"] if folder.is_dir() and not saved else []))
+    if folder.is_dir() and not saved:
+        splits = splits_of_folder(folder, source)
+        for path in sorted(set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))):
+            left.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
     for path in files:
         count, before = 0, left.counts.total()
         for placed in read_file(path, left.add):
@@ -427,6 +298,51 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
 
 FILTERED = "not in the filter"
 NOT_CHOSEN = "not chosen by `rows`"
+
+
+JUDGED = {"label": True, "kto_tag": True, "desirable": True, "score": False, "rating": False, "reward": False}
+"""Columns that judge the row's answer -> whether they say yes or no; others are numbers."""
+YES_OR_NO = ("true", "false", "0", "1")
+
+
+def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Placed]:
+    """Yield rows; one whose answer a column judges, which no `filter` looks at, is an error: the wrong answers would be learnt."""
+    heeded = Condition(source.filter).names if source.filter is not None else set()
+    judged = {column: yes_or_no for column, yes_or_no in JUDGED.items() if column not in heeded}
+    chats = [columns for form, (columns, _) in FORMATS.items() if form not in NO_CHAT and source.format in ("auto", form)]
+    for place, row in rows:
+        if not isinstance(row, DataError) and any(row.keys() >= set(columns) for columns in chats):
+            found = next((column for column, yes_or_no in judged.items() if _judges(row.get(column), yes_or_no)), None)
+            if found:
+                yield place, _judged(row, found, place)
+                continue
+        yield place, row
+
+
+def _judges(value: Any, yes_or_no: bool) -> bool:
+    if yes_or_no:
+        return str(value).lower() in YES_OR_NO
+    try:
+        return value is not None and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _judged(row: Mapping[str, Any], column: str, place: str) -> DataError:
+    value = row[column]
+    good = (
+        {"0": '"1"', "1": '"1"'}.get(value, f'"{value}"'.replace("alse", "rue").replace("F", "T"))
+        if isinstance(value, str)
+        else 1
+    )
+    if JUDGED[column]:
+        condition = column if isinstance(value, bool) else f"{column} == {good}"
+    else:
+        condition = f"number({column}) >= {value}" if isinstance(value, str) else f"{column} >= {value}"
+    return DataError(
+        f"`{column}` judges the answer, and preferences are not trained here", place=place,
+        hint=f"`filter: {condition}` keeps the good answers, `filter: has({column})` all of them",
+    )  # fmt: skip
 
 
 def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Iterator[Placed]:
@@ -476,7 +392,8 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     kept = {name: value for name, value in row.items() if name not in used}
     made = kept | {new: row[name] for new, name in columns.items()}
     for column in {new.partition(".")[0] for new in within}:
-        if isinstance(turns := made.get(column), list):
+        if isinstance(turns := made.get(column), (list, str)):
+            turns = list_of(turns, column)
             names = {new.removeprefix(f"{column}."): old for new, old in within.items() if new.startswith(f"{column}.")}
             made[column] = [_turn(turn, names) if isinstance(turn, Mapping) else turn for turn in turns]
     return made

@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sft_play.config.schema import DataSource
-from sft_play.data.readers import EMPTY, SCANNED
+from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import Outcome
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
@@ -51,6 +51,8 @@ class SourceTally:
     """Answers that lost their end, and with it the token that ends a turn."""
     thoughts_left_out: int = 0
     """Thoughts of learnt turns that the chat template left out."""
+    calls_undescribed: int = 0
+    """Rows whose calls are learnt, though neither tools nor a text describes the functions."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -74,6 +76,7 @@ class SourceTally:
         self.lost.update(outcome.lost)
         self.answers_cut += outcome.answers_cut
         self.thoughts_left_out += outcome.thoughts
+        self.calls_undescribed += outcome.undescribed
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
@@ -181,6 +184,10 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(
             f"  thoughts that the chat template leaves out of learnt turns, so not learnt: {thoughts:,}; "
             "docs/data.md, What is learnt"
+        )
+    if calls := sum(source["calls_undescribed"] for source in sources):
+        lines.append(
+            f"  calls are learnt, but no tool is described: {calls:,} rows; `columns: {{tools: NAME}}` names the column that does"
         )
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")

@@ -11,7 +11,8 @@ from sft_play.config.data_rules import refused_format
 from sft_play.config.schema import Config
 from sft_play.data import IGNORED
 from sft_play.data.chat import Encoded, Renderer, RowText, lost_thoughts
-from sft_play.data.formats import Example, Message
+from sft_play.data.formats import Example
+from sft_play.data.turns import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import adds_bos, end_of_turn_ids
 
@@ -38,6 +39,8 @@ class Outcome:
     """What was cut off a row that is kept, in words: kinds of turns, or parts of one."""
     answers_cut: int = 0
     """Answers that lost their end: no token that ends a turn is learnt from them."""
+    undescribed: bool = False
+    """Whether calls are learnt of functions that nothing describes."""
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
     overlong: int = 0
@@ -92,7 +95,7 @@ class Encoder:
         if isinstance(found, DataError):
             return Outcome(error=found)
         messages = example.messages or []
-        kept = Outcome(thoughts=lost_thoughts(messages, texts, self.loss_on))
+        kept = Outcome(thoughts=lost_thoughts(messages, texts, self.loss_on), undescribed=example.undescribed)
         rows = [without_tail(row) for row in found]
         length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:
@@ -141,7 +144,7 @@ class Encoder:
         answer = row.labels[:2] == [IGNORED, IGNORED]  # tokens that are learnt from the beginning are a text
         if self.policy == "split" and not answer:
             return Outcome(rows=chunks(row, self.limit), overlong=length)
-        cut, loses_end = cut_tokens(row, self.limit)
+        cut, loses_end = cut_tokens(_from_answer(row, self.limit), self.limit, answers=self.policy == "truncate_answers")
         ends = int(answer and loses_end)
         if ends and self.policy != "truncate_answers":
             return Outcome(dropped=ANSWER_TOO_LONG, overlong=length)
@@ -435,17 +438,25 @@ def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[
     return list(messages[:start]), exchanges
 
 
-def cut_tokens(row: Encoded, limit: int) -> tuple[Encoded, bool]:
+def cut_tokens(row: Encoded, limit: int, *, answers: bool = True) -> tuple[Encoded, bool]:
     """Return at most `limit` tokens of a row, all of one that fits, and whether learnt ones at its end are left out.
 
     Its last answer is kept, or what is learnt of tokens that have none: the beginning goes first; the end, with the token that ends the
-    turn, only where half a row of what is read before would not be left.
+    turn, only where less than half a row of what is read before it would be left, or with `answers: False` nothing of it.
     """
     first = len(row.prompt_ids) or next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
-    start = first - max(min(first, limit // 2), min(first, limit - (len(row.labels) - first)))
+    least = limit // 2 if answers else 1
+    start = first - max(min(first, least), min(first, limit - (len(row.labels) - first)))
     end = start + limit
     kept = Encoded(row.input_ids[start:end], row.labels[start:end], row.prompt_ids[start:], row.reference)
     return kept, any(label != IGNORED for label in row.labels[end:])
+
+
+def _from_answer(row: Encoded, limit: int) -> Encoded:
+    """Return a row of tokens whose earlier answers are only read, as many of them as keep the others from fitting in `limit`."""
+    starts = [at for at, label in enumerate(row.labels) if label != IGNORED and (at == 0 or row.labels[at - 1] == IGNORED)]
+    first = next((start for start in starts if len(row.labels) - start < limit), starts[-1])
+    return replace(row, labels=[IGNORED] * first + row.labels[first:])
 
 
 def chunks(row: Encoded, limit: int) -> list[Encoded]:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 from transformers.cache_utils import DynamicLayer
 
 from sft_play.data.chat import check_written, has_tools
-from sft_play.data.formats import Message
+from sft_play.data.turns import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids, write_chat
 from sft_play.text import Show

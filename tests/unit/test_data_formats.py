@@ -110,9 +110,8 @@ def test_tokens_are_taken_without_their_padding() -> None:
     [
         ({"prompt": 3, "completion": "a"}, "`prompt` is a number"),
         ({"prompt": "q", "completion": "  \n"}, "nothing to learn"),
-        ({"prompt": [USER], "completion": "a"}, "`prompt` is a list and `completion` is text"),
         ({"messages": [USER, {**ANSWER, "content": " "}]}, "nothing to learn"),
-        ({"messages": [{"role": "human", "content": "q"}]}, "`messages[0].role` is `human`"),
+        ({"messages": [{"role": "customer", "content": "q"}]}, "`messages[0].role` is `customer`"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "`messages[0].content[0]` is a part of type `image`"),
         ({"messages": [USER, ANSWER, {"role": "tool", "content": "2"}, USER, ANSWER]}, "user after tool (turn 4)"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "`messages[1].train` is text; expected true or false"),

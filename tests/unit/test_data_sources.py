@@ -15,9 +15,10 @@ import pytest
 from pyarrow import ipc, parquet
 
 from sft_play.config.schema import DataSource
+from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import recognise, understand
 from sft_play.data.readers import read_file
-from sft_play.data.sources import OTHER_FILE, LeftOut, files_of, read_builtin, read_source
+from sft_play.data.sources import OTHER_FILE, LeftOut, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.infer import read_questions
 
@@ -160,7 +161,8 @@ def test_a_conversation_under_other_names(tmp_path: Path) -> None:
     assert "lacks; its columns are" in refused(path, columns={"messages": "c.x"}).message
     with pytest.raises(DataError) as caught:
         recognise(rows_of(path)[0])
-    assert "columns: {messages: thread, messages.role: NAME," in (caught.value.hint or ""), "no format has such names"
+    names = ", ".join(f"{new}: {old}" for new, old in THREAD.items())
+    assert f"columns: {{{names}}}" in (caught.value.hint or ""), "no format has such names"
 
 
 # ---- Folders
@@ -249,7 +251,7 @@ TWICE = "the key `question` is there more than once"
         ("a.jsonl", b"[1]", ":1", "the row is a list", None),
         ("a.jsonl", b"null", ":1", "the row is empty", None),
         *[(f"a.{kind}", WIDE.encode(encoding), "", f"is {encoding}, and not UTF-8 text", f"convert it: `iconv -f {encoding} -t UTF-8 ")
-          for kind in ("jsonl", "json", "csv", "txt") for encoding in ("UTF-16", "UTF-32")],
+          for kind in ("jsonl", "json", "csv", "txt") for encoding in ("UTF-16", "UTF-32", "UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")],
         ("README", b"text", "", "a file whose name has no ending", "plain text is `.txt`"),
         ("ls.1.gz", b"text", "", "files ending in `.1`", "plain text is `.txt`"),
         ("a.csv", OPEN_QUOTE.format(row='"a,b').encode(), ":4", "a quote is opened in the row that begins here, and never closed", None),
@@ -257,6 +259,8 @@ TWICE = "the key `question` is there more than once"
         ("a.json", b'{"a": 1}\n{"question": "a", "question": "c"}\n', ":2", TWICE, '"question": "c"'),
         ("a.json", b'{"a": 1}\n{"m": [{"question": "a", "question": "c"}]}\n', ":2", TWICE, '"question": "c"'),
         ("a.json", b'[{"a": 1},\n{"question": "a", "question": "c"}]', "", TWICE, '"question": "c"'),
+        ("a.csv", b"question,answer\n1,2\n\xef\xbb\xbfquestion,answer\n3,4\n", ":3", "the row is the header again", "DATA_BAD_ROWS=drop"),
+        ("a.csv", b"question,answer\n1,2\nquestion,answer\n3,4\n", ":3", "the row is the header again", "DATA_BAD_ROWS=drop"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_what_it_should_be_is_one_error(
@@ -269,6 +273,22 @@ def test_a_file_that_is_not_what_it_should_be_is_one_error(
         errors.append(error)
     (error,) = errors
     assert error.place == f"{path}{place}" and error.message.startswith(message) and (hint or "") in (error.hint or "")
+
+
+@pytest.mark.parametrize("indent", [None, 0, 2])
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_list_is_read_though_the_name_says_lines(indent: int | None, ending: str, tmp_path: Path) -> None:
+    content = b"\n" + json.dumps(ROWS, indent=indent).encode()
+    assert rows_of(write(tmp_path / f"a.jsonl{ending}", PACK[ending](content))) == ROWS
+    lists = write(tmp_path / "lists.jsonl", b'[{"role": "user"}]\n[{"role": "user"}]\n')
+    assert "the row is a list; expected an object" in refused(lists).message
+
+
+def test_marks_where_files_were_joined_are_no_part_of_a_row(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    assert rows_of(write(tmp_path / "a.jsonl", mark + LINES + mark + LINES + mark)) == [*ROWS, *ROWS]
+    assert rows_of(write(tmp_path / "a.json", mark + LINES + mark + LINES)) == [*ROWS, *ROWS]
+    assert rows_of(write(tmp_path / "a.csv", b"a,b\n1,2\n" + mark + b"3,4\n")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
 
 
 def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.data.readers import SCANNED, Document, clean, join_pages
-from sft_play.data.readers import read_document as read_content
+from sft_play.data.documents import SCANNED, Document, clean, join_pages
+from sft_play.data.documents import read_document as read_content
 from sft_play.errors import DataError
 from tests.sample_documents import PAGE, write_docx, write_pdf
 

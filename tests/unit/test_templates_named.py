@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.data import IGNORED
-from sft_play.data.formats import Message
+from sft_play.data.turns import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import template_names
 from tests.chat_tokenizers import Kind, by_hand, learnt_runs, load_with, rows_of, save_tokenizer
@@ -23,6 +23,7 @@ CHAT: list[Message] = [
     {"role": "user", "content": "And then?"},
     {"role": "assistant", "content": "Five,\n\n  of course."},
 ]
+THOUGHT: list[Message] = [{**turn, "reasoning_content": "Hm."} if turn["role"] == "assistant" else turn for turn in CHAT]
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 
 
@@ -70,6 +71,16 @@ FAMILIES = {
          "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n  of course.<|im_end|>\u203a"],
         {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
+    "deepseek_r1": Family(
+        "llama3",
+        ["<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n"
+         "\u2039Hm.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a",
+         "<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c>Four.<\uff5cend\u2581of\u2581sentence\uff5c>"
+         "<\uff5cUser\uff5c>And then?<\uff5cAssistant\uff5c><think>\n"
+         "\u2039Hm.\n</think>\n\nFive,\n\n  of course.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"],
+        {"special": ["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<think>", "</think>"], "adds_bos": True,
+         "bos": "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "eos": "<\uff5cend\u2581of\u2581sentence\uff5c>"},
+    ),
     "phi3": Family(
         "llama2",
         ["<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\n\u2039Four.<|end|>\u203a\n"
@@ -111,7 +122,7 @@ def test_every_name_is_tried() -> None:
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer, family = tokenizers[name], FAMILIES[name]
-    rows = rows_of(tokenizer, CHAT)
+    rows = rows_of(tokenizer, THOUGHT if name == "deepseek_r1" else CHAT)
     assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in family.rows]
     assert [row.reference for row in rows][-1] == "Five,\n\n  of course."
     asked = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -127,7 +138,8 @@ def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
     assert everything.labels == everything.input_ids == last.input_ids
 
 
-ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "phi3": "<|end|>"}
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "phi3": "<|end|>",
+        "deepseek_r1": "<\uff5cend\u2581of\u2581sentence\uff5c>"}  # fmt: skip
 TEXT = st.text(alphabet="ab \n\t.1\u00e9\u4e16\U0001f600'<>", min_size=1, max_size=12).filter(lambda value: bool(value.strip()))
 
 
@@ -145,7 +157,7 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
     assert len(found) == len(answers)
     assert all(text.endswith(end) for text in found)
     # White space around an answer is the template's and the decoder's matter, between its words it is not.
-    said = sorted(text.removesuffix(end).removeprefix("<think>\n\n</think>\n\n").strip() for text in found)
+    said = sorted(text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in found)
     assert said == sorted(answer.strip() for answer in answers)
     for row in rows:
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
@@ -177,3 +189,25 @@ def test_alpacas_own_sentence_stands_before_a_conversation_without_system(tokeni
     tokenizer = tokenizers["alpaca"]
     row = rows_of(tokenizer, CHAT[1:3])[0]
     assert tokenizer.decode(row.input_ids) == f"{ALPACA}### Instruction:\n2+2?\n\n### Response:\nFour.</s>"
+
+
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<\uff5cUser\uff5c>' + m['content'] }}{% endif %}"
+    "{% if m['role'] == 'assistant' %}{{ '<\uff5cAssistant\uff5c>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\\n' }}{% endif %}"
+)
+"""As published, without system turns and tools: no answer shows its thought."""
+
+
+def test_a_distilled_r1_is_refused_with_its_own_template_and_trained_with_the_named_one(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, "llama3", **FAMILIES["deepseek_r1"].settings)
+    with pytest.raises(DataError) as caught:
+        rows_of(load_with(folder, text=R1), THOUGHT[1:3])
+    assert "`chat_template: deepseek_r1`" in (caught.value.hint or "")
+    tokenizer = load_with(folder, "deepseek_r1")
+    for said in (THOUGHT[2], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}):
+        (row,) = rows_of(tokenizer, [CHAT[1], said])
+        assert (
+            row.prompt_ids == load_with(folder, text=R1).apply_chat_template([CHAT[1]], add_generation_prompt=True)["input_ids"]
+        )
+        assert learnt_runs(tokenizer, [row]) == [f"Hm.\n</think>\n\nFour.{tokenizer.eos_token}"]

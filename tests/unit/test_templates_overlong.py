@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sft_play.data import IGNORED
 from sft_play.data.chat import Encoded
-from sft_play.data.formats import Message
+from sft_play.data.tokens import ANSWER_TOO_LONG
+from sft_play.data.turns import Message
 from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, save_tokenizer
 
 END = "<|im_end|>"
@@ -141,3 +142,25 @@ def test_tokens_are_split_and_each_is_learnt_once(chatml: Any) -> None:
     found = outcome_of(chatml, overlong="split", limit=40, input_ids=ids)
     assert [label for row in found.rows for label in row.labels[1:]] == ids[1:]
     assert all(len(row.input_ids) <= 40 for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("parts", "limit", "prompt", "learnt"),
+    [
+        ([(False, 150), (True, 50)], 64, 14, 50), ([(False, 150), (True, 63)], 64, 1, 63), ([(False, 150), (True, 64)], 64, 0, 0),
+        ([(False, 100), (True, 20), (False, 40), (True, 30)], 64, 34, 30), ([(False, 100), (True, 20), (False, 10), (True, 10)], 64, 34, 30),
+        ([(False, 9), (True, 60), (False, 9), (True, 5)], 64, 59, 5),
+    ],
+)  # fmt: skip
+def test_token_rows_keep_every_last_answer_that_fits(
+    chatml: Any, parts: list[tuple[bool, int]], limit: int, prompt: int, learnt: int
+) -> None:
+    labels = [label for kept, count in parts for label in ([60] if kept else [IGNORED]) * count]
+    found = outcome_of(chatml, limit=limit, overlong="truncate", input_ids=[60] * len(labels), labels=labels)
+    if not learnt:
+        assert found.dropped == ANSWER_TOO_LONG
+        return
+    (row,) = found.rows
+    between = sum(label == IGNORED for label in row.labels)
+    assert len(row.input_ids) <= limit and (between, len(row.labels) - between) == (prompt, learnt)
+    assert row.labels[-1] == 60 and not found.answers_cut

@@ -1,0 +1,386 @@
+"""The turns of a conversation as files write them, made uniform: roles, text, tool calls, what is not learnt.
+
+A turn comes out as chat templates take it: `role` and `content`, and where given `train`, `tool_calls`, `tool_call_id`, `name`
+and `reasoning_content`. Arguments of tool calls are mappings, as the templates of models expect them, and never JSON in a string.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sft_play.config.reader import kind_of, names_of
+from sft_play.data.readers import DECODER, LEAVE_OUT
+from sft_play.errors import DataError
+
+Message = dict[str, Any]
+"""`role` and `content`; optionally `train` (`False`: this turn is not learnt), `tool_calls`, `tool_call_id`, `name`,
+`reasoning_content`."""
+
+ROLES = ("system", "user", "assistant", "tool")
+CALLS = "calls"
+"""Stands for the roles whose words are calls of tools, as JSON."""
+ROLE_NAMES: Mapping[str, str] = {
+    **{role: role for role in ROLES}, "developer": "system", "human": "user",
+    **dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("function", "ipython", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), CALLS),
+}  # fmt: skip
+"""Names that data sets give to roles."""
+FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
+    None: ("system", "user", "assistant"),
+    "system": ("user", "assistant"),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+"""Role -> the roles that may come next; `None` begins."""
+SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
+WORDS = ("content", "value", "text", "body", "message", "utterance")
+"""Keys of a turn in data sets; those after the first two are for hints."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which data sets keep what was thought before an answer."""
+MASKS = ("train", "weight", "loss", "trainable", "is_trainable", "training", "loss_mask")
+"""Names under which tools say of a turn whether it is learnt: true or 1, false or 0."""
+LIKE_A_MASK = re.compile(
+    r"(?:^|_)(?:train\w*|loss|mask(?:ed)?|learn\w*|supervise[ds]?|weights?|labels?|ignored?|skip|exclude[ds]?)(?:$|_)"
+)
+CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
+"""Keys that are not read, though they look like `tool_calls`."""
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+TOOL_NAMES = (
+    "tools", "functions", "tool_defs", "tool_definitions", "available_tools", "available_functions", "function_definitions",
+    "tool_list", "function_list",
+)  # fmt: skip
+"""Columns, or keys of the system turn, that describe what may be called."""
+MOST_DEPTH, SHOWN = 100, 60
+"""Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def chat_turns(found: Any, name: str) -> list[Message]:
+    """Return a list of turns made uniform: `role` and `content`, or ShareGPT's `from` and `value`. Raise `DataError`.
+
+    Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
+    """
+    turns: list[Message] = []
+    messages = list_of(found, name)
+    for index, message in enumerate(messages):
+        turn, calls_only = _chat_turn(message, f"{name}[{index}]", messages)
+        before = turns[-1] if turns else {}
+        if calls_only and before.get("role") == "assistant" and "train" not in turn and "train" not in before:
+            before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Message, bool]:
+    """Return one turn made uniform, and whether its role says that it is calls. Raise `DataError`."""
+    column = name.partition("[")[0]
+    if not isinstance(message, Mapping):
+        raise DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
+    speaker = next((key for key in SPEAKERS[:2] if message.get(key) is not None), None)
+    words = next((key for key in WORDS[:2] if key in message), "content")
+    content = message.get(words)
+    if speaker is None:
+        raise _no_turn(message, name, all_turns)
+    said = message[speaker]
+    role = ROLE_NAMES.get(said.lower()) if isinstance(said, str) else None
+    if role is None:
+        hint = f"roles are {', '.join(ROLES)}; others by their names: {other_names(column, all_turns)}"
+        raise DataError(f"`{name}.{speaker}` is `{said}`", hint=hint if isinstance(said, str) else None)
+    if role == CALLS:
+        found = parse_json(text_of(content, f"{name}.{words}"), f"{name}.{words}")
+        message = {**message, words: None, "tool_calls": [found] if isinstance(found, dict) else found}
+        return _turn(message, name, "assistant", words), True
+    return _turn(message, name, role, words), False
+
+
+def _no_turn(message: Mapping[str, Any], name: str, all_turns: Sequence[Any]) -> DataError:
+    names = other_names(name.partition("[")[0], all_turns)
+    return DataError(
+        f"`{name}` lacks `role` or `content`; it has {names_of(message)}", hint=f"other names: {names}" if names else None
+    )
+
+
+def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Message:
+    calls = tool_calls(message, name) if role == "assistant" else []
+    content = message.get(words)
+    if content is None and not calls:
+        if words not in message:
+            raise _no_turn(message, name, [message])
+        raise DataError(f"`{name}.{words}` is empty; expected text", hint=LEAVE_OUT)
+    refuse_media(message, name)
+    turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.{words}")}
+    if (train := _is_learnt(message, name, role)) is not None:
+        turn["train"] = train
+    if calls:
+        turn["tool_calls"] = calls
+    thoughts = {key: message[key] for key in REASONING if role == "assistant" and not is_blank(message.get(key))}
+    if len(set(map(str, thoughts.values()))) > 1:
+        raise DataError(f"`{name}` has two different thoughts: {names_of(thoughts)}")
+    given = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": next(iter(thoughts), "")}
+    turn |= {key: text_of(message[old], f"{name}.{old}") for key, old in given.items() if message.get(old) is not None}
+    described = [key for key in TOOL_NAMES if not is_blank(message.get(key))]
+    if described and role == "system":
+        turn["tools"] = tools_of(message, f"{name}.")
+    elif described:
+        raise DataError(
+            f"`{name}.{described[0]}` describes tools for one turn; a template writes them once",
+            hint="keep them in the row's `tools`, or in the system turn",
+        )
+    if role == "assistant" and not turn["content"].strip() and not calls and turn.get("train") is not False:
+        raise DataError(f"`{name}.{words}` is empty, so there is nothing to learn", hint=LEAVE_OUT)
+    return turn
+
+
+def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
+    """Return, for a hint, the `columns` that name a column's turns, keys and roles as formats do; nothing where these names are read."""
+    new = new or column
+    first: Mapping[str, Any] = next((turn for turn in turns if isinstance(turn, Mapping)), {})
+    speaker, words = (next((key for key in keys if key in first), "NAME") for keys in (SPEAKERS, WORDS))
+    entries = {} if new == column else {new: column}
+    if not (speaker in SPEAKERS[:2] and words in WORDS[:2]):
+        entries |= {f"{new}.{key}": old for key, old in (("role", speaker), ("content", words)) if key != old}
+        role_key = "role"
+    else:
+        role_key = speaker
+    roles: dict[str, list[str]] = {}
+    before = None
+    for said in (turn.get(speaker) for turn in turns if isinstance(turn, Mapping)):
+        role = ROLE_NAMES.get(str(said).lower()) or next((role for role, names in roles.items() if said in names), None)
+        if role is None and isinstance(said, str):
+            role = "assistant" if before == "user" else "user"
+            roles.setdefault(role, []).append(said)
+        before = role
+    entries |= {f"{new}.{role_key}.{role}": "|".join(names) for role, names in roles.items()}
+    return f"`columns: {{{', '.join(f'{name}: {old}' for name, old in entries.items())}}}`" if entries else ""
+
+
+MEDIA = re.compile(
+    r"(?:image|img|picture|photo|video|audio|pixel_value|file_name)s?(?:_?(?:url|path|file|bytes|base64)s?)?", re.IGNORECASE
+)
+MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|webm|mov|avi)$", re.IGNORECASE)
+
+
+def refuse_media(found: Mapping[str, Any], name: str = "") -> None:
+    """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt blind."""
+    for key, value in found.items():
+        some = next(iter(value), None) if is_list(value) else value
+        named = bool(MEDIA.fullmatch(key)) and not is_blank(value) and not isinstance(some, (bool, int, float))
+        if key.lower() == "file_name":
+            named = isinstance(value, str) and bool(MEDIA_FILE.search(value))
+        if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
+            column = f"{name.partition('[')[0]}.note" if name else "note"
+            raise DataError(
+                f"`{name}{'.' if name else ''}{key}` holds pictures or sounds; only text is trained",
+                hint=f"`columns: {{{column}: {key}}}` gives it a name that is not read, if the text is meant without them",
+            )
+
+
+def _is_learnt(message: Mapping[str, Any], name: str, role: str) -> bool | None:
+    """Return what the turn says of itself under any name of `MASKS`, `None` where it says nothing. Raise `DataError`."""
+    column = name.partition("[")[0]
+    said: dict[str, bool] = {}
+    for key, value in message.items():
+        if value is None:
+            continue
+        if key in MASKS:
+            if not isinstance(value, (bool, int, float)):
+                raise DataError(f"`{name}.{key}` is {kind_of(value)}; expected true or false")
+            if value not in (0, 1):
+                hint = "0 leaves the turn out of training, 1 trains it; nothing between"
+                raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
+            said[key] = bool(value)
+        elif LIKE_A_MASK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()):
+            learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.train: {key}}}`; "
+            hint = f"`columns: {{{column}.note: {key}}}` gives it a name that is not read"
+            raise DataError(
+                f"`{name}.{key}` seems to say what of the turn is learnt, and is not read",
+                hint=f"{learnt}else {hint}" if isinstance(value, (bool, int)) else hint,
+            )
+        elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
+            hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
+            raise DataError(f"`{name}.{key}` seems to be calls of tools, and is not read", hint=hint)
+    if role != "assistant" and said.get("weight"):
+        del said["weight"]  # what OpenAI's files have where nothing is said; only answers are weighed there
+    if len(set(said.values())) > 1:
+        raise DataError(f"`{name}` says of itself that it is learnt and that it is not: {names_of(said)}")
+    return next(iter(said.values()), None)
+
+
+def content_of(content: Any, name: str) -> str:
+    """Return the text of a turn: text, or a list of text parts, which are put together. Raise `DataError`."""
+    if isinstance(content, Mapping):
+        raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
+    if not is_list(content):
+        return text_of(content, name)
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type", "text") not in TEXT_PARTS:
+            raise DataError(f"`{name}[{index}]` is a part of type `{part.get('type')}`; only text is trained")
+        texts.append(text_of(part.get("text") if isinstance(part, Mapping) else part, f"{name}[{index}].text"))
+    return "".join(texts)
+
+
+def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raise `DataError`."""
+    single, several = message.get("function_call"), message.get("tool_calls")
+    if not is_blank(single) and single != {}:
+        return [_call(single, f"{name}.function_call")]
+    calls = () if is_blank(several) else list_of(several, f"{name}.tool_calls", "calls")
+    return [_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    if isinstance(call, str):
+        call = parse_json(call, name)
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
+    given = [key for key in ARGUMENTS if function.get(key) is not None]
+    if len(given) > 1:
+        raise DataError(f"`{name}` has its arguments more than once: {names_of(given)}")
+    key = given[0] if given else "arguments"
+    arguments = function.get(key)
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{name}.{key}") if arguments.strip() else {}
+    if not isinstance(arguments, Mapping) and arguments is not None:
+        raise DataError(f"`{name}.{key}` is {kind_of(arguments)}; expected a mapping")
+    function = {"name": text_of(function["name"], f"{name}.name"), "arguments": json_of(arguments or {}, f"{name}.{key}")}
+    made: dict[str, Any] = {"type": "function", "function": function}
+    if call.get("id") is not None:
+        made["id"] = text_of(call["id"], f"{name}.id")
+    return made
+
+
+def tools_of(row: Mapping[str, Any], name: str = "") -> list[Any] | None:
+    """Return the functions that a row, or a system turn, describes: a list, or JSON of one in a string. Raise `DataError`."""
+    found = [(key, _tools(row[key], name + key)) for key in TOOL_NAMES if not is_blank(row.get(key))]
+    described = [(key, tools) for key, tools in found if tools]
+    if any(tools != described[0][1] for _, tools in described):
+        raise DataError(f"tools are described twice, and not alike: {names_of(name + key for key, _ in described)}")
+    return described[0][1] if described else None
+
+
+def _tools(found: Any, name: str) -> list[Any]:
+    if isinstance(found, str):
+        found = parse_json(found, name)
+    tools = []
+    for index, tool in enumerate(list_of(found, name, "functions")):
+        described = parse_json(tool, f"{name}[{index}]") if isinstance(tool, str) else tool
+        if not isinstance(described, Mapping):
+            raise DataError(f"`{name}[{index}]` is {kind_of(tool)}; expected the description of a function")
+        tools.append(json_of(described, f"{name}[{index}]"))
+    return tools
+
+
+def describes_tools(value: Any) -> bool:
+    """Whether a column looks like descriptions of functions."""
+    try:
+        tools = _tools(value, "")
+    except DataError:
+        return False
+    described = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
+    return bool(tools) and all(isinstance(tool.get("name"), str) and {*tool} & DESCRIPTIONS for tool in described)
+
+
+DESCRIPTIONS = {"parameters", "description", "input_schema", "arguments", "inputs"}
+
+
+def end_at_answer(turns: list[Message]) -> list[Message]:
+    """Return the turns up to the last answer, in an order that a conversation can have. Raise `DataError`."""
+    before: str | None = None
+    for index, turn in enumerate(turns):
+        role = turn["role"]
+        if role not in FOLLOWERS[before]:
+            order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
+            after = f"after {before}" if before else "at the start"
+            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
+            raise DataError(f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}", hint=hint)
+        before = role
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise DataError("the row has no assistant message, so there is nothing to learn")
+    while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
+        turns.pop()
+    return turns
+
+
+def calls_undescribed(messages: Sequence[Message]) -> bool:
+    """Whether a function is called that no text before the call names; for rows without tools."""
+    said = ""
+    for turn in messages:
+        if any(call["function"]["name"] not in said for call in turn.get("tool_calls", ())):
+            return True
+        said += turn["content"] if turn["role"] in ("system", "user") else ""
+    return False
+
+
+# Values of a row.
+
+
+def text_of(value: Any, name: str) -> str:
+    """Return `value`, which is text that a tokenizer can read. Raise `DataError`."""
+    if not isinstance(value, str):
+        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else None)
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer can read it
+            raise DataError(f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text") from None
+    return value
+
+
+def json_of(value: Any, name: str, depth: int = 0) -> Any:
+    """Return `value`, which a template can write as JSON. Raise `DataError` with the place in it of what JSON does not have."""
+    if isinstance(value, str):
+        return text_of(value, name)
+    if depth > MOST_DEPTH:
+        raise DataError(f"`{name[:SHOWN]}...` is nested deeper than {MOST_DEPTH} levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            text_of(key, f"a key of {name}")
+        return {key: json_of(part, f"{name}.{key}", depth + 1) for key, part in value.items()}
+    if is_list(value):
+        return [json_of(part, f"{name}[{index}]", depth + 1) for index, part in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"`{name}` is {value}, which JSON does not have", hint="write null, or text")
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise DataError(f"`{name}` is {kind_of(value)}, which JSON does not have; expected text or a number", hint="write it as text")
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a column or key that may be left out is: null, an empty list, or text without a letter. No number is, nor `false`."""
+    return value is None or (isinstance(value, str) and not value.strip()) or (is_list(value) and not len(value))
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list, of whatever type a reader makes them."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def list_of(found: Any, name: str, of: str = "messages") -> Sequence[Any]:
+    """Return `found`, which is a list, or JSON of one in a string. Raise `DataError`."""
+    if isinstance(found, str) and found.lstrip().startswith("["):
+        found = parse_json(found, name)
+    if not is_list(found):
+        raise DataError(f"`{name}` is {kind_of(found)}; expected a list of {of}")
+    return list(found)
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Return what JSON in a string says. Raise `DataError`."""
+    try:
+        return DECODER.decode(text.strip())
+    except DataError as error:  # a key that is there twice
+        raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
+    except json.JSONDecodeError as error:
+        python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
+        raise DataError(f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python) from None
+    except (RecursionError, ValueError):
+        raise DataError(f"`{name}` is JSON nested too deep") from None

@@ -1,0 +1,325 @@
+"""What rows say beside their text, under the names that data sets have: it is used, or refused by name, never trained over."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import DataSource
+from sft_play.config.yaml_files import parse_yaml
+from sft_play.data.formats import Example, understand
+from sft_play.data.sources import read_source
+from sft_play.errors import DataError
+
+Row = dict[str, Any]
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+PAIR = {"prompt": "q", "completion": "a"}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+HALF = "\ud83d"
+
+
+def called(arguments: Any, **more: Any) -> Row:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    return {"messages": [USER, call, {"role": "tool", "content": "2"}, ANSWER], "tools": [TOOL], **more}
+
+
+def read(row: Row, **options: Any) -> Example:
+    return understand(("f.jsonl:3", row), 0, None, **options)
+
+
+def refused(row: Row, **options: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        read(row, **options)
+    assert caught.value.place == "f.jsonl:3"
+    return caught.value
+
+
+def examples(folder: Path, rows: list[Row], **options: Any) -> list[Example]:
+    """Read rows as a source would, with what a hint says typed into it."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    source = DataSource(path=str(path), **options)
+    form = None if source.format == "auto" else source.format
+    return [understand(placed, 0, form) for placed in read_source(source)]
+
+
+# ---- Masks of turns
+
+
+@pytest.mark.parametrize("mark", ["train", "loss", "trainable", "is_trainable", "training", "loss_mask", "weight"])
+@pytest.mark.parametrize("value", [False, True, 0, 1])
+def test_each_tools_mark_of_a_turn_is_read(mark: str, value: Any) -> None:
+    messages = read({"messages": [USER, {**ANSWER, mark: value}, USER, ANSWER]}).messages or []
+    assert messages[1]["train"] is bool(value)
+    shared = read({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", mark: value}] * 2}).messages
+    assert shared and shared[1]["train"] is bool(value)
+
+
+@pytest.mark.parametrize(
+    "mark", ["mask", "train_detail", "no_loss", "lossWeight", "is_masked", "label", "ignore", "learnable_loss"]
+)
+def test_a_key_of_a_turn_that_looks_like_a_mask_is_refused_by_name(mark: str) -> None:
+    assert (
+        f"`messages[1].{mark}` seems to say what of the turn is learnt"
+        in refused({"messages": [USER, {**ANSWER, mark: 0}]}).message
+    )
+    assert read({"messages": [USER, {**ANSWER, mark: None}]}).messages == [USER, ANSWER], "null says nothing, as in Arrow"
+
+
+def test_marks_that_contradict_each_other_are_refused_and_a_users_weight_says_nothing() -> None:
+    assert "learnt and that it is not" in refused({"messages": [USER, {**ANSWER, "train": True, "loss": 0}]}).message
+    assert read({"messages": [{**USER, "weight": 1}, ANSWER]}).messages == [USER, ANSWER]
+    assert read({"messages": [{**USER, "weight": 0}, ANSWER]}).messages == [{**USER, "train": False}, ANSWER]
+
+
+# ---- Tools and calls
+
+
+@pytest.mark.parametrize(
+    "name", ["tools", "functions", "tool_defs", "available_tools", "tool_definitions", "function_definitions"]
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_descriptions_of_tools_are_read_under_their_names(name: str, as_text: bool) -> None:
+    row = called({"a": 1})
+    tools = row.pop("tools")
+    given = json.dumps(tools) if as_text else tools
+    assert read({**row, name: given}).tools == tools
+    system = {"role": "system", "content": "s", name: given}
+    example = read({"messages": [system, *row["messages"]]})
+    assert example.tools == tools and example.messages and example.messages[0] == {"role": "system", "content": "s"}
+
+
+def test_calls_without_tools_are_counted_and_an_unread_description_is_refused() -> None:
+    row = called({"a": 1})
+    del row["tools"]
+    assert read(row).undescribed and not read(called({"a": 1})).undescribed
+    told = {"messages": [{"role": "system", "content": "You may call add(a)."}, *row["messages"]]}
+    assert not read(told).undescribed, "a text describes it"
+    error = refused({**row, "api": json.dumps([TOOL])})
+    assert "`api` describes tools" in error.message and "`columns: {tools: api}`" in (error.hint or "")
+
+
+def test_names_of_arguments_calls_and_roles_are_read() -> None:
+    wanted = read(called({"a": 1})).messages
+    for key in ("parameters", "args", "input"):
+        row = called(None)
+        row["messages"][1] = {"role": "assistant", "content": None, "tool_calls": json.dumps([{"name": "add", key: {"a": 1}}])}
+        assert read(row).messages == wanted, "calls as JSON in text"
+    row = called({"a": 1})
+    call = {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 1}}'}
+    for result in ("function", "ipython", "tool_response", "observation"):
+        turns = [{"role": "Human", "content": "q"}, call, {"role": result, "content": "2"}, {"role": "model", "content": "a"}]
+        assert read({"messages": turns, "tools": [TOOL]}).messages == wanted
+    assert "seems to be calls" in refused({"messages": [USER, {**ANSWER, "function_calls": [{"name": "add"}]}]}).message
+
+
+def test_what_is_json_in_text_is_read() -> None:
+    row = called({"a": 1})
+    assert read({**row, "messages": json.dumps(row["messages"])}) == read(row)
+    assert read({"input_ids": "[1, 2, 3]"}).input_ids == [1, 2, 3]
+    python = refused({"messages": str(row["messages"])})
+    assert "is text that is not JSON" in python.message and "json.dumps" in (python.hint or "")
+    parts = [{"type": "input_text", "text": "q"}]
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+    assert read({"messages": [{"role": "user", "content": parts}, answer]}).messages == [USER, ANSWER]
+
+
+# ---- What JSON does not have, wherever JSON is written
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (HALF, "half of a surrogate pair"), ({HALF: 1}, "half of a surrogate pair"), (float("nan"), "is nan, which JSON does not have"),
+        (float("inf"), "is inf"), (datetime.date(2026, 1, 1), "date"), (datetime.datetime(2026, 1, 1), "datetime"),
+        (Decimal("1.5"), "Decimal"), (b"x", "bytes"), ({1: 2}, "is a number"),
+    ],
+)  # fmt: skip
+def test_what_json_does_not_have_is_a_refused_row_with_its_field(value: Any, said: str) -> None:
+    deep = refused(called({"a": [{"b": value}]}))
+    assert "`messages[1].tool_calls[0].arguments.a[0].b" in deep.message.replace("a key of ", "") and said in deep.message
+    described = {"type": "function", "function": {"name": "add", "parameters": {"default": value}}}
+    assert "tools[0].function.parameters.default" in refused(called({"a": 1}, tools=[described])).message
+
+
+def test_half_of_a_pair_is_refused_in_names_groups_and_text() -> None:
+    row = called({"a": 1})
+    row["messages"][1]["tool_calls"][0]["function"]["name"] = HALF
+    assert "half of a surrogate pair" in refused(row).message
+    assert "`author` holds half" in refused({**PAIR, "author": HALF}, group_by="author").message
+    assert "half of a surrogate pair" in refused({"messages": [USER, {**ANSWER, "name": HALF}]}).message
+    assert "the key `a` is there more than once" in refused(called('{"a": 1, "a": 2}')).message
+    assert "is nan" in refused(called('{"a": NaN}')).message
+
+
+# ---- Columns that a text is not learnt without
+
+
+@pytest.mark.parametrize(
+    "column",
+    [{"image": "a.png"}, {"images": ["a.png"]}, {"images": [{"bytes": b"x", "path": None}]}, {"shot": {"bytes": b"x"}},
+     {"video_url": "a"}, {"file_name": "1.jpg"}, {"audios": ["x"]}, {"pixel_values": b"x"}],
+)  # fmt: skip
+def test_pictures_in_a_column_are_refused_as_picture_parts_are(column: Row) -> None:
+    for row in (PAIR, {"messages": [USER, ANSWER]}, {"text": "<image> a"}, {"input_ids": [1, 2]}):
+        assert "holds pictures or sounds; only text is trained" in refused({**row, **column}).message
+    assert "messages[0]." in refused({"messages": [{**USER, **column}, ANSWER]}).message
+    assert read({**PAIR, "images": [], "image": None, "file_name": "notes.txt"}).messages
+
+
+@pytest.mark.parametrize("value", [0, False, [], {}, 0.0])
+@pytest.mark.parametrize("column", ["system", "input"])
+def test_a_falsy_value_is_refused_as_another_is(column: str, value: Any) -> None:
+    row = {"instruction": "q", "output": "a", column: value}
+    assert f"`{column}` is " in refused(row).message
+    assert read({**row, column: None}) == read({**row, column: ""}), "nothing is given"
+
+
+@pytest.mark.parametrize("column", ["tools", "history"])
+@pytest.mark.parametrize("value", [0, False, {}])
+def test_a_falsy_list_is_refused_too(column: str, value: Any) -> None:
+    assert f"`{column}` is " in refused({"instruction": "q", "output": "a", column: value}).message
+    assert read({"instruction": "q", "output": "a", column: []}).messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("judged", "filtered"),
+    [({"label": False}, "label"), ({"label": 0}, "label == 1"), ({"label": "False"}, 'label == "True"'), ({"label": "0"}, 'label == "1"'),
+     ({"score": 2.5}, "score >= 2.5"), ({"rating": "3"}, "number(rating) >= 3"), ({"kto_tag": True}, "kto_tag")],
+)  # fmt: skip
+def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, tmp_path: Path) -> None:
+    good = {**PAIR, next(iter(judged)): {"False": "True", "0": "1", "3": "3"}.get(str(next(iter(judged.values()))), 5)}
+    if isinstance(next(iter(judged.values())), (bool, int)):
+        good = {**PAIR, next(iter(judged)): type(next(iter(judged.values())))(1)}
+    for row in ({**PAIR, **judged}, {"messages": [USER, ANSWER], **judged}):
+        with pytest.raises(DataError) as caught:
+            examples(tmp_path, [row])
+        assert "judges the answer" in caught.value.message and f"`filter: {filtered}`" in (caught.value.hint or "")
+    assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=filtered)) in (1, 2)
+    assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=f"has({next(iter(judged))})")) == 2
+    assert len(examples(tmp_path, [{"text": "t", **judged}], format="text")) == 1, "a text has no answer"
+
+
+def test_a_class_is_no_judgement(tmp_path: Path) -> None:
+    assert len(examples(tmp_path, [{**PAIR, "label": "positive", "score": None}, {**PAIR, "label": 7}])) == 2
+
+
+# ---- Token rows
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "assistant_mask", "loss_mask"])
+@pytest.mark.parametrize("kind", [int, bool])
+def test_a_mask_of_tokens_is_used(name: str, kind: type) -> None:
+    mask = [kind(value) for value in (0, 0, 1, 1, 0)]
+    assert read({"input_ids": [5, 6, 7, 8, 9], name: mask}).labels == [-100, -100, 7, 8, -100]
+    both = read({"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, -100, 9], name: mask, "attention_mask": [1, 1, 1, 1, 0]})
+    assert (both.input_ids, both.labels) == ([5, 6, 7, 8], [-100, -100, 7, -100])
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ({"target_ids": [6, 7, 8]}, "`target_ids` seems to say which tokens are learnt"),
+        ({"prompt_mask": [1, 1, 0]}, "`prompt_mask` seems to say"),
+        ({"loss_weights": [0.0, 0.5, 1.0]}, "`loss_weights` seems to say"),
+        ({"position_ids": [0, 1, 0]}, "`position_ids` says that the row is several rows"),
+        ({"seq_lengths": [1, 2]}, "`seq_lengths` says that the row is several rows"),
+        ({"labels": [6, 7, -100]}, "`labels[0]` is 6 and `input_ids[0]` is 5"),
+        ({"labels": [-100, 7, 7]}, "`labels[1]` is 7 and `input_ids[1]` is 6"),
+        ({"completion_mask": [0, 2, 1]}, "`completion_mask` holds 2"),
+        ({"completion_mask": [0, 1]}, "`completion_mask` has 2 entries and `input_ids` 3"),
+    ],
+)
+def test_what_says_of_tokens_whether_they_are_learnt_is_used_or_refused(column: Row, said: str) -> None:
+    assert said in refused({"input_ids": [5, 6, 7], **column}).message
+
+
+def test_what_a_tokenizer_adds_to_every_row_is_no_mask() -> None:
+    added = {
+        "attention_mask": [1, 1, 1],
+        "token_type_ids": [0, 0, 0],
+        "special_tokens_mask": [1, 0, 0],
+        "position_ids": [0, 1, 2],
+    }
+    assert read({"input_ids": [5, 6, 7], **added, "seq_lengths": [3]}).labels is None
+
+
+# ---- Hints
+
+HINTS: dict[str, list[Row]] = {
+    "null answer": [{"prompt": "q", "completion": None}, PAIR],
+    "null answer of a turn": [{"messages": [USER, {**ANSWER, "content": None}]}, {"messages": [USER, ANSWER]}],
+    "empty answer": [{"prompt": "q", "completion": " "}, PAIR],
+    "empty text": [{"text": " "}, {"text": "t"}],
+    "two formats": [{**PAIR, "question": "q", "answer": "a"}],
+    "text and prompt": [{**PAIR, "text": "t"}],
+    "chosen": [{"prompt": "q", "chosen": "a", "rejected": "b"}],
+    "chosen without prompt": [{"chosen": "q a", "rejected": "b"}],
+    "chosen of instruction": [{"instruction": "q", "chosen": "a", "rejected": "b"}],
+    "chosen of question": [{"question": "q", "chosen": "a", "rejected": "b"}],
+    "chosen turns": [{"prompt": "q", "chosen": [ANSWER], "rejected": [ANSWER]}],
+    "chosen turns of instruction": [{"instruction": "q", "chosen": [ANSWER], "rejected": [ANSWER]}],
+    "chosen conversations": [{"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}],
+    "chosen conversations alone": [{"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}],
+    "chosen of lists": [{"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}],
+    "chosen after a conversation": [
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}],
+         "chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}}],
+    "roles": [{"messages": [{"role": "customer", "content": "q"}, {"role": "agent", "content": "a"}]}],
+    "roles of sharegpt": [{"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot", "value": "a"}]}],
+    "keys of turns": [{"messages": [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]}],
+    "names of turns": [{"thread": [{"who": "x", "body": "q"}, {"who": "y", "body": "a"}]}],
+    "read names of turns": [{"dialog": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}],
+    "columns": [{"Question": "q", "Response": "a"}],
+    "columns of alpaca": [{"instruction": "q", "context": "c", "response": "a"}],
+    "mask": [{"messages": [USER, {**ANSWER, "mask": 1}]}],
+    "detail": [{"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]}],
+    "calls": [{"messages": [USER, {**ANSWER, "function_calls": [{"name": "add", "arguments": {}}]}], "tools": [TOOL]}],
+    "tools": [{**{k: v for k, v in called({}).items() if k != "tools"}, "api": [TOOL]}],
+    "pictures": [{**PAIR, "images": ["a.png"]}],
+    "pictures of a turn": [{"messages": [{**USER, "images": ["a.png"]}, ANSWER]}],
+    "label": [{**PAIR, "label": True}],
+    "score": [{**PAIR, "score": 4}],
+    "mask of tokens": [{"input_ids": [5, 6, 7], "train_mask": [0, 1, 1]}],
+    "labels of tokens": [{"input_ids": [5, 6, 7], "target_ids": [-100, 6, 7]}],
+    "packed": [{"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}],
+}  # fmt: skip
+
+
+def typed(hint: str) -> list[dict[str, Any]]:
+    """Return what each piece in backticks that a source takes means, as YAML would read it."""
+    found = []
+    for piece in re.findall(r"`([^`]+)`", hint):
+        if re.match(r"(?:columns|format|filter|sources): ", piece):
+            read = {"filter": piece.partition(": ")[2]} if piece.startswith("filter") else parse_yaml(piece, "hint").plain()
+            found.append({k: v for k, v in read.get("sources", [read])[0].items() if k != "path"})
+        elif piece == "DATA_BAD_ROWS=drop":
+            found.append({"bad_rows": "drop"})
+    return found
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_every_hint_is_accepted_when_it_is_followed(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        examples(tmp_path, HINTS[name])
+    ways = typed(caught.value.hint or "")
+    assert ways, f"nothing to type: {caught.value.message}: {caught.value.hint}"
+    for way in ways:
+        rows = HINTS[name]
+        if way.pop("bad_rows", None):
+            rows = rows[1:]
+        assert examples(tmp_path, rows, **way), way
+
+
+def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: Path) -> None:
+    row = {"frage": "q", "antwort": "a"}
+    with pytest.raises(DataError) as caught:
+        examples(tmp_path, [row], columns={"frage": "question", "antwort": "answer"})
+    (way,) = [way for way in typed(caught.value.hint or "") if "columns" in way]
+    assert examples(tmp_path, [row], **way)[0].messages == [USER, ANSWER]
