@@ -14,7 +14,6 @@ from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, write_chat
 
 KNOWN_TAILS = 8
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _ENDED_THOUGHT = re.compile(r"\s*(<think>)?.*</think>\s*", re.DOTALL)
 _NOT_EXACT = "so the mask cannot be exact"
 _BY_ANSWER = "split the conversation into rows that end at each answer, or take another template: `data.chat_template`"
@@ -86,8 +85,7 @@ class Renderer:
             words = messages[index]["content"]
             if prompt.startswith(before + said):
                 earlier.append(Span(len(before), len(before) + len(said), words))
-            else:
-                self._check_change(messages, index, wanted[-1])
+            else:  # a row of its own, as inference sees and writes it then
                 alone.append(RowText(before, said, words))
         return [*alone, RowText(prompt, answer, messages[wanted[-1]]["content"], tuple(earlier))]
 
@@ -154,16 +152,6 @@ class Renderer:
                 hint="use a template that ends each answer with the tokenizer's eos token, or name one: `data.chat_template`",
             )
         return first + len(stop)
-
-    def _check_change(self, messages: Sequence[Message], index: int, last: int) -> None:
-        """Raise `DataError` where the last prompt shows an earlier answer otherwise than by leaving out thoughts or moving tools."""
-        prompt = self.render(messages[:last], prompt=True)
-        before, said = self.answer(messages, index)
-        if not _said_in(prompt).startswith(_said_in(before + said)):
-            raise DataError(
-                f"the chat template changes earlier turns when later ones are added (turn {index + 1}), {_NOT_EXACT}",
-                hint=_BY_ANSWER,
-            )
 
     def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
         """Return the row of `train.loss_on: all`: every token but those of turns with `train: false`."""
@@ -233,11 +221,6 @@ def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
         which = "the last answer has" if loss_on == "last" and answers else "every answer has"
         raise DataError(f"{which} `train: false`, so there is nothing to learn" if answers else "there is no answer to learn")
     return chosen
-
-
-def _said_in(text: str) -> str:
-    """Return a text without thoughts and white space."""
-    return "".join(_THOUGHT.sub("", text).split())
 
 
 def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:

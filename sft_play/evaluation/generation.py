@@ -12,10 +12,11 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
+from sft_play.data.answers import Said, marks_of
 from sft_play.data.chat import check_written, has_tools
 from sft_play.data.formats import Message
 from sft_play.errors import DataError
-from sft_play.model.tokenizer import end_of_turn_ids, write_chat
+from sft_play.model.tokenizer import ends_of_answers, write_chat
 from sft_play.text import Show
 
 
@@ -24,10 +25,18 @@ class Answer:
     """One completion."""
 
     text: str
+    """What is said: without thought and calls."""
     tokens: int
     """Tokens of the answer, without the one that ends the turn."""
     stopped: bool
     """Whether the model ended its turn itself."""
+    thought: str = ""
+    calls: tuple[str, ...] = ()
+    """As `data.answers.Said` has them."""
+
+    @property
+    def said(self) -> Said:
+        return Said(self.text, self.thought, self.calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,16 +76,13 @@ def context_length(model: Any) -> int:
 
 
 def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) -> GenerationConfig:
-    """Return greedy (or beam) settings that end at the template's end of turn and within `room` more tokens."""
-    stops = end_of_turn_ids(tokenizer)
-    pad = tokenizer.pad_token_id
+    """Return greedy (or beam) settings that end where a turn ends and within `room` more tokens."""
     return GenerationConfig(
         max_new_tokens=max(1, min(settings.max_new_tokens, room)),
         num_beams=settings.num_beams,
         do_sample=False,
-        eos_token_id=list(stops),
-        pad_token_id=stops[0] if pad is None else pad,
         use_cache=True,
+        **ends_of_answers(tokenizer),
     )
 
 
@@ -151,7 +157,14 @@ def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
 def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
     end = next((place for place, token in enumerate(tokens) if token in stops), None)
     kept = tokens if end is None else tokens[:end]
-    return Answer(text=tokenizer.decode(kept, skip_special_tokens=True).strip(), tokens=len(kept), stopped=end is not None)
+    text, thought, calls = parts_of(tokenizer, kept)
+    return Answer(text=text, thought=thought, calls=calls, tokens=len(kept), stopped=end is not None)
+
+
+def parts_of(tokenizer: Any, tokens: Sequence[int]) -> Said:
+    """Return the parts of an answer in tokens, without the one that ends the turn."""
+    raw, plain = (tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (False, True))
+    return marks_of(tokenizer).cut(raw, plain)
 
 
 # A batch is kept full: answers that have ended leave it, waiting prompts take their places. transformers computes a batch to the end of its

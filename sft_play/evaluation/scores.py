@@ -284,14 +284,22 @@ def scorer_of(name: str) -> Score:
     return partial(corpus_scores if name in CORPUS else single_scores, name)
 
 
-def score_answers(names: Sequence[str], references: Sequence[str], answers: Sequence[str]) -> Scored:
-    """Return what the metrics of these names (`eval.metrics`) say of `answers`. Raise `ValueError` for no answers."""
+def score_answers(
+    names: Sequence[str], references: Sequence[str], answers: Sequence[str], *, other_calls: Sequence[bool] = ()
+) -> Scored:
+    """Return what the metrics of these names (`eval.metrics`) say of `answers`. Raise `ValueError` for no answers.
+
+    `other_calls`: which answers call otherwise than their references. They match none, however alike their words are once normalised.
+    """
     if not answers:
         raise ValueError("no answers to score")
     each: list[dict[str, float]] = [{} for _ in answers]
     intervals: dict[str, Interval] = {}
     for name, score in [(short_name(name), scorer_of(name)) for name in names]:
         single, intervals[name] = score(references, answers)
+        if name == "exact_match" and single and any(other_calls):
+            single = [0.0 if other else value for value, other in zip(single, other_calls, strict=True)]
+            intervals[name] = mean_interval(single)
         for row, value in zip(each, single or (), strict=single is not None):
             row[name] = value
     return Scored(each=tuple(each), intervals=intervals)

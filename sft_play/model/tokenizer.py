@@ -17,19 +17,26 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError, first_line
-from sft_play.files import text_sha256
+from sft_play.files import read_object, text_sha256
 from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat, ResolvedModel
 
 MARKER = "\u2402answer\u2403"
 """Stands for an answer when a template is rendered to see where it stands and what follows it."""
+BASE_STOPS = "base_stops"
+"""Of a tokenizer: the tokens at which the base's own generation settings end an answer."""
+THINKING = ("reasoning_content", "thinking", "reasoning")
+"""What templates call the thought of a turn."""
 
 
-def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust: bool = False) -> Any:
+def load_tokenizer(
+    folder: Path | str, chat: ChatFormat | None = None, *, trust: bool = False, base: Path | str | None = None
+) -> Any:
     """Return the fast tokenizer of `folder` with a padding token and a chat template. No network. Raise `DataError`.
 
     `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a run
     published: its template holds that already. A tokenizer without a template gets ChatML. `trust` is `model.trust_remote_code`.
+    `base`: the folder of the model that an adapter belongs to, whose answers end where its own settings say.
     """
     from transformers import AutoTokenizer
 
@@ -48,6 +55,7 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
             place=str(folder),
             hint="use a model folder with a `tokenizer.json`",
         )
+    setattr(tokenizer, BASE_STOPS, [stop for place in (folder, base) if place for stop in base_stops(Path(place))])
     if tokenizer.pad_token_id is None:
         # Labels are masked by length and never by the padding token, so eos can stand in without being unlearnt.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -69,27 +77,51 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that end an assistant's turn: the one that the template writes, then eos; never empty.
+    """Return the tokens at which an answer ends, never empty: what the template writes after an answer, and after calls; the
+    tokenizer's eos; what the base's `generation_config.json` names.
 
     Raise `DataError` when there is none.
     """
-    import jinja2
-
-    found: list[int] = []
-    try:
-        text = write_chat(tokenizer, [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARKER}])
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError):
-        text = ""
-    after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""
     special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    after_ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after.strip() else []
+    after_ids = _after(tokenizer, {"content": MARKER})
+    found: list[int] = []
     for known in (special, set(tokenizer.added_tokens_decoder)):  # some folders forget to call the end of a turn special
         found += [index for index in after_ids if index in known][: 0 if found else 1]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in found:
+    if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
+    call = {"type": "function", "id": "qCallId0z", "function": {"name": "call", "arguments": {"of": MARKER}}}
+    after_call = _after(tokenizer, {"content": "", "tool_calls": [call]})
+    if not set(found) & set(after_call):  # harmony ends calls otherwise than answers
+        found += [index for index in after_call if index in special][-1:]
+    found += [index for index in getattr(tokenizer, BASE_STOPS, ()) if index < len(tokenizer)]
     if not found:
         raise DataError("the tokenizer has no token that ends a turn", hint="set `eos_token` in its config")
-    return found
+    return list(dict.fromkeys(found))
+
+
+def _after(tokenizer: Any, turn: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that the template writes after `MARKER` in an answer; none where it does not write it."""
+    import jinja2
+
+    try:
+        text = write_chat(tokenizer, [{"role": "user", "content": "question"}, {"role": "assistant", **turn}])
+    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError):
+        return []
+    after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""
+    return list(tokenizer(after, add_special_tokens=False)["input_ids"]) if after.strip() else []
+
+
+def ends_of_answers(tokenizer: Any) -> dict[str, Any]:
+    """Return the generation settings by which any tool ends an answer where its turn ends."""
+    stops = end_of_turn_ids(tokenizer)
+    return {"eos_token_id": stops, "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
+
+
+def base_stops(folder: Path) -> list[int]:
+    """Return the tokens at which a model folder's own generation settings end an answer."""
+    found = read_object(folder / "generation_config.json").get("eos_token_id")
+    given = found if isinstance(found, list) else [found]
+    return [index for index in given if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
 
 
 # Which chat template is used (`data.chat_template`), and what `data.system` and `data.style` add to it.
@@ -284,9 +316,11 @@ def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options:
     Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
+    thought, *_ = [key for key in THINKING if re.search(rf"\b{key}\b", str(tokenizer.chat_template))] or THINKING
+    turns = [{thought if key == THINKING[0] else key: value for key, value in turn.items()} for turn in messages]
     try:
         with in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT):
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
     except (RecursionError, MemoryError) as error:
         what = "nests without end" if isinstance(error, RecursionError) else "asks for more memory than there is"
         raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
