@@ -150,8 +150,8 @@ class DataConfig:
     exhausted: Literal["repeat", "stop"] = "repeat"
     """With weights, when a source ends: restart it until all were seen once, or end the epoch."""
     chat_template: str | None = None
-    """Instead of the tokenizer's: `chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `phi3`, `zephyr`, `vicuna`, `alpaca` or a Jinja
-    file."""
+    """Instead of the tokenizer's: `chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `deepseek_r1`, `phi3`, `zephyr`, `vicuna`, `alpaca`
+    or a Jinja file."""
     system: str | None = None
     """System turn for conversations without one."""
     style: StyleConfig = field(default_factory=StyleConfig)

@@ -5,8 +5,8 @@ The marks are found by rendering answers whose parts are known. So a model that 
 
 from __future__ import annotations
 
+import ast
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Said(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Text and calls, a line each."""
+        """Text, and a line for each call."""
         return "\n".join(part for part in (self.text, *self.calls) if part)
 
 
@@ -51,6 +51,8 @@ class CallForm:
     opening: str
     """What stands before the first; empty where nothing marks it."""
     read: Read
+    led: bool
+    """Whether calls may follow what stands before a text without a thought; where not, that is the head of another message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +78,36 @@ class Marks:
 
         `generated`: it follows the generation prompt; words of a data set do not.
         """
-        thought, closed, rest = "", "", raw
+        thought, closed, rest = "", "", raw.strip()
         for mark in dict.fromkeys((self.closing, CLOSE)):
             if mark and mark in rest:
                 thought, closed, rest = rest.rpartition(mark)
                 break
+        text = rest.strip().removeprefix(self.lead) if self.lead else rest
+        final = bool(self.lead) and (text != rest.strip() or closed.endswith(self.lead))
         calls: tuple[str, ...] = ()
-        if self.form and self.form.opening and self.form.opening in rest:
-            at = rest.index(self.form.opening)
-            calls, rest = self._calls(self.form, rest[at:]), rest[:at]
-        if not closed and self._unclosed(rest, generated):
-            thought, rest = rest, ""
-        rest = _without(rest.strip(), self.lead, self.trail)
-        if rest == raw.strip():
+        if self.form and self.form.opening and (self.form.led or not final):
+            at = text.find(self.form.opening, len(self.opening) if self.opening and text.startswith(self.opening) else 0)
+            if at >= 0:
+                calls, text = _read(self.form, text[at:]), text[:at]
+        if not closed and not final and self._unclosed(text, generated):
+            thought, text = text, ""
+        text = text.strip().removesuffix(self.trail).strip() if self.trail else text.strip()
+        if text == raw.strip():
             return Said((raw if plain is None else plain).strip())
-        return Said(self._clean(rest), self._clean(self._inner(thought)), calls)
+        return Said(self._clean(text), self._clean(self._inner(thought)), calls)
+
+    def awaits(self, raw: str) -> bool:
+        """Whether an answer that is being made has only begun to write a mark."""
+        begun = (self.lead, self.opening, self.form.opening if self.form else "")
+        return any(mark.startswith(raw.strip()) for mark in begun)
 
     def called(self, said: Said) -> Said:
         """Return an answer to a question that is answered by calls, where nothing but their form tells that it is one."""
         if said.calls or self.form is None or self.form.opening:
             return said
         found = self.form.read(said.text)
-        return said._replace(text="", calls=tuple(_canonical(*call) for call in found)) if found else said
+        return said._replace(text="", calls=tuple(call_text(*call) for call in found)) if found else said
 
     def _unclosed(self, text: str, generated: bool) -> bool:
         begins = any(text.lstrip().startswith(mark) for mark in (self.opening, OPEN) if mark)
@@ -112,22 +122,16 @@ class Marks:
         bridge = self.closing.removesuffix(self.lead).strip() if self.lead else ""
         return inner.removesuffix(bridge) if bridge else inner
 
-    def _calls(self, form: CallForm, text: str) -> tuple[str, ...]:
-        found = form.read(text)
-        if found is None:
-            return (" ".join(text.split()),)
-        return tuple(_canonical(*call) for call in found)
-
     def _clean(self, text: str) -> str:
         return (self.special.sub("", text) if self.special else text).strip()
 
 
-def _without(text: str, lead: str, trail: str) -> str:
-    text = text.removeprefix(lead).strip() if lead else text
-    return text.removesuffix(trail).strip() if trail else text
+def _read(form: CallForm, text: str) -> tuple[str, ...]:
+    found = form.read(text)
+    return (" ".join(text.split()),) if found is None else tuple(call_text(*call) for call in found)
 
 
-def _canonical(name: str, arguments: Any) -> str:
+def call_text(name: str, arguments: Any) -> str:
     """Return a call as text: the same for arguments in another order, and for whole numbers written as 2 or 2.0."""
 
     def plain(value: Any) -> Any:
@@ -151,7 +155,7 @@ def marks_of(tokenizer: Any) -> Marks:
     _, thinking = _written(tokenizer, {"content": WORDS, "reasoning_content": THOUGHT}, stops)
     opening, _, after = thinking.partition(THOUGHT)
     closing = after.partition(WORDS)[0] if THOUGHT in thinking and WORDS in after else ""
-    begun = prompt.rstrip().endswith(OPEN) or bool(closing and not opening.strip())
+    begun = prompt.rstrip().endswith(OPEN) or bool(closing.strip() and lead.strip().startswith(closing.strip()))
     special = sorted({*tokenizer.all_special_tokens, *stops}, key=len, reverse=True)
     return Marks(
         begun=begun,
@@ -176,7 +180,7 @@ def _written(
         full = write_chat(tokenizer, [QUESTION, {"role": "assistant", **turn}], **options)
     except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError, DataError):
         return "", ""
-    said = full[len(os.path.commonprefix([prompt, full])) :]
+    said = full[len(_common_start(prompt, full)) :]
     known = [said.rfind(mark) + len(mark) for mark in (WORDS, *ARGUMENTS.values()) if mark in said]
     ends = [end for stop in stops if (end := said.find(stop, max(known, default=0))) >= 0]
     return prompt, said[: min(ends, default=len(said))]
@@ -198,7 +202,7 @@ def _call_form(tokenizer: Any, stops: Sequence[str], lead: str) -> CallForm | No
         for index, name in enumerate(NAMES)
     ]
     one, two = (_written(tokenizer, {"content": "", "tool_calls": calls[:count]}, stops, tools)[1] for count in (1, 2))
-    one = one.removeprefix(lead)
+    led, one = one.startswith(lead), one.removeprefix(lead)
     name, (first, second) = NAMES[0], ARGUMENTS
     if not all(mark in one for mark in (name, *ARGUMENTS, *ARGUMENTS.values())):
         return None
@@ -206,17 +210,17 @@ def _call_form(tokenizer: Any, stops: Sequence[str], lead: str) -> CallForm | No
         written, start, _ = enclosing
         if name in json.dumps(written):
             opening = one[:start].strip().rstrip("[").strip()
-            return CallForm(opening, _object_reader(written))
-        return CallForm(one[: one.index(name)].strip(), _named_reader(_before(one, two)))
+            return CallForm(opening, _object_reader(written), led)
+        return CallForm(one[: one.index(name)].strip(), _named_reader(_before(one, two)), led)
     key_at, value_at = one.index(first), one.index(ARGUMENTS[first])
     between = one[key_at + len(first) : value_at]
     separator = one[value_at + len(ARGUMENTS[first]) : one.index(second)]
     before_key = _common_end(one[one.index(name) + len(name) : key_at], separator)
     after_value = separator.removesuffix(before_key)
-    read: Read = lambda _: None  # noqa: E731
+    read: Read = _read_python
     if before_key.strip() and between.strip() and after_value.strip():
         read = _pairs_reader(_before(one, two), before_key.strip(), between.strip(), after_value.strip())
-    return CallForm(one[: one.index(name)].strip(), read)
+    return CallForm(one[: one.index(name)].strip(), read, led)
 
 
 def _before(one: str, two: str) -> str:
@@ -228,8 +232,13 @@ def _before(one: str, two: str) -> str:
     return opening.strip()
 
 
+def _common_start(one: str, other: str) -> str:
+    end = next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:end]
+
+
 def _common_end(one: str, other: str) -> str:
-    return os.path.commonprefix([one[::-1], other[::-1]])[::-1]
+    return _common_start(one[::-1], other[::-1])[::-1]
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
@@ -256,9 +265,9 @@ def _object_reader(written: dict[str, Any]) -> Read:
         calls = []
         for found, _, _ in _objects(text):
             call = found.get(outer) if outer else found
-            if not isinstance(call, dict) or not isinstance(call.get(name), str) or given not in call:
+            if not isinstance(call, dict) or given not in call or not isinstance(called := call.get(str(name)), str):
                 return None
-            calls.append((call[name], _decoded(call[given])))
+            calls.append((called, _decoded(call[given])))
         return calls or None
 
     return read
@@ -295,6 +304,17 @@ def _pairs_reader(before: str, before_key: str, between: str, after_value: str) 
         return calls or None
 
     return read
+
+
+def _read_python(text: str) -> list[tuple[str, Any]] | None:
+    """Read a list of calls as Python writes them: `[add(a=2), stop()]`."""
+    try:
+        found = ast.parse(text[text.index("[") : text.rindex("]") + 1], mode="eval").body
+        calls = [call for call in getattr(found, "elts", ()) if isinstance(call, ast.Call)]
+        given = [{str(part.arg): ast.literal_eval(part.value) for part in call.keywords} for call in calls]
+        return [(ast.unparse(call.func), arguments) for call, arguments in zip(calls, given, strict=True)] or None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
 
 
 def _decoded(value: Any) -> Any:

@@ -167,6 +167,40 @@ def parts_of(tokenizer: Any, tokens: Sequence[int]) -> Said:
     return marks_of(tokenizer).cut(raw, plain)
 
 
+class Stream:
+    """Prints an answer while it is made, without what is thought before it; `said` has its parts."""
+
+    def __init__(self, tokenizer: Any, stops: set[int]) -> None:
+        self.said = Said("")
+        self._tokenizer, self._stops, self._marks = tokenizer, stops, marks_of(tokenizer)
+        self._tokens: list[int] | None = None
+        """`None` until the prompt was given."""
+        self._shown = ""
+
+    def put(self, value: Tensor) -> None:
+        """Called by `generate` with the prompt, then with each token."""
+        if self._tokens is None:
+            self._tokens = []
+            return
+        self._tokens += [token for token in value.flatten().tolist() if token not in self._stops]
+        self.said = parts_of(self._tokenizer, self._tokens)
+        if not self._marks.awaits(self._tokenizer.decode(self._tokens)):
+            self._show(self.said.text.removesuffix("\ufffd"))  # a letter whose other bytes are to come
+
+    def end(self) -> None:
+        """Called by `generate` at the end."""
+        if not self.said.shown.startswith(self._shown):  # what looked like an answer was not one
+            print()
+            self._shown = ""
+        self._show(self.said.shown)
+        print(flush=True)
+
+    def _show(self, text: str) -> None:
+        if text.startswith(self._shown):
+            print(text[len(self._shown) :], end="", flush=True)
+            self._shown = text
+
+
 # A batch is kept full: answers that have ended leave it, waiting prompts take their places. transformers computes a batch to the end of its
 # longest answer, and where answers differ in length most of that is for nothing. Its own `generate` does every step here; it is interrupted,
 # the batch and its cache are changed, and it continues.

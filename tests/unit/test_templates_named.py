@@ -70,6 +70,13 @@ FAMILIES = {
          "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n  of course.<|im_end|>\u203a"],
         {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
+    "deepseek_r1": Family(
+        "llama3",
+        ["<s>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n\u2039\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a",
+         "<s>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c>Four.<\uff5cend\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>And then?"
+         "<\uff5cAssistant\uff5c><think>\n\u2039\n</think>\n\nFive,\n\n  of course.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"],
+        {"special": ["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"], "bos": "<s>", "eos": "<\uff5cend\u2581of\u2581sentence\uff5c>"},
+    ),
     "phi3": Family(
         "llama2",
         ["<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\n\u2039Four.<|end|>\u203a\n"
@@ -127,7 +134,14 @@ def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
     assert everything.labels == everything.input_ids == last.input_ids
 
 
-ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "phi3": "<|end|>"}
+ENDS = {
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "qwen3": "<|im_end|>",
+    "phi3": "<|end|>",
+    "deepseek_r1": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
 TEXT = st.text(alphabet="ab \n\t.1\u00e9\u4e16\U0001f600'<>", min_size=1, max_size=12).filter(lambda value: bool(value.strip()))
 
 
@@ -145,7 +159,7 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
     assert len(found) == len(answers)
     assert all(text.endswith(end) for text in found)
     # White space around an answer is the template's and the decoder's matter, between its words it is not.
-    said = sorted(text.removesuffix(end).removeprefix("<think>\n\n</think>\n\n").strip() for text in found)
+    said = sorted(text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in found)
     assert said == sorted(answer.strip() for answer in answers)
     for row in rows:
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
