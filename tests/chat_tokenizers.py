@@ -91,8 +91,7 @@ def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
     A part is tokenised behind all that comes before it; alone where its first letters would change the token before, which a model
     that continues cannot do.
     """
-    before: list[int] = []
-    text, ids, labels = "", [], []
+    text, before, ids, labels = "", list[int](), list[int](), list[int]()
     for number, part in enumerate(row.replace("\u203a", "\u2039").split("\u2039")):
         text += part
         found = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])

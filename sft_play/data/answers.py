@@ -168,6 +168,26 @@ def marks_of(tokenizer: Any) -> Marks:
     )
 
 
+def parts_of(tokenizer: Any, tokens: Sequence[int]) -> Said:
+    """Return the parts of an answer in tokens, without the one that ends the turn."""
+    raw, plain = (tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (False, True))
+    return marks_of(tokenizer).cut(raw, plain)
+
+
+def compare_parts(tokenizer: Any, row: Mapping[str, Any], said: Said) -> tuple[Said, Said]:
+    """Return the parts of a prepared row's own answer and of the one that was made, cut by the same marks.
+
+    The row's tokens tell its calls; its words are those of the data.
+    """
+    marks, words = marks_of(tokenizer), row["reference"]
+    reference = marks.cut(words, generated=False)
+    if not reference.calls and "input_ids" in row:
+        written = [int(token) for token in row["input_ids"][len(row["prompt_ids"]) :]]
+        own = parts_of(tokenizer, written[:-1] if written and written[-1] in end_of_turn_ids(tokenizer) else written)
+        reference = reference._replace(calls=(own if words.strip() else marks.called(own)).calls)
+    return reference, marks.called(said) if reference.calls else said
+
+
 def _written(
     tokenizer: Any, turn: Mapping[str, Any], stops: Sequence[str], tools: Sequence[Any] | None = None
 ) -> tuple[str, str]:
@@ -259,7 +279,7 @@ def _object_reader(written: dict[str, Any]) -> Read:
     outer = next((key for key, value in written.items() if isinstance(value, dict) and NAMES[0] in value.values()), None)
     inner = written[outer] if outer else written
     name = next((key for key, value in inner.items() if value == NAMES[0]), None)
-    given = next((key for key, value in inner.items() if value == ARGUMENTS or _decoded(value) == ARGUMENTS), None)
+    given = next((key for key, value in inner.items() if value == ARGUMENTS or _decoded(value) == ARGUMENTS), "")
 
     def read(text: str) -> list[tuple[str, Any]] | None:
         calls = []

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from sft_play.data.formats import Message
@@ -316,7 +317,7 @@ CONVERSATION = [
     {"role": "user", "content": " And\n3 + 3? "},
     {"role": "assistant", "content": "6"},
 ]
-DAY = "01 Jan 2026"
+DAY = date(2026, 1, 1)
 
 
 def template_sha256(tokenizer: Any) -> str | None:
@@ -332,7 +333,7 @@ def template_sha256(tokenizer: Any) -> str | None:
     for turns in (CONVERSATION, CONVERSATION[1:]):
         try:
             written = [
-                write_chat(tokenizer, turns[:length], add_generation_prompt=prompt, date_string=DAY, strftime_now=lambda _: DAY)
+                write_chat(tokenizer, turns[:length], add_generation_prompt=prompt, day=DAY)
                 for length, prompt in ((len(turns), False), (len(turns) - 1, True))
             ]
         except (jinja2.TemplateError, TypeError, KeyError, ValueError):

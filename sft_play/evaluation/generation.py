@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
-from sft_play.data.answers import Said, marks_of
+from sft_play.data.answers import Said, marks_of, parts_of
 from sft_play.data.chat import check_written, has_tools
 from sft_play.data.formats import Message
 from sft_play.errors import DataError
@@ -58,7 +58,8 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any]
     import jinja2
 
     def render(turns: Sequence[Message], offered: Sequence[Any] | None, prompt: bool) -> str:
-        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **({"tools": list(offered)} if offered else {}))
+        options: dict[str, Any] = {"tools": list(offered)} if offered else {}
+        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **options)
 
     try:
         if has_tools(messages, tools):
@@ -159,12 +160,6 @@ def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
     kept = tokens if end is None else tokens[:end]
     text, thought, calls = parts_of(tokenizer, kept)
     return Answer(text=text, thought=thought, calls=calls, tokens=len(kept), stopped=end is not None)
-
-
-def parts_of(tokenizer: Any, tokens: Sequence[int]) -> Said:
-    """Return the parts of an answer in tokens, without the one that ends the turn."""
-    raw, plain = (tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (False, True))
-    return marks_of(tokenizer).cut(raw, plain)
 
 
 class Stream:
@@ -363,7 +358,7 @@ def _advance(
         mask=torch.cat([batch.mask, torch.ones_like(new)], dim=1)[keep],
         places=[batch.places[row] for row in keep.tolist()],
         left=batch.left[keep] - new.shape[1],
-        cache=output.past_key_values if isinstance(output.past_key_values, DynamicCache) else None,
+        cache=output.past_key_values if _selectable(output.past_key_values) else None,
     )
     if rest.cache is not None:
         rest.cache.batch_select_indices(keep)
@@ -371,6 +366,11 @@ def _advance(
             # Padding that all have is dropped, so that the batch is never wider than its longest row.
             return _widen(rest, rest.ids.shape[1] - int(rest.mask.any(dim=0).int().argmax()))
     return rest
+
+
+def _selectable(cache: Any) -> bool:
+    """Whether rows may be taken out of a cache: not where a layer keeps the states of linear attention."""
+    return isinstance(cache, DynamicCache) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
 
 
 def _refillable(cache: Any) -> bool:

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
-from sft_play.data.answers import Said, marks_of
+from sft_play.data.answers import Said, compare_parts
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
 from sft_play.errors import DataError
-from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, parts_of, refills, use_our_settings
+from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, use_our_settings
 from sft_play.evaluation.scores import (
     DEFAULT_METRICS,
     ROUGE,
@@ -39,7 +39,6 @@ from sft_play.evaluation.scores import (
     without_words,
 )
 from sft_play.files import remove_half_written, write_json, write_text
-from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
@@ -313,7 +312,7 @@ def score_by_generation(
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
     assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
-    pairs = [_compared(tokenizer, rows[index], answer.said) for index, answer in everywhere]
+    pairs = [compare_parts(tokenizer, rows[index], answer.said) for index, answer in everywhere]
     scored = _score(metrics, pairs, ranks)
     predictions = tuple(
         Prediction(
@@ -332,29 +331,14 @@ def score_by_generation(
     )
 
 
-def _compared(tokenizer: Any, row: Mapping[str, Any], said: Said) -> tuple[Said, Said]:
-    """Return the parts of a row's own answer and of the one that was made, cut by the same marks.
-
-    The row's tokens tell its calls; its words are those of the data.
-    """
-    marks = marks_of(tokenizer)
-    reference = marks.cut(row["reference"], generated=False)
-    if not reference.calls and "input_ids" in row:
-        written = [int(token) for token in row["input_ids"][len(row["prompt_ids"]) :]]
-        stops = set(end_of_turn_ids(tokenizer))
-        own = parts_of(tokenizer, written[:-1] if written and written[-1] in stops else written)
-        own = own if row["reference"].strip() else marks.called(own)
-        reference = reference._replace(calls=own.calls)
-    return reference, marks.called(said) if reference.calls else said
-
-
 def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ranks) -> Scored:
     """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
     found: dict[str, Any] = {}
     if ranks.first:
         try:
-            references, answers = zip(*((reference.shown, said.shown) for reference, said in pairs), strict=True)
-            other = [reference.calls != said.calls for reference, said in pairs]
+            references, answers, other = zip(
+                *((one.shown, said.shown, one.calls != said.calls) for one, said in pairs), strict=True
+            )
             found = {"scored": asdict(score_answers(metrics, references, answers, other_calls=other))}
         except DataError as error:  # the others wait for it
             found = {"problem": {"message": error.message, "place": error.place, "hint": error.hint}}

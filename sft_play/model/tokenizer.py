@@ -10,9 +10,10 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import date, datetime, time
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from sft_play.config.schema import DataConfig
@@ -25,8 +26,8 @@ MARKER = "\u2402answer\u2403"
 """Stands for an answer when a template is rendered to see where it stands and what follows it."""
 BASE_STOPS = "base_stops"
 """Of a tokenizer: the tokens at which the base's own generation settings end an answer."""
-THINKING = ("reasoning_content", "thinking", "reasoning")
-"""What templates call the thought of a turn."""
+DAY = "day"
+"""Of a tokenizer that prepares rows: the day that its template takes for today."""
 
 
 def load_tokenizer(
@@ -77,15 +78,16 @@ def load_tokenizer(
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens at which an answer ends, never empty: what the template writes after an answer, and after calls; the
-    tokenizer's eos; what the base's `generation_config.json` names.
+    """Return the tokens that end a turn, never empty: what the template writes after an answer, and after calls; the tokenizer's
+    eos; those of the base's `generation_config.json` that are no part of words.
 
     Raise `DataError` when there is none.
     """
+    added = set(tokenizer.added_tokens_decoder)
     special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     after_ids = _after(tokenizer, {"content": MARKER})
     found: list[int] = []
-    for known in (special, set(tokenizer.added_tokens_decoder)):  # some folders forget to call the end of a turn special
+    for known in (special, added):  # some folders forget to call the end of a turn special
         found += [index for index in after_ids if index in known][: 0 if found else 1]
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
@@ -93,7 +95,7 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     after_call = _after(tokenizer, {"content": "", "tool_calls": [call]})
     if not set(found) & set(after_call):  # harmony ends calls otherwise than answers
         found += [index for index in after_call if index in special][-1:]
-    found += [index for index in getattr(tokenizer, BASE_STOPS, ()) if index < len(tokenizer)]
+    found += [index for index in getattr(tokenizer, BASE_STOPS, ()) if index in added]
     if not found:
         raise DataError("the tokenizer has no token that ends a turn", hint="set `eos_token` in its config")
     return list(dict.fromkeys(found))
@@ -111,9 +113,19 @@ def _after(tokenizer: Any, turn: Mapping[str, Any]) -> list[int]:
     return list(tokenizer(after, add_special_tokens=False)["input_ids"]) if after.strip() else []
 
 
+def writes_day(tokenizer: Any) -> bool:
+    """Whether the tokenizer's template writes today's date."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def fix_day(tokenizer: Any, day: str) -> None:
+    """Make the tokenizer's template take `day` (ISO) for today."""
+    setattr(tokenizer, DAY, date.fromisoformat(day))
+
+
 def ends_of_answers(tokenizer: Any) -> dict[str, Any]:
-    """Return the generation settings by which any tool ends an answer where its turn ends."""
-    stops = end_of_turn_ids(tokenizer)
+    """Return the generation settings by which any tool ends an answer where its turn ends, or where the base's own settings say."""
+    stops = list(dict.fromkeys([*end_of_turn_ids(tokenizer), *getattr(tokenizer, BASE_STOPS, ())]))
     return {"eos_token_id": stops, "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
 
 
@@ -310,20 +322,35 @@ class _OutOfTime(BaseException):
     """No `Exception`: jinja and pypdf pass over those in places."""
 
 
-def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return what the tokenizer's chat template writes.
+def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: date | None = None, **options: Any) -> str:
+    """Return what the tokenizer's chat template writes; `day` stands for today.
 
     Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
-    thought, *_ = [key for key in THINKING if re.search(rf"\b{key}\b", str(tokenizer.chat_template))] or THINKING
-    turns = [{thought if key == THINKING[0] else key: value for key, value in turn.items()} for turn in messages]
+    limit = in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT)
     try:
-        with in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT):
-            return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
+        with on_day(day or getattr(tokenizer, DAY, None)), limit:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (RecursionError, MemoryError) as error:
         what = "nests without end" if isinstance(error, RecursionError) else "asks for more memory than there is"
         raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
+
+
+@contextlib.contextmanager
+def on_day(day: date | None) -> Iterator[None]:
+    """Make templates take `day` for today in a body. transformers gives them a clock of its own, and turns one that is passed into text."""
+    if day is None:
+        yield
+        return
+    from transformers.utils import chat_template_utils as library
+
+    midnight, clock = datetime.combine(day, time()), library.datetime
+    library.datetime = SimpleNamespace(now=lambda: midnight)
+    try:
+        yield
+    finally:
+        library.datetime = clock
 
 
 @contextlib.contextmanager

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.answers import Marks, Said, marks_of
-from sft_play.evaluation.generation import parts_of
+from sft_play.data.answers import Marks, Said, marks_of, parts_of
 from tests.chat_families import CHAT_FAMILIES, TOOL, asked, call, save_family
 from tests.chat_tokenizers import load_with, rows_of
 
