@@ -35,7 +35,7 @@ from sft_play.evaluation.scores import (
     check_library_metrics,
     how_scored,
     perplexity,
-    score_answers,
+    score_said,
     without_words,
 )
 from sft_play.files import remove_half_written, write_json, write_text
@@ -336,10 +336,7 @@ def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ra
     found: dict[str, Any] = {}
     if ranks.first:
         try:
-            references, answers, other = zip(
-                *((one.shown, said.shown, one.calls != said.calls) for one, said in pairs), strict=True
-            )
-            found = {"scored": asdict(score_answers(metrics, references, answers, other_calls=other))}
+            found = {"scored": asdict(score_said(metrics, pairs))}
         except DataError as error:  # the others wait for it
             found = {"problem": {"message": error.message, "place": error.place, "hint": error.hint}}
     found = ranks.broadcast(found)

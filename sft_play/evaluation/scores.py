@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from sft_play.config.metrics import LIBRARY, OF_ANSWERS, library_parts, short_na
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
 from sft_play.runs.folder import LEAST_ROWS, may_run
+
+if TYPE_CHECKING:
+    from sft_play.data.answers import Said
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 DEFAULT_METRICS = ROUGE
@@ -303,6 +306,13 @@ def score_answers(
         for row, value in zip(each, single or (), strict=single is not None):
             row[name] = value
     return Scored(each=tuple(each), intervals=intervals)
+
+
+def score_said(names: Sequence[str], pairs: Sequence[tuple[Said, Said]]) -> Scored:
+    """Return what the metrics say of answers, each behind its reference: of their words, and of their calls as lines of JSON."""
+    shown = [(reference.shown, said.shown, reference.calls != said.calls) for reference, said in pairs]
+    references, answers, other = zip(*shown, strict=True)
+    return score_answers(names, references, answers, other_calls=other)
 
 
 def how_scored(names: Sequence[str]) -> dict[str, object]:

@@ -39,8 +39,11 @@ def rows_of_family(name: str) -> list[dict[str, Any]]:
     ]
 
 
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in CHAT_FAMILIES if name != "gpt_oss"]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CHAT_FAMILIES)
+@pytest.mark.parametrize("name", ["gpt_oss", *OTHERS])
 def test_a_model_that_writes_its_rows_scores_1(name: str, tmp_path: Path) -> None:
     place, family = Place(tmp_path), CHAT_FAMILIES[name]
     folder = tmp_path / "model"
