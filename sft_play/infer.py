@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
 from sft_play.config.reader import names_of
+from sft_play.data.answers import call_text
 from sft_play.data.formats import FORMATS, understand
 from sft_play.data.readers import TABLES, Placed, read_file
 from sft_play.data.sources import Faults, rename
@@ -27,9 +28,10 @@ from sft_play.text import bar, tell
 if TYPE_CHECKING:
     from sft_play.config.call import Call
     from sft_play.config.schema import Config
+    from sft_play.data.answers import Said
     from sft_play.evaluation.generation import Answer, AnswerSettings
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 SETTINGS = frozenset({"train.generation_max_new_tokens", "train.generation_num_beams", "eval.batch_size"})
 """What may be changed for answering."""
@@ -137,10 +139,11 @@ def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
     question = Question("`PROMPT`", [{"role": "user", "content": prompt}])
     answer = answer_all(*ready, _prompts(ready, [question]))[0]
     if call.json:
-        found = {"prompt": prompt, "answer": answer.text, "tokens": answer.tokens, "stopped": answer.stopped}
+        found = {"prompt": prompt, **_parts(answer.said), "tokens": answer.tokens, "stopped": answer.stopped}
         print(json.dumps({**facts, **found}, ensure_ascii=False))
     else:
-        print(answer.text)
+        _tell_thought(answer.said)
+        print(answer.said.shown)
         _tell_cut([answer], ready)
     return 0
 
@@ -153,7 +156,8 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
     with bar("answers", "rows") as show:
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
-    lines = [json.dumps(_output_row(row, next(coming).text if row.messages else ""), ensure_ascii=False) for row in rows]
+    found = [_output_row(ready, row, next(coming).said if row.messages else None) for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False) for row in found]
     try:
         write_text(output, "\n".join(lines) + "\n")
     except OSError as error:
@@ -178,11 +182,25 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     return cut
 
 
-def _output_row(row: Question, answer: str) -> dict[str, Any]:
-    """Return a line of `OUTPUT`."""
-    found: dict[str, Any] = {"prompt": row.messages[-1]["content"] if row.messages else "", "answer": answer}
+def _parts(said: Said) -> dict[str, Any]:
+    """Return an answer, and what was thought before it, as JSON shows them."""
+    return {"answer": said.shown, **({"thought": said.thought} if said.thought else {})}
+
+
+def _tell_thought(said: Said) -> None:
+    """Show what was thought, apart from the answer: on stderr."""
+    if said.thought:
+        tell(f"thought: {said.thought}")
+
+
+def _output_row(ready: Ready, row: Question, said: Said | None) -> dict[str, Any]:
+    """Return a line of `OUTPUT`; `said` is `None` where nothing was asked."""
+    from sft_play.data.answers import marks_of
+
+    prompt = row.messages[-1]["content"] if row.messages else ""
+    found: dict[str, Any] = {"prompt": prompt, **(_parts(said) if said else {"answer": ""})}
     if row.reference is not None:
-        found["reference"] = row.reference
+        found["reference"] = marks_of(ready.tokenizer).cut(row.reference, generated=False).shown
     return found | ({"messages": row.messages} if len(row.messages) > 1 else {})
 
 
@@ -245,28 +263,31 @@ class Conversation:
             tell(error.render())
             return
         if self.as_json or self.settings.num_beams > 1:  # beams decide on the text only at the end
-            text = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].text
-            print(json.dumps({"prompt": question, "answer": text}, ensure_ascii=False) if self.as_json else text, flush=True)
+            said = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].said
+            print(
+                json.dumps({"prompt": question, **_parts(said)}, ensure_ascii=False) if self.as_json else said.shown, flush=True
+            )
         else:
-            text = self._stream(prompt)
-        self.messages.append({"role": "assistant", "content": text})
+            said = self._stream(prompt)
+        thought = {"reasoning_content": said.thought} if said.thought else {}
+        self.messages.append({"role": "assistant", "content": said.shown, **thought})
 
-    def _stream(self, prompt: Sequence[int]) -> str:
-        """Print the answer while it is made, and return it."""
+    def _stream(self, prompt: Sequence[int]) -> Said:
+        """Print the answer while it is made, without what is thought before, and return it."""
         import torch
-        from transformers import TextStreamer
 
-        from sft_play.evaluation.generation import context_length, generation_settings, use_our_settings
+        from sft_play.evaluation.generation import Stream, context_length, generation_settings, use_our_settings
 
         use_our_settings(self.model)
         ids = torch.tensor([list(prompt)], device=self.model.device)
         generation = generation_settings(self.tokenizer, self.settings, room=context_length(self.model) - len(prompt))
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = Stream(self.tokenizer, set(generation.eos_token_id))
         with torch.no_grad():
-            output = self.model.generate(
+            self.model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=generation, streamer=streamer
             )
-        return str(self.tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)).strip()
+        _tell_thought(streamer.said)
+        return streamer.said
 
     def _fitting_prompt(self) -> list[int]:
         """Return the conversation's tokens, without its oldest exchanges where it would not fit with an answer."""
@@ -357,7 +378,8 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     *asked, last = example.messages or []
     if not any(turn["role"] == "user" for turn in asked):
         raise DataError(f"`{asks}` holds no turn that could be answered")
-    reference = last["content"] or json.dumps(last.get("tool_calls", []), ensure_ascii=False)
+    calls = [call["function"] for call in last.get("tool_calls", ())]
+    reference = "\n".join(filter(None, [last["content"], *(call_text(call["name"], call["arguments"]) for call in calls)]))
     messages = [{key: value for key, value in turn.items() if key != "train"} for turn in asked]
     return Question(place, messages, example.tools, None if reference == TO_COME else reference)
 

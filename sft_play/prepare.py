@@ -27,10 +27,11 @@ from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.files import read_json, translate_disk_errors
 from sft_play.launch.process import console_may_go, end_by_signals
+from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared, ResolvedModel, remember
+from sft_play.runs.prepared import Prepared, ResolvedModel, day_of, remember
 from sft_play.text import tell
 
 
@@ -38,11 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Prepare one run and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run, with config.json")
+    parser.add_argument("--day", help="ISO date that stands for today in the rows, where the chat template writes it")
     parser.add_argument("--scored", action="store_true", help="the rows are for an evaluation, not for training")
     options = parser.parse_args(arguments)
     try:
         with console_may_go(), _stopped_in_order():
-            prepare_run(RunFolder(options.run), scored=options.scored)
+            prepare_run(RunFolder(options.run), scored=options.scored, day=options.day)
     except UserError as error:
         tell(error.render())
         return error.exit_code
@@ -54,8 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
 def data(call: Call) -> int:
     """`make data`: prepare what a configuration, or the one of `RUN`, asks for; `JSON=1` prints the manifests."""
     config = call.load_config().config
+    run = call.options.get("RUN")
     with _stopped_in_order():
-        prepared, manifests = prepare(config)
+        prepared, manifests = prepare(config, day=day_of(find_run(run).prepared) if run else None)
     mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
     for line in mixture.describe() if mixture else []:
         tell(f"mixture: {line}")
@@ -81,22 +84,22 @@ def place_hint(_: bool, where: Path) -> str:
     return f"the cache is `{cache_folder()}`: free some space there, or set SFT_PLAY_CACHE to another folder"
 
 
-def prepare_run(run: RunFolder, *, scored: bool = False) -> Prepared:
+def prepare_run(run: RunFolder, *, scored: bool = False, day: str | None = None) -> Prepared:
     """Resolve the model, prepare the data, write `prepared.json` and return it. Raise `DataError`."""
     config = read_config(run.config).config
     if any(name.startswith(LIBRARY) for name in config.eval.metrics):
         from sft_play.evaluation.scores import check_library_metrics
 
         check_library_metrics(config.eval.metrics)  # a name that is wrong is said before anything is downloaded or trained
-    prepared, _ = prepare(config, scored=scored)
+    prepared, _ = prepare(config, scored=scored, day=day)
     prepared.save(run.prepared)
     return prepared
 
 
-def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
+def prepare(config: Config, *, scored: bool = False, day: str | None = None) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
     """Resolve the model and prepare the data; return the facts, and the manifest of each split. Raise `DataError`.
 
-    `scored` says that the configuration's sources are for an evaluation: they are called so.
+    `scored` says that the configuration's sources are for an evaluation: they are called so. `day` is that of `data.prepare.prepare_data`.
 
     `make plan` and `lookup` know it from then on.
     """
@@ -114,7 +117,7 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)
-    prepared, manifests = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)))
+    prepared, manifests = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)), day)
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     remember(config, prepared)

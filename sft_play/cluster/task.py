@@ -33,7 +33,7 @@ from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, save_config, saved_form
 from sft_play.errors import HardwareError, Problems, UserError, raise_all
 from sft_play.files import lock, text_sha256, typed_path
-from sft_play.launch.attempt import DELIVERED, run_preparation
+from sft_play.launch.attempt import DELIVERED, day_words, run_preparation
 from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
@@ -43,7 +43,7 @@ from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import Prepared, day_of
 from sft_play.text import plural
 
 PORT = 29500
@@ -204,7 +204,8 @@ def prepare(task: Task) -> Prepared:
     with tempfile.TemporaryDirectory(prefix=f"prepare-{task.run.name}-", dir=folder) as name:
         run = RunFolder(Path(name))
         save_config(task.loaded, run.config)
-        run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)])
+        day = day_words(day_of(task.run.prepared))
+        run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *day])
         return Prepared.load(run.prepared)
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from sft_play.data.turns import Message
@@ -14,7 +15,6 @@ from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, write_chat
 
 KNOWN_TAILS = 8
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _ENDED_THOUGHT = re.compile(r"\s*(<think>)?.*</think>\s*", re.DOTALL)
 _NOT_EXACT = "so the mask cannot be exact"
 _BY_ANSWER = "split the conversation into rows that end at each answer, or take another template: `data.chat_template`"
@@ -68,11 +68,14 @@ class Renderer:
         """`stops`: the tokens that end a turn (`model.tokenizer.end_of_turn_ids`)."""
         self.tokenizer = tokenizer
         self.stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stops))]
+        self._roles: RoleMarks | None = None
         self._tails: list[tuple[str, int]] = []
         """What the template writes after an answer's words, and where in it the end of the turn ends: the same for most answers."""
 
     def rows(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant") -> list[RowText]:
         """Return the rows of a conversation that ends with an answer. Raise `DataError` where a mask cannot be exact."""
+        self._roles = self._roles or role_marks(self.tokenizer, self.stops, self.render)
+        self._roles.check(messages)
         if has_tools(messages, tools):
             last = max((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), default=-1)
             check_written(messages[: last + 1], tools, self.render)
@@ -86,8 +89,7 @@ class Renderer:
             words = messages[index]["content"]
             if prompt.startswith(before + said):
                 earlier.append(Span(len(before), len(before) + len(said), words))
-            else:
-                self._check_change(messages, index, wanted[-1])
+            else:  # a row of its own, as inference sees and writes it then
                 alone.append(RowText(before, said, words))
         return [*alone, RowText(prompt, answer, messages[wanted[-1]]["content"], tuple(earlier))]
 
@@ -154,16 +156,6 @@ class Renderer:
                 hint="use a template that ends each answer with the tokenizer's eos token, or name one: `data.chat_template`",
             )
         return first + len(stop)
-
-    def _check_change(self, messages: Sequence[Message], index: int, last: int) -> None:
-        """Raise `DataError` where the last prompt shows an earlier answer otherwise than by leaving out thoughts or moving tools."""
-        prompt = self.render(messages[:last], prompt=True)
-        before, said = self.answer(messages, index)
-        if not _said_in(prompt).startswith(_said_in(before + said)):
-            raise DataError(
-                f"the chat template changes earlier turns when later ones are added (turn {index + 1}), {_NOT_EXACT}",
-                hint=_BY_ANSWER,
-            )
 
     def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
         """Return the row of `train.loss_on: all`: every token but those of turns with `train: false`."""
@@ -235,11 +227,6 @@ def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
     return chosen
 
 
-def _said_in(text: str) -> str:
-    """Return a text without thoughts and white space."""
-    return "".join(_THOUGHT.sub("", text).split())
-
-
 def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
     """Return where the answer begins in `full`, where the template writes something else there than the generation prompt.
 
@@ -247,10 +234,10 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
     """
     more = prompt[len(head) :]
     if not (prompt.startswith(head) and full.startswith(head)) or more.count("<think>") > more.count("</think>"):
+        r1 = "`data.chat_template: deepseek_r1`" if "<\uff5cAssistant\uff5c>" in prompt else "`data.chat_template`"
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
-            hint="the model would be trained on other text than it sees when it answers; take another template: `data.chat_template` "
-            "(for DeepSeek-R1 and its distillations `chat_template: deepseek_r1`)",
+            hint=f"the model would be trained on other text than it sees when it answers; take another template: {r1}",
         )
     return len(head)
 
@@ -266,6 +253,60 @@ def _holds(body: str, words: str, lead: str) -> bool:
     return False
 
 
+# Rows that a template has rendered already: it would put them into itself again.
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMarks:
+    """What a template writes before a user's words and before an answer."""
+
+    marks: tuple[str, ...] = ()
+    special: bool = False
+    """Whether they hold special tokens. Plain words (`USER:`) may stand in any text, so all of them must be there."""
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raise `DataError` for a turn that holds them."""
+        for index, turn in enumerate(messages):
+            found = [mark for mark in self.marks if mark in turn["content"]]
+            if found and (self.special or len(found) == len(self.marks)):
+                raise DataError(
+                    f"turn {index + 1} ({turn['role']}) holds `{found[0]}`, which the chat template writes itself: the row was rendered "
+                    "already, and would be rendered twice",
+                    hint="give the turns without the template's marks (`messages`: a role and its words); or put prompt and answer into "
+                    "one column, `columns: {text: NAME}`, and read it with `format: text`, which learns every token, the questions too",
+                )
+
+
+def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMarks:
+    """Return the marks of a tokenizer's template; none where it does not write a plain conversation."""
+    asked = [{"role": "user", "content": "qFirstz"}]
+    more = [*asked, {"role": "assistant", "content": MARKER}, {"role": "user", "content": "qSecondz"}]
+    try:
+        before_answer = render(asked, None, True).partition("qFirstz")[2]
+        before_user = render(more, None, False).partition(MARKER)[2].partition("qSecondz")[0]
+    except DataError:
+        return RoleMarks()
+    special = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
+    tokens = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+    marks = tuple(dict.fromkeys(_role_mark(text, stops, tokens) for text in (before_user, before_answer)))
+    return RoleMarks(marks if all(marks) else (), all(tokens.search(mark) for mark in marks))
+
+
+def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> str:
+    """Return the mark of a role in what stands between two turns: a special token, with the word and the token after it if any."""
+    text = between.strip()
+    for stop in stops:
+        text = text.removeprefix(stop).strip()
+    found = list(tokens.finditer(text))
+    for index, token in enumerate(found):
+        after = found[index + 1] if index + 1 < len(found) else None
+        word = text[token.end() : after.start() if after else len(text)].split("\n")[0]
+        if word.strip():
+            whole = after is not None and token.end() + len(word) == after.start()
+            return text[token.start() : after.end() if after and whole else token.end() + len(word)].strip()
+    return found[0].group() if found else text
+
+
 # What a chat template really writes, as one checksum: files may stay the same while the library that renders them changes.
 
 
@@ -276,7 +317,7 @@ CONVERSATION = [
     {"role": "user", "content": " And\n3 + 3? "},
     {"role": "assistant", "content": "6"},
 ]
-DAY = "01 Jan 2026"
+DAY = date(2026, 1, 1)
 
 
 def template_sha256(tokenizer: Any) -> str | None:
@@ -292,7 +333,7 @@ def template_sha256(tokenizer: Any) -> str | None:
     for turns in (CONVERSATION, CONVERSATION[1:]):
         try:
             written = [
-                write_chat(tokenizer, turns[:length], add_generation_prompt=prompt, date_string=DAY, strftime_now=lambda _: DAY)
+                write_chat(tokenizer, turns[:length], add_generation_prompt=prompt, day=DAY)
                 for length, prompt in ((len(turns), False), (len(turns) - 1, True))
             ]
         except (jinja2.TemplateError, TypeError, KeyError, ValueError):

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from datetime import date
 from importlib.metadata import version
 from multiprocessing import connection
 from pathlib import Path
@@ -35,6 +36,7 @@ from sft_play.data.tokens import Encoder, Outcome
 from sft_play.errors import DataError, HardwareError, raise_all
 from sft_play.files import text_sha256
 from sft_play.launch.process import raise_what_was_heard
+from sft_play.model.tokenizer import DAY, base_stops, fix_day, writes_day
 from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import HUB, Prepared, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
@@ -60,33 +62,57 @@ class Part:
 
 
 def prepare_data(
-    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any]
+    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], day: str | None = None
 ) -> tuple[Prepared, dict[str, dict[str, Any]]]:
     """Return the prepared splits, from the cache when nothing that matters has changed, and their manifests. Raise `DataError`.
 
-    `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds.
+    `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds. `day`: the
+    date (ISO) that rows must have where the template writes one; without it that of their first preparation.
     """
     if not config.data.sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
-    parts = _parts(config, model)
-    manifests = {part.name: read_manifest(part.folder) for part in parts}
+    parts, manifests = _of_day(config, model, tokenizer, day)
     if missing := [part for part in parts if manifests[part.name] is None]:
+        if writes_day(tokenizer()):
+            there = (manifest["split"].get("day") for manifest in manifests.values() if manifest)
+            fix_day(tokenizer(), day or next(there, None) or date.today().isoformat())
         # Those of one fraction in one pass over their rows.
         for together in [missing] if all(part.fraction for part in missing) else [[part] for part in missing]:
             _prepare_in_one_pass(config, tokenizer(), together, parts[0])
-        manifests = {part.name: read_manifest(part.folder) for part in parts}
+        manifests = _manifests(parts)
     named = {part.name: _name_sources(manifests[part.name], part) for part in parts}
     train, validation = [*(record_of(manifest["split"], PreparedSplit) for manifest in named.values()), None][:2]
     return Prepared(model=model, train=train, validation=validation), named
 
 
-def _parts(config: Config, model: ResolvedModel) -> list[Part]:
-    """Return the splits that a configuration asks for, training first."""
+Manifests = dict[str, dict[str, Any] | None]
+
+
+def _manifests(parts: Sequence[Part]) -> Manifests:
+    return {part.name: read_manifest(part.folder) for part in parts}
+
+
+def _of_day(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], day: str | None) -> tuple[list[Part], Manifests]:
+    """Return the splits, and their manifests where they are prepared: any day's, or those of `day`."""
+    parts = _parts(config, model)
+    manifests = _manifests(parts)
+    if day is None or all(manifest and manifest["split"].get("day") in (None, day) for manifest in manifests.values()):
+        return parts, manifests
+    dated = _parts(config, model, day)
+    found = _manifests(dated)
+    if any(found.values()) or any(manifests.values()) or writes_day(tokenizer()):
+        return dated, found
+    return parts, manifests
+
+
+def _parts(config: Config, model: ResolvedModel, *day: str) -> list[Part]:
+    """Return the splits that a configuration asks for, training first; those of a `day` other than that of their first preparation."""
     sources, validation = config.data.sources, config.data.validation
     fraction = 0.0 if isinstance(validation, list) else float(validation or 0.0)
     # What the rows of both splits depend on, next to their sources.
     versions = [version(package) for package in ("transformers", "tokenizers")]
-    common = [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), *versions]
+    stops = base_stops(Path(model.path))
+    common = [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), stops, *versions, *day]
     train = _part("train", sources, fraction, common)
     if validation and isinstance(validation, list):
         # The training rows are in the key, since the manifest says how many rows of the validation data are among them.
@@ -266,6 +292,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 contents=part.contents, fingerprint=writer.fingerprint(),
             )  # fmt: skip
             manifest["split"]["template"] = template_sha256(tokenizer)
+            manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             if part.name == "validation":
                 trained = set(_keys((train.folder / KEYS).read_bytes()))
                 manifest["overlap"] = {"with": "train", "rows": sum(key in trained for key in _keys(bytes(writer.keys)))}

@@ -300,7 +300,7 @@ def _own_rows(run: RunFolder) -> Rows | None:
         from sft_play.config.load import read_config
 
         tell(f"the prepared rows are gone from `{split.path}`: they are prepared again")
-        again = _prepare(read_config(run.config)).validation
+        again = _prepare(read_config(run.config), day=split.day).validation
         if again is None or again.fingerprint != split.fingerprint:
             hint = "restore the data, or score it as it is now: DATA=file.jsonl"
             raise CheckpointError(f"the validation data of the run `{run.name}` has changed since", hint=hint)
@@ -323,20 +323,20 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
     return replace(config, model=model, tuning=TuningConfig(task=config.tuning.task), data=data, train=train, eval=EvalConfig())
 
 
-def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
+def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepared:
     """Return what preparation finds for a configuration, from the cache's index (no torch) or by a separate process."""
     from sft_play.config.load import save_config
     from sft_play.launch.attempt import obtain_prepared
     from sft_play.launch.process import end_by_signals
     from sft_play.runs.prepared import lookup
 
-    if known := lookup(loaded.config):
+    if (known := lookup(loaded.config)) and (day is None or (known.validation and known.validation.day == day)):
         return known
     cache_folder().mkdir(parents=True, exist_ok=True)
     with end_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
-        obtain_prepared(run, *words)
+        obtain_prepared(run, *words, day=day)
         return Prepared.load(run.prepared)
 
 

@@ -12,10 +12,11 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
+from sft_play.data.answers import Said, marks_of, parts_of
 from sft_play.data.chat import check_written, has_tools
 from sft_play.data.turns import Message
 from sft_play.errors import DataError
-from sft_play.model.tokenizer import end_of_turn_ids, write_chat
+from sft_play.model.tokenizer import ends_of_answers, write_chat
 from sft_play.text import Show
 
 
@@ -24,10 +25,18 @@ class Answer:
     """One completion."""
 
     text: str
+    """What is said: without thought and calls."""
     tokens: int
     """Tokens of the answer, without the one that ends the turn."""
     stopped: bool
     """Whether the model ended its turn itself."""
+    thought: str = ""
+    calls: tuple[str, ...] = ()
+    """As `data.answers.Said` has them."""
+
+    @property
+    def said(self) -> Said:
+        return Said(self.text, self.thought, self.calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +58,8 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any]
     import jinja2
 
     def render(turns: Sequence[Message], offered: Sequence[Any] | None, prompt: bool) -> str:
-        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **({"tools": list(offered)} if offered else {}))
+        options: dict[str, Any] = {"tools": list(offered)} if offered else {}
+        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **options)
 
     try:
         if has_tools(messages, tools):
@@ -67,16 +77,13 @@ def context_length(model: Any) -> int:
 
 
 def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) -> GenerationConfig:
-    """Return greedy (or beam) settings that end at the template's end of turn and within `room` more tokens."""
-    stops = end_of_turn_ids(tokenizer)
-    pad = tokenizer.pad_token_id
+    """Return greedy (or beam) settings that end where a turn ends and within `room` more tokens."""
     return GenerationConfig(
         max_new_tokens=max(1, min(settings.max_new_tokens, room)),
         num_beams=settings.num_beams,
         do_sample=False,
-        eos_token_id=list(stops),
-        pad_token_id=stops[0] if pad is None else pad,
         use_cache=True,
+        **ends_of_answers(tokenizer),
     )
 
 
@@ -151,7 +158,42 @@ def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
 def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
     end = next((place for place, token in enumerate(tokens) if token in stops), None)
     kept = tokens if end is None else tokens[:end]
-    return Answer(text=tokenizer.decode(kept, skip_special_tokens=True).strip(), tokens=len(kept), stopped=end is not None)
+    text, thought, calls = parts_of(tokenizer, kept)
+    return Answer(text=text, thought=thought, calls=calls, tokens=len(kept), stopped=end is not None)
+
+
+class Stream:
+    """Prints an answer while it is made, without what is thought before it; `said` has its parts."""
+
+    def __init__(self, tokenizer: Any, stops: set[int]) -> None:
+        self.said = Said("")
+        self._tokenizer, self._stops, self._marks = tokenizer, stops, marks_of(tokenizer)
+        self._tokens: list[int] | None = None
+        """`None` until the prompt was given."""
+        self._shown = ""
+
+    def put(self, value: Tensor) -> None:
+        """Called by `generate` with the prompt, then with each token."""
+        if self._tokens is None:
+            self._tokens = []
+            return
+        self._tokens += [token for token in value.flatten().tolist() if token not in self._stops]
+        self.said = parts_of(self._tokenizer, self._tokens)
+        if not self._marks.awaits(self._tokenizer.decode(self._tokens)):
+            self._show(self.said.text.removesuffix("\ufffd"))  # a letter whose other bytes are to come
+
+    def end(self) -> None:
+        """Called by `generate` at the end."""
+        if not self.said.shown.startswith(self._shown):  # what looked like an answer was not one
+            print()
+            self._shown = ""
+        self._show(self.said.shown)
+        print(flush=True)
+
+    def _show(self, text: str) -> None:
+        if text.startswith(self._shown):
+            print(text[len(self._shown) :], end="", flush=True)
+            self._shown = text
 
 
 # A batch is kept full: answers that have ended leave it, waiting prompts take their places. transformers computes a batch to the end of its
@@ -316,7 +358,7 @@ def _advance(
         mask=torch.cat([batch.mask, torch.ones_like(new)], dim=1)[keep],
         places=[batch.places[row] for row in keep.tolist()],
         left=batch.left[keep] - new.shape[1],
-        cache=output.past_key_values if isinstance(output.past_key_values, DynamicCache) else None,
+        cache=output.past_key_values if _selectable(output.past_key_values) else None,
     )
     if rest.cache is not None:
         rest.cache.batch_select_indices(keep)
@@ -324,6 +366,11 @@ def _advance(
             # Padding that all have is dropped, so that the batch is never wider than its longest row.
             return _widen(rest, rest.ids.shape[1] - int(rest.mask.any(dim=0).int().argmax()))
     return rest
+
+
+def _selectable(cache: Any) -> bool:
+    """Whether rows may be taken out of a cache: not where a layer keeps the states of linear attention."""
+    return isinstance(cache, DynamicCache) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
 
 
 def _refillable(cache: Any) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
+from sft_play.data.answers import Said, compare_parts
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
 from sft_play.errors import DataError
@@ -34,7 +35,7 @@ from sft_play.evaluation.scores import (
     check_library_metrics,
     how_scored,
     perplexity,
-    score_answers,
+    score_said,
     without_words,
 )
 from sft_play.files import remove_half_written, write_json, write_text
@@ -152,7 +153,8 @@ class Prediction:
     """The prompt as the model saw it, template and special tokens included."""
     reference: str
     answer: str
-    """The completion only, cut at the end of the turn."""
+    """What was said, and each call as a line of JSON; without what was thought before."""
+    thought: str
     tokens: int
     """Tokens of the answer, without the one that ends the turn."""
     stopped: bool
@@ -310,14 +312,15 @@ def score_by_generation(
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
     assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
-    references, texts = [rows[index]["reference"] for index, _ in everywhere], [answer.text for _, answer in everywhere]
-    scored = _score(metrics, references, texts, ranks)
+    pairs = [compare_parts(tokenizer, rows[index], answer.said) for index, answer in everywhere]
+    scored = _score(metrics, pairs, ranks)
     predictions = tuple(
         Prediction(
             row=int(rows[index]["row"]), prompt=tokenizer.decode(prompts[index], skip_special_tokens=False),
-            reference=rows[index]["reference"], answer=answer.text, tokens=answer.tokens, stopped=answer.stopped, scores=scores,
+            reference=reference.shown, answer=said.shown, thought=said.thought, tokens=answer.tokens, stopped=answer.stopped,
+            scores=scores,
         )
-        for (index, answer), scores in zip(everywhere, scored.each, strict=True)
+        for (index, answer), (reference, said), scores in zip(everywhere, pairs, scored.each, strict=True)
     )  # fmt: skip
     return GenerationResult(
         predictions=predictions,
@@ -328,12 +331,12 @@ def score_by_generation(
     )
 
 
-def _score(metrics: Sequence[str], references: Sequence[str], texts: Sequence[str], ranks: Ranks) -> Scored:
+def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ranks) -> Scored:
     """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
     found: dict[str, Any] = {}
     if ranks.first:
         try:
-            found = {"scored": asdict(score_answers(metrics, references, texts))}
+            found = {"scored": asdict(score_said(metrics, pairs))}
         except DataError as error:  # the others wait for it
             found = {"problem": {"message": error.message, "place": error.place, "hint": error.hint}}
     found = ranks.broadcast(found)

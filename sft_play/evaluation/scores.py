@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from sft_play.config.metrics import LIBRARY, OF_ANSWERS, library_parts, short_na
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
 from sft_play.runs.folder import LEAST_ROWS, may_run
+
+if TYPE_CHECKING:
+    from sft_play.data.answers import Said
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 DEFAULT_METRICS = ROUGE
@@ -284,17 +287,32 @@ def scorer_of(name: str) -> Score:
     return partial(corpus_scores if name in CORPUS else single_scores, name)
 
 
-def score_answers(names: Sequence[str], references: Sequence[str], answers: Sequence[str]) -> Scored:
-    """Return what the metrics of these names (`eval.metrics`) say of `answers`. Raise `ValueError` for no answers."""
+def score_answers(
+    names: Sequence[str], references: Sequence[str], answers: Sequence[str], *, other_calls: Sequence[bool] = ()
+) -> Scored:
+    """Return what the metrics of these names (`eval.metrics`) say of `answers`. Raise `ValueError` for no answers.
+
+    `other_calls`: which answers call otherwise than their references. They match none, however alike their words are once normalised.
+    """
     if not answers:
         raise ValueError("no answers to score")
     each: list[dict[str, float]] = [{} for _ in answers]
     intervals: dict[str, Interval] = {}
     for name, score in [(short_name(name), scorer_of(name)) for name in names]:
         single, intervals[name] = score(references, answers)
+        if name == "exact_match" and single and any(other_calls):
+            single = [0.0 if other else value for value, other in zip(single, other_calls, strict=True)]
+            intervals[name] = mean_interval(single)
         for row, value in zip(each, single or (), strict=single is not None):
             row[name] = value
     return Scored(each=tuple(each), intervals=intervals)
+
+
+def score_said(names: Sequence[str], pairs: Sequence[tuple[Said, Said]]) -> Scored:
+    """Return what the metrics say of answers, each behind its reference: of their words, and of their calls as lines of JSON."""
+    shown = [(reference.shown, said.shown, reference.calls != said.calls) for reference, said in pairs]
+    references, answers, other = zip(*shown, strict=True)
+    return score_answers(names, references, answers, other_calls=other)
 
 
 def how_scored(names: Sequence[str]) -> dict[str, object]:

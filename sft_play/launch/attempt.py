@@ -180,15 +180,21 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
             raise_what_was_heard()
 
 
-def obtain_prepared(run: RunFolder, *words: str) -> None:
+def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None:
     """Resolve the model and prepare the data in a separate process, since that needs torch. Its error becomes ours.
 
-    Where another machine has done so for this one, what it brought is taken.
+    `day`: of the rows, where the chat template writes one (`data.prepare.prepare_data`). Where another machine has done so for this
+    one, what it brought is taken.
     """
     if not words and (brought := os.environ.get(DELIVERED)):
         record_of(read_json(Path(brought)), Prepared).save(run.prepared)
         return
-    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
+    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words, *day_words(day)])
+
+
+def day_words(day: str | None) -> list[str]:
+    """Return what `sft_play.prepare` is told of the rows' day."""
+    return ["--day", day] if day else []
 
 
 MOST_PROBES = 4

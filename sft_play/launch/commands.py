@@ -55,7 +55,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, wait_until_sent
 from sft_play.text import plural
 
@@ -98,7 +98,7 @@ def start_run(
         if job.has_met:
             refuse_early(job)
         save_config(loaded, job.home(run).config)
-        obtain_prepared(job.home(run))
+        obtain_prepared(job.home(run), day=job.day)
         if before_launch:
             before_launch(job, run)
         outcome = run_attempts(job, run, event="started", checkpoint=None)
@@ -155,7 +155,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         if job.shared:
             save_config(loaded, home.config)
         with restore_on_error(home.prepared):
-            obtain_prepared(home)
+            obtain_prepared(home, day=job.day or day_of(home.prepared))
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)

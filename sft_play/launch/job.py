@@ -244,6 +244,8 @@ class Job:
     """Of all nodes, where several have met."""
     shared: bool = False
     """Whether this is a node other than 0 that sees node 0's run folder."""
+    day: str | None = None
+    """Of the rows, where machines have met: node 0's."""
 
     @property
     def has_met(self) -> bool:

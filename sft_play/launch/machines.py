@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,7 +35,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import SHARDED, checksum
 from sft_play.runs.origin import code_sha256, torch_cuda, versions
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import Prepared, day_of
 from sft_play.text import plural
 
 FETCH = "SFT_PLAY_FETCH"
@@ -99,7 +100,8 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
     def answer(found: Sequence[Given]) -> Given:
         nodes[:] = map(NodeFacts.from_json, found)
         here = [f"{one.name} with {plural(len(one.devices), 'GPU' if one.kind == 'cuda' else 'process')}" for one in nodes]
-        return {"mark": mark, "processes": [len(one.devices) for one in nodes], "here": here}
+        day = day_of(run.prepared) if choose else date.today().isoformat()
+        return {"mark": mark, "processes": [len(one.devices) for one in nodes], "here": here, "day": day}
 
     found = ours.meet(give, compare_given, answer)
     print_line(f"all {len(found['here'])} nodes are here: {', '.join(found['here'])}")
@@ -110,7 +112,7 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
         node=replace(job.node, count=count, place=place, interface=_interface(ours.own_addresses(), job.node.interface)),
         options=replace(job.options, request=request),
         shared=job.node.rank > 0 and found["mark"] is not None and (run.path / found["mark"]).exists(),
-        checkpoint=checkpoint,
+        checkpoint=checkpoint, day=found["day"],
     )  # fmt: skip
 
 

@@ -10,26 +10,34 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import date, datetime, time
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError, first_line
-from sft_play.files import text_sha256
+from sft_play.files import read_object, text_sha256
 from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat, ResolvedModel
 
 MARKER = "\u2402answer\u2403"
 """Stands for an answer when a template is rendered to see where it stands and what follows it."""
+BASE_STOPS = "base_stops"
+"""Of a tokenizer: the tokens at which the base's own generation settings end an answer."""
+DAY = "day"
+"""Of a tokenizer that prepares rows: the day that its template takes for today."""
 
 
-def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust: bool = False) -> Any:
+def load_tokenizer(
+    folder: Path | str, chat: ChatFormat | None = None, *, trust: bool = False, base: Path | str | None = None
+) -> Any:
     """Return the fast tokenizer of `folder` with a padding token and a chat template. No network. Raise `DataError`.
 
     `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a run
     published: its template holds that already. A tokenizer without a template gets ChatML. `trust` is `model.trust_remote_code`.
+    `base`: the folder of the model that an adapter belongs to, whose answers end where its own settings say.
     """
     from transformers import AutoTokenizer
 
@@ -48,6 +56,7 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
             place=str(folder),
             hint="use a model folder with a `tokenizer.json`",
         )
+    setattr(tokenizer, BASE_STOPS, [stop for place in (folder, base) if place for stop in base_stops(Path(place))])
     if tokenizer.pad_token_id is None:
         # Labels are masked by length and never by the padding token, so eos can stand in without being unlearnt.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -69,27 +78,62 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that end an assistant's turn: the one that the template writes, then eos; never empty.
+    """Return the tokens that end a turn, never empty: what the template writes after an answer, and after calls; the tokenizer's
+    eos; those of the base's `generation_config.json` that are no part of words.
 
     Raise `DataError` when there is none.
     """
-    import jinja2
-
-    found: list[int] = []
-    try:
-        text = write_chat(tokenizer, [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARKER}])
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError):
-        text = ""
-    after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""
+    added = set(tokenizer.added_tokens_decoder)
     special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    after_ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after.strip() else []
-    for known in (special, set(tokenizer.added_tokens_decoder)):  # some folders forget to call the end of a turn special
+    after_ids = _after(tokenizer, {"content": MARKER})
+    found: list[int] = []
+    for known in (special, added):  # some folders forget to call the end of a turn special
         found += [index for index in after_ids if index in known][: 0 if found else 1]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in found:
+    if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
+    call = {"type": "function", "id": "qCallId0z", "function": {"name": "call", "arguments": {"of": MARKER}}}
+    after_call = _after(tokenizer, {"content": "", "tool_calls": [call]})
+    if not set(found) & set(after_call):  # harmony ends calls otherwise than answers
+        found += [index for index in after_call if index in special][-1:]
+    found += [index for index in getattr(tokenizer, BASE_STOPS, ()) if index in added]
     if not found:
         raise DataError("the tokenizer has no token that ends a turn", hint="set `eos_token` in its config")
-    return found
+    return list(dict.fromkeys(found))
+
+
+def _after(tokenizer: Any, turn: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that the template writes after `MARKER` in an answer; none where it does not write it."""
+    import jinja2
+
+    try:
+        text = write_chat(tokenizer, [{"role": "user", "content": "question"}, {"role": "assistant", **turn}])
+    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError):
+        return []
+    after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""
+    return list(tokenizer(after, add_special_tokens=False)["input_ids"]) if after.strip() else []
+
+
+def writes_day(tokenizer: Any) -> bool:
+    """Whether the tokenizer's template writes today's date."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def fix_day(tokenizer: Any, day: str) -> None:
+    """Make the tokenizer's template take `day` (ISO) for today."""
+    setattr(tokenizer, DAY, date.fromisoformat(day))
+
+
+def ends_of_answers(tokenizer: Any) -> dict[str, Any]:
+    """Return the generation settings by which any tool ends an answer where its turn ends, or where the base's own settings say."""
+    stops = list(dict.fromkeys([*end_of_turn_ids(tokenizer), *getattr(tokenizer, BASE_STOPS, ())]))
+    return {"eos_token_id": stops, "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
+
+
+def base_stops(folder: Path) -> list[int]:
+    """Return the tokens at which a model folder's own generation settings end an answer."""
+    found = read_object(folder / "generation_config.json").get("eos_token_id")
+    given = found if isinstance(found, list) else [found]
+    return [index for index in given if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
 
 
 # Which chat template is used (`data.chat_template`), and what `data.system` and `data.style` add to it.
@@ -278,18 +322,35 @@ class _OutOfTime(BaseException):
     """No `Exception`: jinja and pypdf pass over those in places."""
 
 
-def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return what the tokenizer's chat template writes.
+def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: date | None = None, **options: Any) -> str:
+    """Return what the tokenizer's chat template writes; `day` stands for today.
 
     Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
+    limit = in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT)
     try:
-        with in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT):
+        with on_day(day or getattr(tokenizer, DAY, None)), limit:
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (RecursionError, MemoryError) as error:
         what = "nests without end" if isinstance(error, RecursionError) else "asks for more memory than there is"
         raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
+
+
+@contextlib.contextmanager
+def on_day(day: date | None) -> Iterator[None]:
+    """Make templates take `day` for today in a body. transformers gives them a clock of its own, and turns one that is passed into text."""
+    if day is None:
+        yield
+        return
+    from transformers.utils import chat_template_utils as library
+
+    midnight, clock = datetime.combine(day, time()), library.datetime
+    library.datetime = SimpleNamespace(now=lambda: midnight)
+    try:
+        yield
+    finally:
+        library.datetime = clock
 
 
 @contextlib.contextmanager

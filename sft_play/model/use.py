@@ -35,7 +35,7 @@ from sft_play.model.load import (
     tell,
 )  # fmt: skip
 from sft_play.model.resolve import check_trained, count_numbers, quantisation_of, refuse_untrusted_code, resolve_model, runs_code
-from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer, with_chat, write_chat
+from sft_play.model.tokenizer import ends_of_answers, load_tokenizer, with_chat, write_chat
 from sft_play.plan.detect import compare_versions, detect
 from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
@@ -209,7 +209,7 @@ def tokenizer_of(weights: Path, base: ResolvedModel, config: Config) -> Any:
     """Return the tokenizer that was published with trained weights, else the base's with the run's template."""
     own = has_tokenizer(weights)
     chat = None if own else base.chat
-    return load_tokenizer(weights if own else base.path, chat, trust=config.model.trust_remote_code)
+    return load_tokenizer(weights if own else base.path, chat, trust=config.model.trust_remote_code, base=base.path)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -293,7 +293,7 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
         part.update({"use_cache": True} if "use_cache" in part else {})  # training turned it off
     write_json(partial / "config.json", config)
     settings = partial / "generation_config.json"
-    write_json(settings, read_object(settings) | _ends(tokenizer))
+    write_json(settings, read_object(settings) | ends_of_answers(tokenizer))
     compared = dict.fromkeys(("difference", "saved_difference", "largest_logit"))
     return {"dtype": stored_dtype(weights), "parameters": count_numbers(weights), "size_bytes": _size(partial), **compared}
 
@@ -368,7 +368,7 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)
-    model.generation_config.update(**_ends(tokenizer))
+    model.generation_config.update(**ends_of_answers(tokenizer))
     hides = sys.modules.setdefault("deepspeed", None) is None  # type: ignore[arg-type]  # else it is imported, for seconds
     model.save_pretrained(partial)
     if hides:
@@ -377,12 +377,6 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (base / name).is_file() and not (partial / name).exists():
             shutil.copy2(base / name, partial / name)
-
-
-def _ends(tokenizer: Any) -> dict[str, Any]:
-    """Return generation settings that end an answer where the template ends a turn."""
-    stops = end_of_turn_ids(tokenizer)
-    return {"eos_token_id": list(stops), "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
 
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:

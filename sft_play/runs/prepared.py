@@ -99,6 +99,8 @@ class PreparedSplit:
     """In the order of `data.sources`."""
     template: str | None = None
     """sha256 of a conversation as the chat template writes it (`data.chat`)."""
+    day: str | None = None
+    """ISO date that stands for today in the rows, where the chat template writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,15 @@ class Prepared:
             return record_of(read_json(path), Prepared)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"not what preparation found: {first_line(error)}", place=str(path)) from error
+
+
+def day_of(path: Path) -> str | None:
+    """Return the day in the rows of a run that was prepared before, by its `prepared.json`; `None` where there is none."""
+    try:
+        train = Prepared.load(path).train
+    except CheckpointError:
+        return None
+    return train.day if train else None
 
 
 # Remembers what preparation found for a configuration, so that `make plan` knows rows and steps without torch.

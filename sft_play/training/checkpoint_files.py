@@ -20,8 +20,9 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.files import disk_problem, errno_of, sync_path, write_text
+from sft_play.files import disk_problem, errno_of, read_object, sync_path, write_json, write_text
 from sft_play.model.parallel import outline_of
+from sft_play.model.tokenizer import ends_of_answers
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import describe, sync, sync_below, verify, write_part
@@ -223,6 +224,9 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
     model = outline_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
+    settings = folder / "generation_config.json"
+    if settings.is_file():  # adapters have none
+        write_json(settings, read_object(settings) | ends_of_answers(trainer.processing_class))
     write_text(folder / "README.md", model_card(context.stamp, context.run.name))
     usual = next(folder.glob("*.json")).stat().st_mode
     for path in folder.glob("*model*.safetensors"):

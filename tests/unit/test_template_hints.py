@@ -26,9 +26,9 @@ LATE = (
 NO_END = "{% for m in messages %}" + TURN + "\n{% endfor %}" + ASK
 NO_PROMPT = "{{ messages[0]['content'] }}{% for m in messages %}" + TURN + "<|im_end|>\n{% endfor %}" + ASK
 NO_ROLE = (
-    "{% for m in messages %}{{ {'user': '<|im_start|>user\n', 'assistant': '<|im_start|>assistant\n'}[m['role']] + m['content'] }}<|im_end|>\n{% endfor %}"
-    + ASK
-)  # noqa: E501
+    "{% for m in messages %}{{ {'user': '<|im_start|>user\n', 'assistant': '<|im_start|>assistant\n'}[m['role']] + m['content'] }}"
+    "<|im_end|>\n{% endfor %}" + ASK
+)
 CALLS = (
     "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}"
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}" + ASK
@@ -50,8 +50,6 @@ class Case(NamedTuple):
 
 CASES = {
     "the end of a turn in an answer": Case("take it out of the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]),
-    "a template that changes earlier turns": Case("split the conversation into rows", LATE, [USER, ANSWER, USER, ANSWER], [USER, ANSWER]),
-    "and another template": Case("`data.chat_template`", LATE, [USER, ANSWER, USER, ANSWER]),
     "no end of turn": Case("`data.chat_template`", NO_END, [USER, ANSWER]),
     "an answer first": Case("put a question before it", NO_PROMPT, [ANSWER, USER, ANSWER], [USER, ANSWER, USER, ANSWER]),
     "an answer first, not learnt": Case("`train: false`", NO_PROMPT, [ANSWER, USER, ANSWER], [{**ANSWER, "train": False}, USER, ANSWER]),

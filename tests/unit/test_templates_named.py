@@ -203,7 +203,7 @@ def test_a_distilled_r1_is_refused_with_its_own_template_and_trained_with_the_na
     folder = save_tokenizer(tmp_path, "llama3", **FAMILIES["deepseek_r1"].settings)
     with pytest.raises(DataError) as caught:
         rows_of(load_with(folder, text=R1), THOUGHT[1:3])
-    assert "`chat_template: deepseek_r1`" in (caught.value.hint or "")
+    assert "`data.chat_template: deepseek_r1`" in (caught.value.hint or "")
     tokenizer = load_with(folder, "deepseek_r1")
     for said in (THOUGHT[2], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}):
         (row,) = rows_of(tokenizer, [CHAT[1], said])
