@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from sft_play.config import names
-from sft_play.config.keys import Key, find_key, schema_keys, sections
+from sft_play.config.keys import Key, find_key, schema_keys, sections, variable_name
 from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
+from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import SECRET_VARIABLE, UserError, first_line, mask
 from sft_play.files import is_file_name
+from sft_play.runs.folder import in_run
 
 GLOBAL_BATCH = "train.global_batch_size"
 PLAIN_VARIABLE = re.compile(
@@ -22,6 +24,8 @@ PLAIN_VARIABLE = re.compile(
 )
 """Environment variables that `${oc.env:NAME}` takes into a configuration, which is shown and kept in the run folder."""
 TRAINING, VALIDATION = ("data.train_path", "data.sources"), ("data.val_path", "data.validation")
+WITHOUT_OTHERS = (None, "none", "tensorboard", ["tensorboard"])
+"""Values of `train.report_to` that call nobody."""
 RIVALS = (TRAINING, VALIDATION, ("train.warmup_ratio", "train.warmup_steps"))
 """Two ways to say one thing: the later layer's replaces the earlier one's. Both in one file are a contradiction."""
 
@@ -48,6 +52,8 @@ class Value:
     """Whether `${` in it stands for itself: what was typed on a command line is never interpolated."""
     layer: int = 0
     """Number of the file, environment or command line that it came from; the higher wins."""
+    of_run: bool = False
+    """Whether a file of a run's folder says it, which may be a stranger's."""
 
 
 @dataclass(slots=True)
@@ -58,11 +64,21 @@ class Values:
     problems: list[UserError] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     layer: int = 0
+    of_run: bool = False
+    """Whether what is put now comes from a file of a run's folder."""
     presets: dict[int, str] = field(default_factory=dict)
     """Layer -> name of the shipped preset that it is: its validation data belong to its training data."""
 
     def put(self, key: str, node: Node, origin: str, *, literal: bool = False) -> None:
         """Set a key over what earlier layers said, and take away what contradicts it there."""
+        if self.of_run and needs_own_word(key):
+            known = find_key(key)
+            if known is not None and node.plain() not in (known.default, *WITHOUT_OTHERS):
+                notice = (
+                    f"`{key}` is not taken from a run's folder: type {variable_name(key)}=... with the command if you want it"
+                )
+                self.notices += [] if notice in self.notices else [notice]
+            return
         inherited = [other for other, value in self.values.items() if value.layer < self.layer]
         gone = {other for pair in RIVALS if key in pair for other in pair}
         if key in TRAINING:
@@ -74,7 +90,7 @@ class Values:
         before = self.values.get(key)
         if before and before.layer == self.layer:  # `train.seed: 1` and `train: {seed: 2}` in one file
             self.problems.append(UserError(f"`{key}` is given twice, also in {before.origin}", place=origin, hint="give it once"))
-        self.values[key] = Value(node, origin, literal, self.layer)
+        self.values[key] = Value(node, origin, literal, self.layer, self.of_run)
 
     def settle_batch(self) -> None:
         """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS B2)."""
@@ -297,6 +313,7 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
     for parent in _parents(tree.pop("extends", None), path):
         read_file(parent, found, (*chain, path))
     found.layer += 1
+    found.of_run = is_of_run(path)
     if path.resolve().parent == PRESETS:
         found.presets[found.layer] = path.stem
     for key, node in leaves(Node(tree, line=1), ""):
@@ -305,6 +322,12 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
             found.problems.append(names.unknown_key(key, place, node))
         else:
             found.put(key, node, place)
+    found.of_run = False
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether a configuration is (below) a run's: by its name and place, not by its contents, which a stranger chose."""
+    return path.name == "config.json" or in_run(path)
 
 
 def _parents(node: Node | None, path: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from sft_play.files import remove_half_written
+from sft_play.files import open_own, remove_half_written
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
 from sft_play.launch.process import STOPS, announce, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
@@ -201,7 +201,7 @@ def supervise(
     adopt_orphans()
     stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills(), set(psutil.Process().children())
     beats, log = Listener(mark), launcher_log(run, ranks.start)
-    with log.open("wb") as agent_log, hear_signals(stop.note):
+    with open_own(log, empty=True) as agent_log, hear_signals(stop.note):
         agent_log.write(shown.encode())
         agent_log.flush()
         process = subprocess.Popen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,13 +11,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sft_play.errors import UserError
-from sft_play.files import read_json
 from sft_play.plan.batch import Cost, rank_seconds, spans
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError, one_each
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.gate import read_facts
 from sft_play.text import duration, figure, gib, plural
 
 ORDER = (
@@ -233,10 +232,8 @@ MOST_CHANGE = 3.0
 
 def beside_forecast(run: RunFolder) -> str:
     """Return lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was kept."""
-    try:
-        measured = read_json(run.training_metrics)
-        forecast = measured["forecast"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):  # not rank 0's machine, or a run of an earlier version
+    measured = read_facts(run.training_metrics)
+    if not (forecast := measured.get("forecast")):  # not rank 0's machine, or a run of an earlier version
         return ""
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),

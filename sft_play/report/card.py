@@ -11,11 +11,12 @@ from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.metrics import label_of_metric
 from sft_play.errors import DataError, HardwareError, UserError
-from sft_play.files import read_object, write_text
+from sft_play.files import write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
+from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp
 from sft_play.text import gib, tell
@@ -66,7 +67,7 @@ def push(call: Call) -> int:
 
 
 def _weights(call: Call) -> tuple[RunFolder, Path]:
-    run = find_named_run(call)
+    run = find_named_run(call, writes=call.command == "card" and "OUT" not in call.options)
     return run, weights_folder(run, call.options.get("CHECKPOINT"))
 
 
@@ -127,7 +128,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
         ),
         "\n## Training\n",
         "| | |\n|---|---|",
-        *(f"| {name} | {value} |" for name, value in _facts(stamp, plan, read_object(run.training_metrics)) if value),
+        *(f"| {name} | {value} |" for name, value in _facts(stamp, plan, read_facts(run.training_metrics)) if value),
         "\n## Results\n",
         *_results(before, after),
         "\n## Versions\n",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import sync_path
+from sft_play.files import UNFOLLOWED, sync_path
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import is_state_file, verify
@@ -114,7 +114,7 @@ def claim(run: RunFolder) -> int | None:
     if path in _writing:
         return None
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | UNFOLLOWED, 0o666)
     except OSError:  # a folder that cannot be written says so again, and better, when a checkpoint is
         return None
     try:
@@ -171,7 +171,7 @@ def _no_writer(run: RunFolder) -> Iterator[bool]:
         yield True  # it is this process that would write, and it does not while it asks
         return
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | UNFOLLOWED)
     except FileNotFoundError:  # nobody ever wrote here
         yield True
         return
