@@ -241,9 +241,7 @@ def beside_forecast(run: RunFolder) -> str:
         ("energy", "energy_kwh", lambda value: f"{figure(value)} kWh"),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]
-    lines = [
-        f"  {label:<9}{_pair(measured.get(key), forecast.get(key), write)}" for label, key, write in rows if measured.get(key)
-    ]
+    lines = [f"  {label:<9}{_pair(measured[key], forecast.get(key), write)}" for label, key, write in rows if measured.get(key)]
     if lines and measured.get("peak_memory_bytes") and forecast.get("peak_memory_bytes"):
         lines[-1] += " for a micro-batch of the longest rows"
     speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -254,10 +254,16 @@ def _digest(code: Path | str) -> str:
     return digest.hexdigest()
 
 
-def folder_gone(run: RunFolder) -> HardwareError:
-    """Return the error of a run whose folder was there when it started."""
+def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
+    """Return the error of a run whose folder, or files of whose launcher, were there when it started."""
+    names = ", ".join(f"`{path.name}`" for path in missing)
+    gone = (
+        f"of the run's folder {names} {'is' if len(missing) == 1 else 'are'} gone"
+        if missing and run.path.is_dir()
+        else "the run's folder is gone"
+    )
     return HardwareError(
-        "the run's folder is gone: was it moved or deleted while it trained?",
+        f"{gone}: was it moved or deleted while it trained?",
         place=str(run.path),
         hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
     )
