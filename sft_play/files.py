@@ -415,7 +415,7 @@ def remove_abandoned(folder: Path) -> None:
     """Remove what processes of this machine that live no more have left half-written."""
     for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
         owner = path.name.rsplit(".", 2)[1]
-        if owner.isdigit() and not _lives(int(owner)):
+        if owner.isdecimal() and not _lives(int(owner)):
             shutil.rmtree(path, ignore_errors=True)
 
 

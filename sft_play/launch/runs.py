@@ -166,7 +166,7 @@ def logs(call: Call) -> int:
     run, rank, follow = find_named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
-        ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdigit())
+        ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdecimal())
         there = f"there are those of ranks {', '.join(map(str, ranks))}" if ranks else "its workers have not started yet"
         raise UserError(f"`{run.name}` has no log of rank {rank}", hint=there)
     if call.json:

@@ -61,7 +61,9 @@ def record_of(run: RunFolder) -> dict[str, Any]:
     config, rows, spikes = read_facts(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
     steps = sorted(run.path.glob("eval/step-*"))
     scores = [
-        (int(folder.name[5:]), folder, found) for folder in steps if folder.name[5:].isdigit() and (found := read_scores(folder))
+        (int(folder.name[5:]), folder, found)
+        for folder in steps
+        if folder.name[5:].isdecimal() and (found := read_scores(folder))
     ]
     return {
         "summary": summary_of(run).cells(),
@@ -190,7 +192,9 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _logs(run: RunFolder) -> list[Path]:
-    ranks = sorted((path for path in run.logs.glob("rank*.log") if path.stem[4:].isdigit()), key=lambda path: int(path.stem[4:]))
+    ranks = sorted(
+        (path for path in run.logs.glob("rank*.log") if path.stem[4:].isdecimal()), key=lambda path: int(path.stem[4:])
+    )
     return [*ranks[:LOGS], *(path for path in [run.logs / "launcher.log"] if path.is_file())]
 
 

@@ -232,27 +232,13 @@ def checkpoint_names(run: RunFolder) -> list[str]:
 
 
 def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
-    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where there is none.
-
-    `last` and `best` are links, and those of a stranger's run may lead anywhere. Raise `CheckpointError` for one that leaves the run.
-    """
+    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where the run has none."""
     if step := re.fullmatch(r"(?:step-)?([0-9]{1,9})", name):
         name = run.checkpoint(int(step.group(1))).name
     path = run.checkpoints / name
     if Path(name).name != name or not (STEP_NAME.fullmatch(name) or name in ("best", "last")):
         return None
-    if folder := _inside(run, path):
-        return folder
-    if path.is_symlink():
-        known = [one for one in checkpoint_names(run) if one != name]
-        raise CheckpointError(
-            f"is a link to `{path.readlink()}`, which is no checkpoint of the run `{run.name}`",
-            place=str(path),
-            hint=f"there are {', '.join(known)}; `make resume` points `last` at what it saves"
-            if known
-            else "the run has no checkpoint",
-        )
-    return None
+    return _inside(run, path)
 
 
 def _inside(run: RunFolder, path: Path) -> Path | None:
