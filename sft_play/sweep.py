@@ -102,6 +102,10 @@ class Result:
         return score if self.summary.state == "finished" and score is not None and math.isfinite(score) else None
 
 
+MOST_RUNS = 10_000
+"""Each is planned before the first starts."""
+
+
 def main(call: Call) -> int:
     """Plan all runs, train them in turn or as a Slurm array, and print them in order of their scores. The same command continues where
     it was stopped."""
@@ -123,6 +127,10 @@ def main(call: Call) -> int:
         if slurm:
             text, hint = "needs the scores of a round before the next, and an array trains all runs at once", "omit SLURM=1"
         raise UserError(f"`method: halving` {text}", place=str(path), hint=hint)
+    count = sweep.runs if sweep.method != "grid" else math.prod(map(len, sweep.keys.values()))
+    if count > MOST_RUNS:
+        text, hint = f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}", "`method: random` draws `runs` of them"
+        raise UserError(text, place=str(path), hint=hint)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
         Trial(name=f"{name}-{index:02d}", values=values, origin=str(path)) for index, values in enumerate(combinations(sweep), 1)

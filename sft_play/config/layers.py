@@ -187,8 +187,13 @@ def interpolate(found: Values) -> None:
             inner = inner.setdefault(part, {})
         inner[last] = plain
     merged = OmegaConf.create(tree)
+    texts = _texts_by_path(tree)
     for key in open_ones:
         value = found.values[key]
+        if _length(key, texts, {}) > LONGEST_RESOLVED:
+            error = ValueError(f"it would have more than {LONGEST_RESOLVED:,} characters once every `${{...}}` is written out")
+            _cannot_resolve(key, error, found)
+            continue
         try:
             resolved = OmegaConf.select(merged, key, throw_on_missing=True)
             plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
@@ -198,6 +203,35 @@ def interpolate(found: Values) -> None:
         # Text that was put together (`${oc.env:N}`, `0.${x}`) may be a number.
         node = Node(resolve_scalar(plain), plain, value.node.line) if isinstance(plain, str) else wrap(plain, value.node.line)
         found.values[key] = replace(value, node=node)
+
+
+LONGEST_RESOLVED = 2**20
+REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
+
+
+def _texts_by_path(tree: Any, path: str = "") -> dict[str, str]:
+    """Return dotted path -> text of every text in a tree, list entries by their number."""
+    if isinstance(tree, str):
+        return {path: tree}
+    parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    return {name: text for key, part in parts for name, text in _texts_by_path(part, f"{path}.{key}".removeprefix(".")).items()}
+
+
+def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
+    """Return the letters below a path once references are written out, at least; those that go round in a circle are OmegaConf's to refuse.
+
+    A few lines that name the line before them twice each would mean billions.
+    """
+    if path not in known:
+        known[path] = 0
+        for name, text in texts.items():
+            if name == path or name.startswith(f"{path}."):
+                known[path] += len(text)
+                for dots, other in REFERENCE.findall(text):
+                    parts = name.split(".")
+                    base = parts[: -len(dots)] if dots else []
+                    known[path] += _length(".".join([*base, other.replace("[", ".").replace("]", "")]), texts, known)
+    return known[path]
 
 
 def _variable(name: str, *default: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -11,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from sft_play.__main__ import COMMANDS
+from sft_play.errors import CheckpointError
+from sft_play.files import append_text, open_own
+from sft_play.report.server import application
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.gate import check_run
 from tests.conftest import Done, Program, environment, must_run
-from tests.hostile_runs import FILES, FOLDERS, SECRET, make_hostile, parts_of
+from tests.hostile_runs import CONTENTS, FILES, FOLDERS, SECRET, make_hostile, parts_of
 
 SECONDS = 10
 NAMED = {
@@ -100,7 +107,7 @@ def check(done: Done, outside: Path, before: dict[str, str], opened: list[str], 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
 def test_no_command_follows_what_a_stranger_put_into_a_run(
-    kind: str, complete: Path, tmp_path: Path, in_process: Program
+    kind: str, complete: Path, tmp_path: Path, in_process: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the part is one that a command can do without, it is refused all the same: by one gate, before anything is read or written."""
     outside, runs = tmp_path / "outside", tmp_path / "runs"
@@ -124,4 +131,72 @@ def test_no_command_follows_what_a_stranger_put_into_a_run(
             else:
                 assert done.code in (2, 3, 4, 5), f"{command} with {part} as a {kind}: {done}"
                 assert done.err.count("error: ") == 1, done.err
+        base = "http://127.0.0.1"
+        with (
+            TestClient(application(None, "127.0.0.1"), base_url=base) as page,
+            monkeypatch.context() as patch,
+            watched(outside) as opened,
+        ):
+            patch.setenv("RUNS_DIR", str(runs))
+            states = {row["name"]: row["state"] for row in page.get("/api/runs").json()}
+            answers = [page.get(path) for path in ("/api/run/bad", "/api/compare?runs=bad,good")]
+        assert states == {"good": "finished", "bad": "unreadable"} and not opened
+        assert all(answer.status_code == 422 and "plain files" in answer.json()["error"] for answer in answers)
         shutil.rmtree(runs / "bad")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_no_file_of_a_run_ends_a_command_with_a_traceback(kind: str, complete: Path, tmp_path: Path, in_process: Program) -> None:
+    """JSON nested 200,000 times, and values of other types: what a command can do without is left out, else one line says what is wrong."""
+    outside, runs = tmp_path / "outside", tmp_path / "runs"
+    runs.mkdir()
+    shutil.copytree(complete, runs / "good", symlinks=True)
+    for part in (one for one in parts_of(complete) if one.endswith((".json", ".jsonl"))):
+        shutil.copytree(complete, runs / "bad", symlinks=True)
+        make_hostile(runs / "bad", part, kind, outside)
+        for command in READERS:
+            with watched(outside) as opened:
+                done = in_process(*words_of(command, tmp_path, complete))
+            check(done, outside, state_of(outside), opened, runs / "bad")
+            refused = done.code in (2, 4, 5) and done.err.count("error: ") == 1
+            assert done.code == 0 or refused, f"{command} with {kind} {part}: {done}"
+            if command == "runs":
+                assert {row["name"]: row["state"] for row in done.json}["good"] == "finished"
+        shutil.rmtree(runs / "bad")
+
+
+def test_a_change_between_the_look_and_the_use_is_caught_by_the_open(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    for number, make in enumerate((lambda path: path.symlink_to(secret), lambda path: path.hardlink_to(secret), os.mkfifo)):
+        path = tmp_path / f"made-{number}"
+        make(path)
+        with pytest.raises(OSError, match="it is "):
+            open_own(path, empty=True)
+        with pytest.raises(OSError, match="it is "):
+            append_text(path, "x", sync=False)
+    assert secret.read_text() == SECRET
+
+
+@pytest.mark.slow
+def test_files_of_another_user_are_read_but_not_continued(tmp_path: Path, complete: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    run = RunFolder(tmp_path / "theirs")
+    shutil.copytree(complete, run.path, symlinks=True)
+    os.chown(run.metrics, 4321, 4321)
+    assert check_run(run) is run
+    with pytest.raises(CheckpointError, match="belongs to another user") as refused:
+        check_run(run, writes=True)
+    assert "cp -r" in str(refused.value.hint)
+
+
+def test_a_trackers_own_links_are_no_danger(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    (run.path / "wandb" / "run-1").mkdir(parents=True)
+    (run.path / "wandb" / "latest-run").symlink_to("run-1")
+    assert check_run(run, writes=True) is run
+    (run.path / "wandb" / "debug.log").symlink_to("../../secret")
+    with pytest.raises(CheckpointError, match="is a link to"):
+        check_run(run)
