@@ -18,9 +18,10 @@ TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:"
     r"(hf_|api_org_|gh[pousr]_|sk-)[A-Za-z0-9]{16}|(sk-(?:proj|ant|svcacct|admin|or)-|github_pat_|glpat-)[A-Za-z0-9_-]{16}"
     r"|(xox[abeprs]-)[A-Za-z0-9-]{10}|(AKIA|ASIA)[A-Z0-9]{16}"
+    r"|(https://(?:hooks\.slack(?:-gov)?\.com|(?:[\w-]+\.)?discord(?:app)?\.com/api|[\w.-]+\.webhook\.office\.com)/)[\w/@.~-]{16,}"
     r")(?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-]))*"
 )
-"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, by how they begin, to their last letter."""
+"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, and webhooks, by how they begin, to their last letter."""
 NAMED = re.compile(
     r"""((?:token|api_?key|secret|access_key|passw(?:or)?d)["'`]?\s*[=:]\s*["'`]?)[0-9a-f]{40}(?![0-9a-f])""", re.IGNORECASE
 )

@@ -17,9 +17,10 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sft_play.errors import HardwareError, causes
 
@@ -53,6 +54,53 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How files of a run are opened: no link is followed, and no pipe is waited for."""
+DEEPEST = 100
+LARGEST_JSON_BYTES, LARGEST_LINES_BYTES, LONGEST_LINE_BYTES = 256 * 2**20, 4 * 2**30, 16 * 2**20
+TOO_DEEP = "it is nested too deep"
+
+
+def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a plain file for reading. Raise `OSError` for a pipe or a device, which would never end, and for a link.
+
+    `follow`: a link is taken, as the hub's cache has them; in a run it could lead to any file of this user.
+    """
+    return open(_checked(path, os.O_RDONLY | UNFOLLOWED & ~(os.O_NOFOLLOW if follow else 0)), "rb")
+
+
+def open_own(path: Path, *, empty: bool = False) -> FileIO:
+    """Open a file of ours to append to it, or with `empty` to write it anew; a missing one is made.
+
+    Raise `OSError` for a link, also one that came between the check of a run and this, for a hard link, a pipe and a device.
+    """
+    descriptor = _checked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | UNFOLLOWED, alone=True)
+    if empty:
+        os.ftruncate(descriptor, 0)
+    return FileIO(descriptor, "ab+")
+
+
+def _checked(path: Path, flags: int, *, alone: bool = False) -> int:
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.EINVAL, "it is a link", str(path)) from None
+    found = os.fstat(descriptor)
+    wrong = (
+        "it is not a plain file"
+        if not stat.S_ISREG(found.st_mode)
+        else "it is a hard link"
+        if found.st_nlink > 1 and alone
+        else ""
+    )
+    if wrong:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, wrong, str(path))
+    return descriptor
+
+
 def remove_half_written(path: Path) -> None:
     """Remove what writers of `path` left beside it that were killed. Nobody may be writing it."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):
@@ -64,25 +112,43 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Return the parsed JSON of `path`. Raise `OSError` or `ValueError`.
-
-    Only plain files are read: a pipe or a device would never end.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+def read_json(path: Path, *, follow: bool = True) -> Any:
+    """Return the parsed JSON of `path`. Raise `OSError` or `ValueError`. `follow`: see `open_plain`."""
+    with open_plain(path, follow=follow) as stream:
+        if os.fstat(stream.fileno()).st_size > LARGEST_JSON_BYTES:
+            raise ValueError(f"it has more than {LARGEST_JSON_BYTES // 2**20} MiB")
+        text = stream.read().decode("utf-8")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError(TOO_DEEP) from None
+    if is_deep(value):
+        raise ValueError(TOO_DEEP)
+    return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of `path`; an empty one where the file is torn, missing or something else."""
+def read_object(path: Path, *, follow: bool = False) -> dict[str, Any]:
+    """Return the JSON object of `path`; an empty one where the file is torn, missing, a link or something else."""
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(path)
+        found = read_json(path, follow=follow)
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def is_deep(value: Any, most: int = DEEPEST) -> bool:
+    """Whether parsed JSON is nested more than `most` times: what walks or writes it again would overflow the stack."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def finite(value: Any) -> Any:
@@ -99,12 +165,22 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     A crash or a full disk may cut the last line anywhere, inside a letter too. Empty where there is no file; raise other `OSError`s.
     """
-    rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().decode("utf-8", errors="replace").split("\n"):
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) else []
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError), open_plain(path) as stream:
+        while line := stream.readline(LONGEST_LINE_BYTES):
+            rows += json_rows([line])
+            if stream.tell() > LARGEST_LINES_BYTES:
+                raise OSError(errno.EFBIG, f"it has more than {LARGEST_LINES_BYTES // 2**30} GiB", str(path))
+    return rows
+
+
+def json_rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the JSON objects among lines; what is none, or is nested without end, is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line.decode("utf-8", errors="replace"))
+            rows += [row] if isinstance(row, dict) and not is_deep(row) else []
     return rows
 
 
@@ -119,7 +195,7 @@ def append_text(path: Path, text: str, *, sync: bool) -> None:
     Raise `OSError` on a full disk; what a part of the lines has taken there is given back, so that the next line begins a line.
     """
     line = text.encode("utf-8")
-    with path.open("ab+", buffering=0) as stream:
+    with open_own(path) as stream:
         size = stream.seek(0, os.SEEK_END)
         if size and os.pread(stream.fileno(), 1, size - 1) not in (b"\n", b""):
             line = b"\n" + line
@@ -175,7 +251,7 @@ def lock(path: Path, *, shared: bool = False) -> int | None:
 
     Return `None` while another process holds it. Raise `OSError` for a file that cannot be opened, or a disk without locks.
     """
-    descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT) | UNFOLLOWED, 0o666)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -339,7 +415,7 @@ def remove_abandoned(folder: Path) -> None:
     """Remove what processes of this machine that live no more have left half-written."""
     for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
         owner = path.name.rsplit(".", 2)[1]
-        if owner.isdigit() and not _lives(int(owner)):
+        if owner.isdecimal() and not _lives(int(owner)):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -175,6 +175,7 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
             only_model(self._model_manager, name)
             for handler in (self._chat_handler, self._completion_handler, self._response_handler):
                 limit_time(handler)
+                check_template_keys(handler)
             config = self.server.config
             assert not config.loaded, "the application must not be in use yet"
             for log in ("uvicorn.error", "uvicorn.access"):  # a line for each request, whatever `log_level` says
@@ -219,6 +220,33 @@ def limit_time(handler: Any) -> None:
         return config
 
     handler._build_generation_config = bounded
+
+
+TEMPLATE_KEYS = frozenset({"enable_thinking", "preserve_thinking", "reasoning_effort", "thinking", "thinking_budget"})
+"""What a request may tell the chat template."""
+LONGEST_TEMPLATE_VALUE = 64
+
+
+def check_template_keys(handler: Any) -> None:
+    """Refuse a request that tells the chat template more than `TEMPLATE_KEYS`: one that brings a template would run it, for ever and in C."""
+    from fastapi import HTTPException
+
+    validate = handler._validate_request
+
+    def checked(body: dict[str, Any]) -> None:
+        given = body.pop("chat_template_kwargs", None) or {}
+        if not isinstance(given, dict) or given.keys() - TEMPLATE_KEYS or not all(map(_is_short, given.values())):
+            raise HTTPException(
+                400, f"`chat_template_kwargs` takes {', '.join(sorted(TEMPLATE_KEYS))}, each a short text, number or true"
+            )
+        validate(body)
+        body |= {"chat_template_kwargs": given} if given else {}
+
+    handler._validate_request = checked
+
+
+def _is_short(value: Any) -> bool:
+    return value is None or (isinstance(value, bool | int | float | str) and len(str(value)) <= LONGEST_TEMPLATE_VALUE)
 
 
 def only_model(manager: Any, name: str) -> None:

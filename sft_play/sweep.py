@@ -80,6 +80,10 @@ class Result:
         return score if self.summary.state == "finished" and score is not None and math.isfinite(score) else None
 
 
+MOST_RUNS = 10_000
+"""Each is planned before the first starts."""
+
+
 def main(call: Call) -> int:
     """Plan all runs, train them in turn or as a Slurm array, and print them in order of their scores. The same command continues where
     it was stopped."""
@@ -96,6 +100,10 @@ def main(call: Call) -> int:
         raise UserError(f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once")
     base = load_config(config, call.overrides).config.train
     metric = _metric(sweep, base, path)
+    count = math.prod(map(len, sweep.keys.values()))
+    if count > MOST_RUNS:
+        text, hint = f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}", "list fewer values, or make several sweeps"
+        raise UserError(text, place=str(path), hint=hint)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
         Trial(name=f"{name}-{index:02d}", values=values, origin=str(path)) for index, values in enumerate(combinations(sweep), 1)

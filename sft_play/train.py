@@ -97,7 +97,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
 
 def read_run(run: RunFolder) -> tuple[Config, Plan, Prepared]:
     """Return what this run's workers do; imports the libraries that it takes. Raise `HardwareError` as `check_launch`."""
-    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    config, plan, prepared = read_config(run.config, of_run=False).config, Plan.load(run.plan), Prepared.load(run.prepared)
     import_libraries(config, plan, prepared)
     check_launch(plan)
     return config, plan, prepared

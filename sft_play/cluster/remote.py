@@ -375,7 +375,7 @@ def one_checkpoint(run: str, step: int) -> dict[str, Any]:
     """Set aside checkpoints newer than `step`, which this run is about to make again; nothing is deleted."""
     for path in sorted((runs_folder() / run / "checkpoints").glob("step-*")):
         number = path.name.partition("-")[2]
-        if number.isdigit() and int(number) > step:
+        if number.isdecimal() and int(number) > step:
             path.rename(path.with_name(f".{path.name}.set-aside-{int(time.time())}"))
     return {}
 

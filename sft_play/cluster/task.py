@@ -30,7 +30,7 @@ from sft_play.cluster.remote import Facts
 from sft_play.config.call import Call
 from sft_play.config.keys import variable_name
 from sft_play.config.layers import Override
-from sft_play.config.load import LoadedConfig, override_config, save_config, saved_form
+from sft_play.config.load import LoadedConfig, override_config, own_words, save_config, saved_form
 from sft_play.errors import HardwareError, Problems, UserError, raise_all
 from sft_play.files import lock, text_sha256, typed_path
 from sft_play.launch.attempt import DELIVERED, day_words, run_preparation
@@ -256,10 +256,12 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, count: int, port
     folder = files_folder(facts, task.run, host)
     if resume:
         words = ["-m", "sft_play", "resume", f"RUN={task.run.name}"]
-        words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if task.resuming else []
+        words += (
+            [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if task.resuming else own_words(task.loaded)
+        )
     else:
         words = ["-m", "sft_play", "train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
-        words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE]
+        words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE, *own_words(task.loaded)]
         words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if task.deepspeed else []
     gpus = host.gpus if host.gpus is not None else facts.gpu_count
     words += [f"NUM_GPUS={max(1, gpus)}", f"NUM_NODES={count}", f"MASTER_PORT={port}"]

@@ -20,12 +20,13 @@ from typing import Any
 from sft_play.config import names
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, config_path, explain_mismatch, preset_path
-from sft_play.config.load import LoadedConfig, is_saved, load_config, override_config, read_config
+from sft_play.config.load import LoadedConfig, load_config, override_config, read_config
 from sft_play.config.names import VARIABLES
 from sft_play.config.yaml_files import is_writable, scalar_text
 from sft_play.errors import UserError, mask, raise_all, without_secret
 from sft_play.files import is_file_name
-from sft_play.runs.folder import give_consent, in_run, run_path, runs_folder
+from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
+from sft_play.runs.gate import check_run
 
 LARGEST_PORT = 65_535
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
@@ -80,10 +81,11 @@ class Call:
             loaded = load_config(config_path(name), self.overrides)
         else:
             folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
-            loaded = override_config(read_config(folder / "config.json"), self.overrides)
+            path = check_run(RunFolder(folder)).config
+            loaded = override_config(read_config(path), self.overrides)
         for notice in loaded.notices:
             print(f"note: {notice}", file=sys.stderr)
-        note_consent(self, loaded)
+        note_consent(loaded)
         return loaded
 
     def port(self, name: str) -> int | None:
@@ -110,15 +112,11 @@ class Call:
         return int(text)
 
 
-def note_consent(call: Call, loaded: LoadedConfig) -> None:
+def note_consent(loaded: LoadedConfig) -> None:
     """Notes what code the user lets run: by the words of this command, or in a YAML of theirs."""
-    path = config_path(call.options["CONFIG"]) if "CONFIG" in call.options else None
-    # By name and place, not by its contents, which a stranger chose.
-    saved = "RUN" in call.options or (path is not None and (path.name == "config.json" or is_saved(path) or in_run(path)))
-    typed = {override.key for override in call.overrides}
-    if loaded.config.model.trust_remote_code and (not saved or "model.trust_remote_code" in typed):
+    if loaded.config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
         give_consent("model")
-    if not saved or "eval.metrics" in typed:
+    if "eval.metrics" not in loaded.of_run:
         give_consent("metrics")
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from sft_play.config import names
-from sft_play.config.keys import Key, find_key, schema_keys, sections
+from sft_play.config.keys import Key, find_key, schema_keys, sections, variable_name
 from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
+from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import SECRET_VARIABLE, UserError, first_line, mask
 from sft_play.files import is_file_name
+from sft_play.runs.folder import in_run
 
 GLOBAL_BATCH = "train.global_batch_size"
 PLAIN_VARIABLE = re.compile(
@@ -22,6 +24,8 @@ PLAIN_VARIABLE = re.compile(
 )
 """Environment variables that `${oc.env:NAME}` takes into a configuration, which is shown and kept in the run folder."""
 TRAINING, VALIDATION = ("data.train_path", "data.sources"), ("data.val_path", "data.validation")
+WITHOUT_OTHERS = (None, "none", "tensorboard", ["tensorboard"])
+"""Values of `train.report_to` that call nobody."""
 RIVALS = (TRAINING, VALIDATION, ("train.warmup_ratio", "train.warmup_steps"))
 """Two ways to say one thing: the later layer's replaces the earlier one's. Both in one file are a contradiction."""
 
@@ -48,6 +52,8 @@ class Value:
     """Whether `${` in it stands for itself: what was typed on a command line is never interpolated."""
     layer: int = 0
     """Number of the file, environment or command line that it came from; the higher wins."""
+    of_run: bool = False
+    """Whether a file of a run's folder says it, which may be a stranger's."""
 
 
 @dataclass(slots=True)
@@ -58,11 +64,21 @@ class Values:
     problems: list[UserError] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     layer: int = 0
+    of_run: bool = False
+    """Whether what is put now comes from a file of a run's folder."""
     presets: dict[int, str] = field(default_factory=dict)
     """Layer -> name of the shipped preset that it is: its validation data belong to its training data."""
 
     def put(self, key: str, node: Node, origin: str, *, literal: bool = False) -> None:
         """Set a key over what earlier layers said, and take away what contradicts it there."""
+        if self.of_run and needs_own_word(key):
+            known = find_key(key)
+            if known is not None and node.plain() not in (known.default, *WITHOUT_OTHERS):
+                notice = (
+                    f"`{key}` is not taken from a run's folder: type {variable_name(key)}=... with the command if you want it"
+                )
+                self.notices += [] if notice in self.notices else [notice]
+            return
         inherited = [other for other, value in self.values.items() if value.layer < self.layer]
         gone = {other for pair in RIVALS if key in pair for other in pair}
         if key in TRAINING:
@@ -74,7 +90,7 @@ class Values:
         before = self.values.get(key)
         if before and before.layer == self.layer:  # `train.seed: 1` and `train: {seed: 2}` in one file
             self.problems.append(UserError(f"`{key}` is given twice, also in {before.origin}", place=origin, hint="give it once"))
-        self.values[key] = Value(node, origin, literal, self.layer)
+        self.values[key] = Value(node, origin, literal, self.layer, self.of_run)
 
     def settle_batch(self) -> None:
         """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS B2)."""
@@ -171,8 +187,13 @@ def interpolate(found: Values) -> None:
             inner = inner.setdefault(part, {})
         inner[last] = plain
     merged = OmegaConf.create(tree)
+    texts = _texts_by_path(tree)
     for key in open_ones:
         value = found.values[key]
+        if _length(key, texts, {}) > LONGEST_RESOLVED:
+            error = ValueError(f"it would have more than {LONGEST_RESOLVED:,} characters once every `${{...}}` is written out")
+            _cannot_resolve(key, error, found)
+            continue
         try:
             resolved = OmegaConf.select(merged, key, throw_on_missing=True)
             plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
@@ -182,6 +203,35 @@ def interpolate(found: Values) -> None:
         # Text that was put together (`${oc.env:N}`, `0.${x}`) may be a number.
         node = Node(resolve_scalar(plain), plain, value.node.line) if isinstance(plain, str) else wrap(plain, value.node.line)
         found.values[key] = replace(value, node=node)
+
+
+LONGEST_RESOLVED = 2**20
+REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
+
+
+def _texts_by_path(tree: Any, path: str = "") -> dict[str, str]:
+    """Return dotted path -> text of every text in a tree, list entries by their number."""
+    if isinstance(tree, str):
+        return {path: tree}
+    parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    return {name: text for key, part in parts for name, text in _texts_by_path(part, f"{path}.{key}".removeprefix(".")).items()}
+
+
+def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
+    """Return the letters below a path once references are written out, at least; those that go round in a circle are OmegaConf's to refuse.
+
+    A few lines that name the line before them twice each would mean billions.
+    """
+    if path not in known:
+        known[path] = 0
+        for name, text in texts.items():
+            if name == path or name.startswith(f"{path}."):
+                known[path] += len(text)
+                for dots, other in REFERENCE.findall(text):
+                    parts = name.split(".")
+                    base = parts[: -len(dots)] if dots else []
+                    known[path] += _length(".".join([*base, other.replace("[", ".").replace("]", "")]), texts, known)
+    return known[path]
 
 
 def _variable(name: str, *default: Any) -> Any:
@@ -297,6 +347,7 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
     for parent in _parents(tree.pop("extends", None), path):
         read_file(parent, found, (*chain, path))
     found.layer += 1
+    found.of_run = is_of_run(path)
     if path.resolve().parent == PRESETS:
         found.presets[found.layer] = path.stem
     for key, node in leaves(Node(tree, line=1), ""):
@@ -305,6 +356,12 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
             found.problems.append(names.unknown_key(key, place, node))
         else:
             found.put(key, node, place)
+    found.of_run = False
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether a configuration is (below) a run's: by its name and place, not by its contents, which a stranger chose."""
+    return path.name == "config.json" or in_run(path)
 
 
 def _parents(node: Node | None, path: Path) -> list[Path]:

@@ -7,6 +7,7 @@ are reported together, each with its place.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from sft_play.config.layers import (
 from sft_play.config.metrics import metrics_hint
 from sft_play.config.reader import INVALID, Mismatch, convert, shown
 from sft_play.config.rules import check_rules
-from sft_play.config.schema import Config, DataSource
+from sft_play.config.schema import Config, DataSource, needs_own_word
 from sft_play.config.yaml_files import is_writable, wrap
 from sft_play.errors import CheckpointError, UserError, raise_all, without_secret
 from sft_play.files import read_json, write_json
@@ -56,6 +57,8 @@ class LoadedConfig:
     path: Path | None = None
     notices: tuple[str, ...] = ()
     """What the user should read, such as an old variable that was understood."""
+    of_run: frozenset[str] = frozenset()
+    """Keys whose value a file of a run's folder said."""
 
     def typed(self, key: str) -> bool:
         """Whether somebody wrote this key, rather than the schema."""
@@ -69,7 +72,7 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
     """
     found = Values()
     if path is not None and is_saved(path):
-        found, path = _read_saved(path)
+        found, path = _read_saved(path, of_run=True)
     elif path is not None:
         read_file(path, found)
     environ = os.environ if environ is None else environ
@@ -80,9 +83,12 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
     return _finish(found, path)
 
 
-def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
-    """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is none, else `UserError`."""
-    found, source = _read_saved(path)
+def read_config(path: Path, overrides: Iterable[Override] = (), *, of_run: bool = True) -> LoadedConfig:
+    """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is none, else `UserError`.
+
+    What needs this user's own word (`schema.OWN_WORD`) is left out, unless this user's command has just written the file (`of_run=False`).
+    """
+    found, source = _read_saved(path, of_run=of_run)
     _read_overrides(overrides, found)
     return _finish(found, source)
 
@@ -109,11 +115,11 @@ def is_saved(path: Path) -> bool:
     return isinstance(saved, dict) and {"config", "origins"} <= saved.keys()
 
 
-def _read_saved(path: Path) -> tuple[Values, Path | None]:
+def _read_saved(path: Path, *, of_run: bool) -> tuple[Values, Path | None]:
     """Return the values of a run's `config.json`, and the file that they came from. Raise `CheckpointError`."""
     try:
-        saved = read_json(path)
-        return _values_of(saved, place=str(path)), Path(saved["path"]) if saved.get("path") else None
+        saved = read_json(path, follow=False)
+        return _values_of(saved, place=str(path), of_run=of_run), Path(saved["path"]) if saved.get("path") else None
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -136,14 +142,15 @@ def override_config(loaded: LoadedConfig, overrides: Iterable[Override]) -> Load
     if not overrides:
         return loaded
     found = _values_of(saved_form(loaded), place=str(loaded.path))
+    found.values = {key: replace(value, of_run=key in loaded.of_run) for key, value in found.values.items()}
     found.notices = list(loaded.notices)
     _read_overrides(overrides, found)
     return _finish(found, loaded.path)
 
 
-def _values_of(saved: Mapping[str, Any], place: str) -> Values:
+def _values_of(saved: Mapping[str, Any], place: str, *, of_run: bool = False) -> Values:
     """Return a complete configuration as one layer: what this version's defaults are does not matter to a run that exists."""
-    tree, origins, found = dict(saved["config"]), saved["origins"], Values()
+    tree, origins, found = dict(saved["config"]), saved["origins"], Values(of_run=of_run)
     tree["train"] = {**tree["train"], **tree["train"]["extra"]}
     del tree["train"]["extra"]
     for key, node in leaves(wrap(tree), ""):
@@ -151,6 +158,7 @@ def _values_of(saved: Mapping[str, Any], place: str) -> Values:
             found.problems.append(UserError(f"`{key}` is not a key of this version", place=place))
         else:
             found.put(key, node, str(origins.get(key, DEFAULT)), literal=True)
+    found.of_run = False
     return found
 
 
@@ -259,7 +267,22 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
         notice = f"{origins[key]}: `{key}` has no effect: evaluation adds up losses and keeps no logits, whatever its value"
         if key in found.values and values[key] != schema_keys()[key].default and notice not in found.notices:
             found.notices.append(notice)
-    return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices))
+    of_run = frozenset(key for key, value in found.values.items() if value.of_run)
+    return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices), of_run=of_run)
+
+
+def own_words(loaded: LoadedConfig) -> list[str]:
+    """Return as `NAME=value` what this user said for themselves, for a command that begins with a copy of this configuration."""
+    keys = [key for key in loaded.origins if needs_own_word(key) and not key.startswith(("slurm.", "kubernetes."))]
+    values = {key: getattr(loaded.config.launch, key.partition(".")[2], None) for key in keys if key.startswith("launch.")}
+    values |= {f"train.{name}": value for name, value in loaded.config.train.extra.items() if needs_own_word(f"train.{name}")}
+    if loaded.config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
+        values["model.trust_remote_code"] = "true"
+    return [
+        f"{variable_name(key)}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in values.items()
+        if value is not None
+    ]
 
 
 def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:

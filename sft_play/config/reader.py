@@ -252,6 +252,43 @@ def record_of(value: Any, record: type[T]) -> T:
     return found
 
 
+def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
+    """Return the dotted key of a part of parsed JSON that is of another type than its annotation; `None` where all fits.
+
+    Of a record (a dataclass, or field -> annotation) only the fields that are there count: what a version lacks is no mismatch.
+    """
+    tried: list[str] = []
+    inner: Iterable[tuple[str, Any, Any]] | None
+    for part in options(annotation) if not isinstance(annotation, Mapping) else (annotation,):
+        kind, given = get_origin(part) or part, get_args(part)
+        if isinstance(part, Mapping) or dataclasses.is_dataclass(part):
+            fields: Mapping[str, Any] = part if isinstance(part, Mapping) else fields_of(kind)
+            inner = (
+                ((name, value[name], one) for name, one in fields.items() if name in value) if isinstance(value, dict) else None
+            )
+        elif kind in (list, tuple, Sequence):
+            inner = ((str(i), one, given[0]) for i, one in enumerate(value)) if isinstance(value, (list, tuple)) else None
+        elif kind in (dict, Mapping):
+            inner = ((name, one, (given or (Any, Any))[1]) for name, one in value.items()) if isinstance(value, dict) else None
+        else:
+            inner = () if _is_one(value, kind, given) else None
+        if inner is None:
+            continue
+        wrong = (misfit(one, of, f"{key}.{name}" if key else name) for name, one, of in inner)
+        if (found := next((one for one in wrong if one is not None), None)) is None:
+            return None
+        tried.append(found)
+    return next(iter(tried), key)
+
+
+def _is_one(value: Any, kind: Any, given: tuple[Any, ...]) -> bool:
+    if kind is Literal:
+        return isinstance(value, str | int) and value in given
+    if kind in (int, float):
+        return type(value) is float is kind or (type(value) is int and abs(value) <= LARGEST_FREE)
+    return kind is Any or type(value) is kind
+
+
 def _finite(node: Node, key: str, problems: list[Mismatch]) -> Any:
     plain = node.plain()
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from sft_play.config import data_rules, metrics, schedulers, trackers
 from sft_play.config.reader import Conflict, quoted
 from sft_play.config.schema import Config, ProfileSettings
-from sft_play.errors import HUB_LOGIN, TOKEN, UserError, without_tokens
+from sft_play.errors import HUB_LOGIN, TOKEN, UserError, mask, without_tokens
 from sft_play.files import is_file_name, typed_path
 
 Origins = Mapping[str, str]
@@ -24,7 +24,9 @@ FROM_ENVIRONMENT = (
 )
 SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
 """As `plan.hardware` reads it."""
-NOTIFIED = re.compile(r"https?://\S+|\$\w+")
+NOTIFIED = re.compile(r"https?://\S+|\$\w*NOTIFY\w*")
+SECRET_PART = re.compile(r"/(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{20,}")
+"""A part of an address that nobody could guess."""
 REPLICAS = ("auto", "ddp")
 """Strategies under which every rank holds all weights that train."""
 
@@ -87,7 +89,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
 def tokens(config: Config) -> Iterator[Conflict]:
     """No value may be, or hold, a token."""
     for key, text in _texts(config, ""):
-        if TOKEN.search(text):
+        if TOKEN.search(text) and key != "launch.notify":
             yield Conflict(key, f"`{key}` holds what looks like an access token", FROM_ENVIRONMENT)
 
 
@@ -147,10 +149,16 @@ def profile(config: Config) -> Iterator[Conflict]:
 
 
 def notify(config: Config) -> Iterator[Conflict]:
-    """A run's configuration may be a stranger's, so a command is taken from the environment alone."""
-    if config.launch.notify is not None and not NOTIFIED.fullmatch(config.launch.notify):
-        hint = "for a command: export MY_NOTIFY='...' and set `launch.notify: $MY_NOTIFY`"
-        yield Conflict("launch.notify", ", which is neither a URL nor the name of a variable", hint)
+    """A command is taken from the environment alone, from a variable that is there for it; and so is an address that is a secret."""
+    target, hint = config.launch.notify or "", "export MY_NOTIFY='...' and set `launch.notify: $MY_NOTIFY`"
+    if target and not NOTIFIED.fullmatch(target):
+        yield Conflict(
+            "launch.notify", ", which is neither a URL nor the name of a variable with `NOTIFY` in it", f"for a command: {hint}"
+        )
+    elif TOKEN.search(target) or mask("", target) != target or SECRET_PART.search(target):
+        yield Conflict(
+            "launch.notify", "`launch.notify` is an address with a secret in it, which the run's files would keep", hint
+        )
 
 
 def names(config: Config) -> Iterator[Conflict]:

@@ -332,6 +332,27 @@ class LaunchConfig:
     """Retries after out of memory, each with half the micro-batch."""
 
 
+OWN_WORD: Mapping[str, str] = {
+    "launch.notify": "a command that is run, or an address that is called",
+    "slurm.setup": "shell lines of a job",
+    "slurm.options": "options of sbatch, which name files and programs",
+    "kubernetes.": "images, claims, Secrets and variables of pods",
+    "train.report_to": "servers that are told of the run",
+    "train.trackio_bucket_id": "where on the hub a tracker writes",
+    "train.trackio_space_id": "where on the hub a tracker writes",
+    "train.trackio_static_space_id": "where on the hub a tracker writes",
+}
+"""Keys (`section.`: all of a section) whose value becomes a command, a path to write or an address to call -> which.
+
+They count where this user says so, typed or in a file of their own, never from a run's folder: `config.load`. A further key of this kind is
+listed here."""
+
+
+def needs_own_word(key: str) -> bool:
+    """Whether a key is one of `OWN_WORD`."""
+    return key in OWN_WORD or f"{key.partition('.')[0]}." in OWN_WORD
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """The whole configuration of a run."""

@@ -84,7 +84,7 @@ class Rows:
 def main(call: Call) -> int:
     """Scores, or shows the kept scores when weights, data and settings are the same."""
     check_options(call)
-    run = find_run(call.options["RUN"]) if "RUN" in call.options else None
+    run = find_run(call.options["RUN"], writes=True) if "RUN" in call.options else None
     weights = find_weights(run, call.options.get("CHECKPOINT")) if run else None
     loaded = read_settings(call)
     if run and weights and weights.folder:
@@ -256,7 +256,7 @@ def read_settings(call: Call) -> LoadedConfig:
         bare = replace(loaded.config.data, val_path=None, validation=None)
         loaded = replace(loaded, config=replace(loaded.config, data=bare))
     loaded = override_config(loaded, overrides)
-    note_consent(call, loaded)
+    note_consent(loaded)
     return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
 
 

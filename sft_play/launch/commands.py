@@ -16,7 +16,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import remove_half_written
+from sft_play.files import is_gone, remove_half_written
 from sft_play.launch import recovery
 from sft_play.launch.attempt import fetch_checkpoint, obtain_prepared, probe, run_attempt, wait_until_free
 from sft_play.launch.environment import indices_of
@@ -176,13 +176,15 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
             outcome = _run_further_attempts(job, run, prepared, plan, outcome, budget)
     except UserError as error:
         outcome = Outcome(code=error.exit_code, message=error.render())
-    ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
-    with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-        record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
-                     **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
+    ended, removed = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed"), is_gone(run.config)
+    if not removed:  # else nothing new is written: it would look like a run
+        with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+            record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
+                         **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
     if job.node.rank == 0:  # several machines may share the folder
         notify(job.loaded.config.launch.notify, run, ended, end_text(run, ended, outcome.message))
-        _write_report(run)
+        if not removed:
+            _write_report(run)
         wait_until_sent()
     return outcome
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sft_play.errors import UserError, raise_all
 from sft_play.files import read_json
 from sft_play.plan.plan import Plan, Precision
 from sft_play.plan.shape import ModelShape
+from sft_play.runs.folder import RunFolder
 
 TOP_LEVEL = frozenset({
     "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger", "communication_data_type",
@@ -195,7 +196,37 @@ def read_user_json(path: Path) -> UserDeepSpeed:
 
 def load_user_json(path: Path) -> UserDeepSpeed:
     """Read a user's DeepSpeed JSON with its `problems`. Raise `UserError` with all of them where no plan can be made."""
-    return check_settings(*_read(path), path)
+    settings, source = _read(path)
+    run = RunFolder(path.parent)
+    if path.name == run.deepspeed.name and run.events.exists():
+        return settings_from_run(settings, run, path, source)
+    return check_settings(settings, source, path)
+
+
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    "csv_monitor": ("output_path", "job_name"), "tensorboard": ("output_path", "job_name"), "flops_profiler": ("output_file",),
+}  # fmt: skip
+"""Section -> its keys that say where DeepSpeed writes."""
+OWN_WORD = ("checkpoint", "comet", "compile", "wandb")
+"""Sections that call a server or name code to import: only a file of the user's own gives them."""
+
+
+def settings_from_run(settings: dict[str, Any], run: RunFolder, path: Path, source: Node | None = None) -> UserDeepSpeed:
+    """The same of settings that a run's own files hold, which a stranger may have made: read as a user's, and kept inside the run."""
+    kept, notices = dict(settings), list[str]()
+    for section in OWN_WORD:
+        if kept.pop(section, None) is not None:
+            notices.append(f"{path}: `{section}` is not taken from a run: only a DeepSpeed JSON of your own gives it")
+    for section, names in WRITTEN.items():
+        part = kept.get(section)
+        if isinstance(part, dict):
+            inside = str(run.path.absolute() / "deepspeed")
+            ours = {"output_path": inside, "job_name": section, "output_file": f"{inside}/{section}.txt"}
+            kept[section] = part | {name: ours[name] for name in names if name != "output_file" or part.get(name)}
+            notices += [] if kept[section] == part else [f"{path}: what `{section}` writes goes to `{inside}`"]
+    user = check_settings(kept, source or Node({}), path)
+    raise_all(user.problems)
+    return replace(user, notices=(*notices, *user.notices))
 
 
 def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDeepSpeed:

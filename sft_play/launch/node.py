@@ -17,17 +17,18 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 
-from sft_play.files import remove_half_written
+from sft_play.files import is_gone, open_own, remove_half_written
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
 from sft_play.launch.process import STOPS, announce, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, Outcome, hang, launcher_log, outcome_of, standing, tail
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, folder_gone
 
 LONGEST_LOOK = 1.0
 """Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
@@ -77,6 +78,12 @@ class Watch:
     looked_at: float = field(default_factory=time.monotonic)
     share_standings: ShareStandings = lambda mine: mine
     standing: Standings | None = None
+    kept: Sequence[Path] = ()
+    """The launcher's own files, which must stay: without them nothing continues or shows this run."""
+    missing: Sequence[Path] = ()
+    """Those that were gone at the last look."""
+    is_removed: bool = False
+    """Whether some were gone at two looks: what the ranks write now would look like a run, and be none."""
     watched_seconds: float = 0.0
     """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
 
@@ -85,6 +92,8 @@ class Watch:
         heard, now = self.beats.receive(), time.monotonic()
         passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
         self.watched_seconds += passed
+        before, self.missing = self.missing, [path for path in self.kept if is_gone(path)]
+        self.is_removed = bool(before and self.missing)
         self._find_workers()
         for worker in self.workers:
             self.kills.follow(worker.pid)
@@ -201,7 +210,7 @@ def supervise(
     adopt_orphans()
     stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills(), set(psutil.Process().children())
     beats, log = Listener(mark), launcher_log(run, ranks.start)
-    with log.open("wb") as agent_log, hear_signals(stop.note):
+    with open_own(log, empty=True) as agent_log, hear_signals(stop.note):
         agent_log.write(shown.encode())
         agent_log.flush()
         process = subprocess.Popen(
@@ -213,7 +222,10 @@ def supervise(
             start_new_session=True,
             preexec_fn=bind_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
         )
-        watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats, share_standings=share_standings)
+        watch = Watch(
+            agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats, share_standings=share_standings,
+            kept=[path for path in (run.config, run.plan, run.events) if path.exists()],
+        )  # fmt: skip
         ended = None
         try:
             ended = _wait(process, stop, watch, others, ended_elsewhere)
@@ -221,6 +233,8 @@ def supervise(
             kill_descendants(process, others)
             beats.close()
             remove_empty(run, ranks)
+    if missing := [path for path in watch.kept if is_gone(path)]:
+        return Outcome(code=3, message=folder_gone(run, missing).render())
     outcome = outcome_of(
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
         memory_kill=kills.evidence(), log_starts=log_starts,
@@ -266,6 +280,8 @@ def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | No
     """Return why the workers are to be killed now, empty where nobody needs to read it; `None` where they may go on."""
     if ended:
         return f"stopping all ranks: {ended.first_line}"
+    if watch.is_removed:
+        return f"stopping all ranks: {folder_gone(watch.run, watch.missing).message}"
     if stop.at_once:
         return "killing the workers"
     if late := stop.late(watch):

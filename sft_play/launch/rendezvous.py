@@ -24,7 +24,7 @@ Answer = Callable[[Sequence[Given]], Given]
 
 OF_ATTEMPT = ("resumed", "checkpoint")
 """Facts of an attempt: a latecomer is not compared by them."""
-PEER_SECONDS = 10.0
+PEER_SECONDS, LONGEST_RANK = 10.0, 9
 """How much longer than `launch.silent_seconds` the cause of a connection that was lost may take to be known."""
 
 
@@ -274,4 +274,5 @@ def _plain(value: Given) -> Given:
 
 
 def node_ranks_in(raw: Any, name: str) -> set[int]:
-    return set(map(int, filter(str.isdigit, list_words(raw, name))))
+    """Return the ranks that words in the store name; what a stranger wrote there may be anything: `²` is a digit, and no number."""
+    return {int(word) for word in list_words(raw, name) if len(word) <= LONGEST_RANK and word.isascii() and word.isdecimal()}

@@ -14,10 +14,10 @@ from typing import Any
 from sft_play.config.call import Call, flatten
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, read_config
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, needs_own_word
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
-from sft_play.launch.deepspeed import UserDeepSpeed
+from sft_play.launch.deepspeed import settings_from_run
 from sft_play.launch.job import LaunchOptions, set_train, without_batch_numbers
 from sft_play.launch.recovery import LESS, remedies_so_far
 from sft_play.launch.run_folder import cannot_continue, has_started, launches, read_events
@@ -67,7 +67,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
-    deepspeed = UserDeepSpeed(path=run.events, settings=facts["deepspeed"]) if facts["deepspeed"] else None
+    deepspeed = settings_from_run(facts["deepspeed"], run, run.events) if facts["deepspeed"] else None
     less = remedies_so_far(run)
     if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
         less["halvings"] = 0  # what is typed now is what memory is to be tried with
@@ -156,7 +156,9 @@ def check_overrides(call: Call) -> None:
     refused = [
         o
         for o in call.overrides
-        if o.key not in CHANGEABLE and not o.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
+        if o.key not in CHANGEABLE
+        and not o.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
+        and not needs_own_word(o.key)
     ]
     raise_all([
         UserError(

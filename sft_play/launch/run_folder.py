@@ -9,19 +9,29 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
+from sft_play.config.reader import fields_of, misfit
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import append_json_line, lock, read_json, read_json_lines, remove_half_written, translate_disk_errors
-from sft_play.plan.plan import Plan
+from sft_play.files import (
+    append_json_line,
+    lock,
+    open_own,
+    read_json_lines,
+    read_object,
+    remove_half_written,
+    translate_disk_errors,
+)
+from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
+from sft_play.runs.gate import all_runs, check_run
 from sft_play.runs.manifest import SHARDED
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
@@ -29,6 +39,15 @@ NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
+EVENT: Mapping[str, Any] = {
+    "event": str, "time": float, "node": int, "code": int | None, "error": str | None, "launch": Mapping[str, Any],
+    "step": int | None, "saved": str | None, "signal": str | None, "note": str | None,
+}  # fmt: skip
+LAUNCH: Mapping[str, Any] = {
+    "command": fields_of(LaunchRequest)["command_strategy"], "num_gpus": int | None, "num_nodes": int,
+    "deepspeed": Mapping[str, Any] | None, "fsdp": Mapping[str, Any],
+}  # fmt: skip
+"""Types of what an event says, and a launch in it."""
 
 
 def choose_name(run_name: str | None, config_path: Path | None) -> str:
@@ -96,17 +115,18 @@ def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     The kernel gives the lock back when this process ends, however it ends. Raise `UserError` when another has it, `HardwareError`
     where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) gives a warning.
     """
+    check_run(run, writes=True)
     path = run.path / f".launcher-node{node_rank}.lock"
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(path.open("a"))  # by it `make stop` finds the owner, also where there are no locks
+            own = stack.enter_context(open_own(path))  # by it `make stop` finds the owner, also where there are no locks
             for _ in range(10):  # `make runs`, which only looks, has it for a moment
                 if (descriptor := lock(path)) is not None:
                     stack.callback(os.close, descriptor)
                     break
                 time.sleep(0.02)
             else:
-                owner = path.read_text(encoding="utf-8", errors="replace").strip() or "?"
+                owner = os.pread(own.fileno(), 20, 0).decode("utf-8", "replace").strip() or "?"
                 text = f"the run `{run.name}` is in use: process {owner} trains it"
                 raise UserError(text, hint="wait for it, or end that process first")
         except OSError as error:
@@ -120,7 +140,8 @@ def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
                 flush=True,
             )
         try:
-            path.write_text(f"{os.getpid()}\n", encoding="utf-8")
+            own.truncate(0)
+            own.write(f"{os.getpid()}\n".encode())
         except OSError as error:
             raise _not_writable(run, error) from error
         yield
@@ -133,7 +154,11 @@ def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
     """Return the run's events, oldest first; a line that a crash cut short is left out."""
-    return [event for event in read_json_lines(run.events) if isinstance(event.get("event"), str)]
+    return [
+        event
+        for event in read_json_lines(run.events)
+        if "event" in event and misfit(event, EVENT) is None and event.get("node", 0) >= 0
+    ]
 
 
 def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any) -> None:
@@ -157,29 +182,32 @@ def started_by(run: RunFolder, node_rank: int) -> bool:
     return any(e.get("node") == node_rank or e.get("event") in FINAL_EVENTS for e in read_events(run))
 
 
-def find_run(name: str) -> RunFolder:
-    """Return the run called `name`, or in the folder `name`. Raise `CheckpointError` with the runs that exist, or for a lost `config.json`."""
+def find_run(name: str, *, writes: bool = False) -> RunFolder:
+    """Return the run called `name`, or in the folder `name`, once the gate has let it pass (`runs.gate`).
+
+    Raise `CheckpointError` with the runs that exist, or for a lost `config.json`. `writes`: the command writes into the run's folder.
+    """
     if path := run_path(name):
         if CHECKPOINT.fullmatch(path.name) and path.parent.name == RunFolder(path).checkpoints.name:
             of = path.absolute().parent.parent
             raise CheckpointError(f"`{path}` is a checkpoint, not a run", hint=f"the run is RUN={of}; {OF_CHECKPOINT}")
-        return RunFolder(path)
+        return check_run(RunFolder(path), writes=writes)
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
-        if folder.is_dir() and has_started(RunFolder(folder)):
+        if folder.is_dir() and has_started(check_run(RunFolder(folder))):
             raise cannot_continue(RunFolder(folder), RunFolder(folder).config)
-    known = sorted((p.parent for p in runs_folder().glob("*/config.json")), key=lambda p: p.stat().st_mtime, reverse=True)
-    listing = ", ".join(p.name for p in known[:10]) or "none"
+    known = all_runs()
+    listing = ", ".join(run.name for run in known[:10]) or "none"
     more = f" and {len(known) - 10} more" if len(known) > 10 else ""
     raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{more}")
 
 
-def find_named_run(call: Call) -> RunFolder:
+def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
     """Return the run that a command's `RUN` names. Raise `UserError` without one, `CheckpointError` as `find_run`."""
     if not call.options.get("RUN"):
         raise UserError(
             f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME; `make runs` lists the runs"
         )
-    return find_run(call.options["RUN"])
+    return find_run(call.options["RUN"], writes=writes)
 
 
 def is_finished(run: RunFolder) -> bool:
@@ -192,8 +220,8 @@ def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, An
     """Return what the workers recorded when they left: rank -> `{"rank", "code", "error", "time"}`."""
     records = {}
     for rank in ranks:
-        with contextlib.suppress(OSError, ValueError):
-            records[rank] = read_json(run.rank_exit(rank)) | {"rank": rank}
+        if record := read_object(run.rank_exit(rank)):
+            records[rank] = record | {"rank": rank}
     return records
 
 
@@ -206,7 +234,7 @@ def remove_left(run: RunFolder, ranks: range) -> None:
 def launches(run: RunFolder) -> list[dict[str, Any]]:
     """Return the events of the launches that a user asked for, oldest first. Raise `CheckpointError` where there is none."""
     found = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
-    if not found:
+    if not found or any(event["launch"].keys() < LAUNCH.keys() or misfit(event["launch"], LAUNCH) is not None for event in found):
         raise cannot_continue(run, run.events)
     return found
 

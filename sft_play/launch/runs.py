@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import csv
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ import psutil
 from sft_play.config.call import Call
 from sft_play.config.data_rules import FUNCTIONS, Condition
 from sft_play.config.metrics import LABELS, OF_LOSS
-from sft_play.errors import DataError, HardwareError, UserError
-from sft_play.files import lock, read_object
+from sft_play.errors import DataError, HardwareError, UserError, safe_text
+from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
 from sft_play.launch.run_folder import FINAL_EVENTS, find_named_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
+from sft_play.runs.gate import all_runs, check_run, read_facts
 from sft_play.runs.progress import energy_kwh
 from sft_play.text import duration, figure, gib, table
 
@@ -65,7 +67,7 @@ def _is_locked(path: Path) -> bool:
 def _owner(path: Path) -> psutil.Process | None:
     """Return the process that is named in a lock, if it has that very file open: another may have got its number."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
-        process = psutil.Process(int(path.read_text(encoding="utf-8")))
+        process = psutil.Process(int(open_plain(path).read(20)))
         if any(path.samefile(file.path) for file in process.open_files() if Path(file.path).name == path.name):
             return process
     return None
@@ -164,13 +166,22 @@ def logs(call: Call) -> int:
     run, rank, follow = find_named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
-        ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdigit())
+        ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdecimal())
         there = f"there are those of ranks {', '.join(map(str, ranks))}" if ranks else "its workers have not started yet"
         raise UserError(f"`{run.name}` has no log of rank {rank}", hint=there)
     if call.json:
-        print(json.dumps({"run": str(run.path), "rank": rank, "path": str(path), "text": path.read_text("utf-8", "replace")}))
+        print(
+            json.dumps(
+                {
+                    "run": str(run.path),
+                    "rank": rank,
+                    "path": str(path),
+                    "text": open_plain(path).read().decode("utf-8", "replace"),
+                }
+            )
+        )
         return 0
-    with path.open(encoding="utf-8", errors="replace") as stream:
+    with io.TextIOWrapper(open_plain(path), encoding="utf-8", errors="replace") as stream:
         while True:
             going = follow and bool(holders(run))  # asked before reading, so that the last lines are not missed
             while text := stream.read(65536):
@@ -220,8 +231,10 @@ class Summary:
     """Of the GPUs, as the driver measured their power; where it was not asked, at most: at their power limits."""
     cost: float | None
     """Of all machines at `PRICE_PER_HOUR`."""
-    age_seconds: float
+    age_seconds: float | None
     """Since something last happened to it."""
+    problem: str | None = None
+    """Why it cannot be read; then nothing else is known of it."""
 
     def cells(self) -> dict[str, Any]:
         """Return column -> value, each score a column."""
@@ -230,10 +243,32 @@ class Summary:
         return {**cells, **scores}
 
 
+UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What files of another making can lead to."""
+
+
+def reason(error: BaseException) -> str:
+    """Return why a run cannot be read, in a line."""
+    text = f"{error.place}: {error.message}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return safe_text(text.partition("\n")[0])
+
+
+def list_run(run: RunFolder, price: float | None = None) -> Summary:
+    """Return what is known of a run of a list, where one that cannot be read, whatever is in its files, is a row that says so."""
+    try:
+        return summary_of(check_run(run), price)
+    except UNREADABLE as error:
+        nothing: dict[str, Any] = dict.fromkeys(item.name for item in fields(Summary))
+        return Summary(
+            **nothing
+            | {"name": run.name, "state": "unreadable", "node_rank": 0, "step": 0, "scores": {}, "problem": reason(error)}
+        )
+
+
 def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     """Return what is known of a run; `price` is that of one machine's hour."""
     events, state = _first_nodes_events(run), state_of(run)
-    config, plan, final = read_object(run.config).get("config", {}), read_object(run.plan), read_object(run.training_metrics)
+    config, plan, final = read_facts(run.config).get("config", {}), read_facts(run.plan), read_facts(run.training_metrics)
     rows = metric_rows(run.metrics)
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
     scores = _best_scores([row for row in rows if row.get("kind") == "eval"])
@@ -248,7 +283,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         name=run.name, state=state, code=events[-1].get("code") if state in FINAL_EVENTS else None,
         node_rank=node_of(run), step=int(train[-1].get("step", 0)), steps=plan.get("steps"), loss=train[-1].get("loss"),
         best=scores.get(f"eval_{metric}"), metric=metric if f"eval_{metric}" in scores else None, scores=scores,
-        model=short_path(str(read_object(run.prepared).get("model", {}).get("name") or config.get("model", {}).get("name") or "")) or None,
+        model=short_path(str(read_facts(run.prepared).get("model", {}).get("name") or config.get("model", {}).get("name") or "")) or None,
         method=config.get("tuning", {}).get("mode"), data=_data(config.get("data", {})),
         strategy="pipeline" if plan.get("stages") else plan.get("strategy"),
         processes=plan.get("world_size"), tokens_per_second=final.get("tokens_per_second") or train[-1].get("tokens_per_second"),
@@ -313,8 +348,7 @@ def short_path(text: str) -> str:
 def main(call: Call) -> int:
     """Print the runs that `WHERE` keeps, by `SORT`, else the newest first."""
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
-    folders = [path.parent for path in runs_folder().glob("*/config.json")]
-    found = sorted((summary_of(RunFolder(path), price) for path in folders), key=lambda one: (one.age_seconds, one.name))
+    found = sorted((list_run(run, price) for run in all_runs()), key=lambda one: (one.age_seconds or 0.0, one.name))
     columns = list(dict.fromkeys(name for one in found for name in one.cells()))
     chosen = [one for one in found if _holds(call.options.get("WHERE"), one, columns)]
     if (sort := call.options.get("SORT")) and found:
@@ -336,6 +370,9 @@ def main(call: Call) -> int:
         lines = [_format_row(one) for one in chosen]
         used = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
         print(*table([used, *([line[name] for name in used] for line in lines)]), sep="\n")
+        for one in chosen:
+            if one.problem:
+                print(f"note: {one.name}: {one.problem}", file=sys.stderr)
     return 0
 
 
@@ -387,5 +424,5 @@ def _format_row(one: Summary) -> dict[str, str]:
         "time": duration(one.seconds) if one.seconds is not None else "-",
         "energy": cell(one.energy_kwh, " kWh"),
         "cost": cell(one.cost),
-        "age": duration(one.age_seconds),
+        "age": duration(one.age_seconds) if one.age_seconds is not None else "-",
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.files import is_full, is_gone, is_read_only, write_text
+from sft_play.files import is_full, is_gone, is_read_only, open_plain, write_text
 from sft_play.launch.liveness import Beat
 from sft_play.launch.process import stop_code
 from sft_play.launch.run_folder import exit_records, record_event
@@ -274,7 +274,7 @@ def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
     """Return the last `limit` bytes of a file, of those from `since` on; empty where there is none."""
     if not path.is_file():
         return ""
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(since, stream.tell() - limit))
         return stream.read().decode("utf-8", errors="replace")

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sft_play.config.call import Call
-from sft_play.files import read_json_lines, read_object
+from sft_play.files import json_rows, open_plain, read_json_lines
 from sft_play.launch.run_folder import find_named_run
 from sft_play.launch.runs import age_of, node_of, state_of
-from sft_play.runs.folder import WHOLE_BYTES, RunFolder, metric_rows
+from sft_play.runs.folder import WHOLE_BYTES, RunFolder, measured, metric_rows
+from sft_play.runs.gate import read_facts
 from sft_play.runs.progress import clock, evaluation_line, findings, line_of, seconds_left
 from sft_play.text import figure
 
@@ -38,7 +39,7 @@ class Follower:
 
     def look(self) -> list[dict[str, Any]]:
         """Return all rows so far, of a long file those of `metric_rows`; a file that has become shorter is read again."""
-        with contextlib.suppress(OSError), self.path.open("rb") as stream:
+        with contextlib.suppress(OSError), open_plain(self.path) as stream:
             size = stream.seek(0, os.SEEK_END)
             if size < self._read:
                 self.rows, self._read = [], 0
@@ -48,10 +49,7 @@ class Follower:
             more = stream.read()
             whole = more.rfind(b"\n") + 1
             self._read += whole
-            for line in more[:whole].splitlines():
-                with contextlib.suppress(ValueError):
-                    row = json.loads(line)
-                    self.rows += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
+            self.rows += measured(json_rows(more[:whole].splitlines()))
         return self.rows
 
 
@@ -63,10 +61,10 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
     from rich.table import Table
     from rich.text import Text
 
-    plan = read_object(run.plan)
+    plan = read_facts(run.plan)
     train, evaluations = ([row for row in rows if row.get("kind") == kind] for kind in ("train", "eval"))
     last, steps = train[-1] if train else {}, plan.get("steps")
-    phase = read_object(run.phase).get("phase", "loading") if state == "running" and not node_of(run) else state
+    phase = read_facts(run.phase).get("phase", "loading") if state == "running" and not node_of(run) else state
     left = seconds_left(rows, steps)
     top = Table.grid(expand=True, padding=(0, 1))
     top.add_column(ratio=1)
@@ -81,7 +79,9 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
     for rank, (size, limit) in enumerate(list(zip(used, limits, strict=False))[:MOST_RANKS]):
         bar = ProgressBar(total=limit or 1, completed=size or 0, width=24)
         readings = [(last.get(name) or [None] * len(used), unit) for name, unit in READINGS]
-        device = " ".join(f"{values[rank]:.0f}{unit}" for values, unit in readings if values[rank] is not None)
+        device = " ".join(
+            f"{values[rank]:.0f}{unit}" for values, unit in readings if rank < len(values) and values[rank] is not None
+        )
         memory.add_row(Text(f"rank {rank}", style="dim"), bar, f"{size or 0:.2f} of {limit:.1f} GiB", device)
     more = [Text(f"and {len(used) - MOST_RANKS} more ranks", style="dim")] if len(used) > MOST_RANKS else []
     words = [Text(f"! {one.text}", style="yellow") for one in findings(rows, _spikes(run))]
@@ -210,7 +210,7 @@ def _print_lines(call: Call, run: RunFolder) -> None:
                 print(json.dumps(row), flush=True)
             elif due:
                 told = time.monotonic()
-                print(line_of(found[: place + 1], read_object(run.plan).get("steps")), flush=True)
+                print(line_of(found[: place + 1], read_facts(run.plan).get("steps")), flush=True)
         shown = len(found)
         if state not in UNDER_WAY:
             break

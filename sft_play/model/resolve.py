@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from sft_play.config.reader import misfit
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
@@ -178,7 +180,7 @@ def check_folder(folder: Path, place: str) -> None:
         raise DataError("the model has no `config.json`", place=place, hint=hint)
     refuse_embedded_adapter(folder, place)
     config = folder / "config.json"
-    if "model_type" not in read_object(config):
+    if "model_type" not in read_object(config, follow=True):
         raise DataError("is not JSON, or names no `model_type`: transformers cannot load it", place=str(config))
     _check_weights(folder, place)
     if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -195,6 +197,7 @@ def quantisation_of(folder: Path) -> dict[str, Any] | None:
 def check_trained(folder: Path) -> None:
     """Raise `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors file, for an
     index that names files elsewhere, and for what is not a plain file of this folder."""
+    _check_adapter(folder / "adapter_config.json")
     try:
         require_plain(folder)
         _indexed_files(folder)
@@ -202,6 +205,56 @@ def check_trained(folder: Path) -> None:
     except DataError as error:
         hint = "CHECKPOINT=last takes the last checkpoint instead"
         raise CheckpointError(error.message, place=error.place, hint=hint) from None
+
+
+Patterns = Mapping[str, float]
+ADAPTER: Mapping[str, Any] = {
+    "peft_type": Literal["LORA"], "r": int, "lora_alpha": float, "lora_dropout": float, "target_modules": list[str] | str | None,
+    "target_parameters": list[str] | None, "layer_replication": type(None), "rank_pattern": Patterns, "alpha_pattern": Patterns,
+    "modules_to_save": list[str] | None, "exclude_modules": list[str] | str | None, "base_model_name_or_path": str | None,
+}  # fmt: skip
+"""Types of what an adapter's configuration says; PEFT's `layer_replication` would make the model as large as it likes."""
+MOST_REPEATS, LARGEST_RANK = 2, 2**16
+
+
+def _check_adapter(path: Path) -> None:
+    """Raise `CheckpointError` for an adapter's configuration that no run of ours writes: another kind, or names matched without end."""
+    if not path.exists():
+        return
+    hint, value = "train the adapter again, or take another CHECKPOINT=", dict[str, Any]()
+    try:
+        value = dict(read_json(path, follow=False))
+        wrong = misfit(value, ADAPTER)
+        if wrong is None:
+            ranks = [value.get("r", 1), *value.get("rank_pattern", {}).values()]
+            wrong = (
+                "peft_type" if "peft_type" not in value else "r" if not all(0 < rank <= LARGEST_RANK for rank in ranks) else None
+            )
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"not the configuration of an adapter: {error}", place=str(path), hint=hint) from None
+    if wrong is not None:
+        raise CheckpointError(
+            f"not the configuration of a LoRA adapter of ours: `{wrong}` is `{_short(value, wrong)}`", place=str(path), hint=hint
+        )
+    patterns = [
+        value.get("target_modules"),
+        value.get("exclude_modules"),
+        *value.get("rank_pattern", ()),
+        *value.get("alpha_pattern", ()),
+    ]
+    endless = (
+        one for one in patterns if isinstance(one, str) and (REPEATED.search(one) or len(REPEAT.findall(one)) > MOST_REPEATS)
+    )
+    if (pattern := next(endless, None)) is not None:
+        raise CheckpointError(f"`{pattern[:80]}` may match names without end", place=str(path), hint=hint)
+
+
+REPEAT, REPEATED = re.compile(r"(?<!\\)[*+{]"), re.compile(r"\)[*+{]")
+"""A repetition in a pattern, and one of a group, which may take exponentially long."""
+
+
+def _short(value: Mapping[str, Any], key: str) -> str:
+    return str(value.get(key.partition(".")[0]))[:80]
 
 
 def refuse_embedded_adapter(folder: Path, place: str) -> None:
@@ -335,7 +388,7 @@ def refuse_foreign_code(folder: Path) -> None:
 
 def _auto_map(path: Path) -> dict[str, Any]:
     """Return which classes of its own code a file names."""
-    named = read_object(path).get("auto_map") or {}
+    named = read_object(path, follow=True).get("auto_map") or {}
     return named if isinstance(named, dict) else {"": named}
 
 

@@ -99,7 +99,7 @@ def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
     from sft_play.plan.architecture import offline_unless_reachable
 
     loaded = load_config(None, [Override(key="model.name", text=name, origin=f"MODEL={name}"), *call.overrides])
-    note_consent(call, loaded)
+    note_consent(loaded)
     if not Path(name).expanduser().is_dir():
         offline_unless_reachable()
     settings = loaded.config.model
@@ -427,7 +427,7 @@ def main(call: Call) -> int:
             f"`make merge` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
             hint="it takes RUN, CHECKPOINT and OUT",
         )
-    run = find_run(call.options["RUN"])
+    run = find_run(call.options["RUN"], writes="OUT" not in call.options)
     weights = weights_folder(run, call.options.get("CHECKPOINT"))
     out = Path(call.options.get("OUT") or run.path / "merged")
     if out.exists():  # before torch is imported, which takes seconds

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.config.reader import misfit
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
@@ -222,7 +223,10 @@ class Plan(Setup):
     def load(path: Path) -> Plan:
         """Read a run's plan. Raise `CheckpointError` for a file that is none."""
         try:
-            return Plan.from_json(read_json(path))
+            value = read_json(path, follow=False)
+            if (key := misfit(value, Plan)) is not None:
+                raise ValueError(f"`{key}` is of another type")
+            return Plan.from_json(value)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
             hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -11,13 +10,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sft_play.errors import UserError
-from sft_play.files import read_json
 from sft_play.plan.batch import Cost, rank_seconds, spans
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.gate import read_facts
 from sft_play.text import duration, figure, gib, plural
 
 ORDER = (
@@ -239,10 +238,8 @@ MOST_CHANGE = 3.0
 
 def beside_forecast(run: RunFolder) -> str:
     """Return lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was kept."""
-    try:
-        measured = read_json(run.training_metrics)
-        forecast = measured["forecast"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):  # not rank 0's machine, or a run of an earlier version
+    measured = read_facts(run.training_metrics)
+    if not (forecast := measured.get("forecast")):  # not rank 0's machine, or a run of an earlier version
         return ""
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
@@ -250,9 +247,7 @@ def beside_forecast(run: RunFolder) -> str:
         ("energy", "energy_kwh", lambda value: f"{figure(value)} kWh"),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]
-    lines = [
-        f"  {label:<9}{_pair(measured.get(key), forecast.get(key), write)}" for label, key, write in rows if measured.get(key)
-    ]
+    lines = [f"  {label:<9}{_pair(measured[key], forecast.get(key), write)}" for label, key, write in rows if measured.get(key)]
     if lines and measured.get("peak_memory_bytes") and forecast.get("peak_memory_bytes"):
         lines[-1] += " for a micro-batch of the longest rows"
     speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")

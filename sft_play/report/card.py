@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
+from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp
 from sft_play.text import gib, tell
@@ -23,7 +25,13 @@ from sft_play.text import gib, tell
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-CARD = "README.md"
+CARD, ADAPTER = "README.md", "adapter_config.json"
+PUSHED = re.compile(
+    r"(adapter_model|model)[\w.-]*\.safetensors(\.index\.json)?|[\w.-]+\.(model|jinja)|(vocab|merges)\.txt|(LICEN[CS]E|NOTICE)[\w.-]*"
+    r"|(adapter_config|config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config"
+    r"|processor_config|tekken)\.json"
+)
+"""Names of what goes to the hub: whatever else is beside the weights stays here."""
 TOKEN_HINT = "set HF_TOKEN to a token with write access (huggingface.co/settings/tokens), or type `hf auth login`"
 MOST_SOURCES = 20
 
@@ -44,7 +52,9 @@ def push(call: Call) -> int:
         raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
     private = call.flag("PRIVATE") or "PRIVATE" not in call.options
     run, weights = _weights(call)
-    files = {path.name: path for path in model_files(weights) if path.name != CARD}
+    files: dict[str, Path | bytes] = {path.name: path for path in model_files(weights) if PUSHED.fullmatch(path.name)}
+    if (settings := weights / ADAPTER) in files.values():
+        files[ADAPTER] = _without_paths(settings, Stamp.load(weights))
     card = card_of(run, weights)
     api, there = _repository(repo)
     replaced = sorted(there & {*files, CARD})
@@ -52,7 +62,10 @@ def push(call: Call) -> int:
         "repo": repo,
         "private": private,
         "exists": bool(there),
-        "files": {CARD: len(card.encode()), **{name: path.stat().st_size for name, path in files.items()}},
+        "files": {
+            CARD: len(card.encode()),
+            **{name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()},
+        },
         "replaced": replaced,
     }
     if not call.json:
@@ -65,8 +78,13 @@ def push(call: Call) -> int:
     return 0
 
 
+def _without_paths(settings: Path, stamp: Stamp) -> bytes:
+    """Return an adapter's configuration that names its base as the card does, and not where that is on this machine."""
+    return (json.dumps(read_object(settings) | {"base_model_name_or_path": stamp.public_base[0]}, indent=2) + "\n").encode()
+
+
 def _weights(call: Call) -> tuple[RunFolder, Path]:
-    run = find_named_run(call)
+    run = find_named_run(call, writes=call.command == "card" and "OUT" not in call.options)
     return run, weights_folder(run, call.options.get("CHECKPOINT"))
 
 
@@ -89,7 +107,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
     stamp, plan, prepared = Stamp.load(weights), Plan.load(run.plan), Prepared.load(run.prepared)
     config = read_config(run.config).config
     adapter = kind_of(weights) == "adapter"
-    base, on_hub = stamp.public_base
+    base, on_hub = _plain(stamp.public_base[0]), stamp.public_base[1]
     before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(stamp.step or 0)) or {}
     held_out = prepared.validation.sources[0].name if prepared.validation else ""
     header = ModelCardData(
@@ -114,7 +132,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
     )  # fmt: skip
     lines = [
         f"---\n{header.to_yaml()}\n---\n",
-        f"# {run.name}\n",
+        f"# {_plain(run.name)}\n",
         f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
         "## Use\n",
         *_use(base, adapter, plan),
@@ -127,11 +145,11 @@ def card_of(run: RunFolder, weights: Path) -> str:
         ),
         "\n## Training\n",
         "| | |\n|---|---|",
-        *(f"| {name} | {value} |" for name, value in _facts(stamp, plan, read_object(run.training_metrics)) if value),
+        *(f"| {name} | {_plain(value)} |" for name, value in _facts(stamp, plan, read_facts(run.training_metrics)) if value),
         "\n## Results\n",
         *_results(before, after),
         "\n## Versions\n",
-        ", ".join(f"{name} {version}" for name, version in stamp.versions.items() if version != "not installed"),
+        ", ".join(_plain(f"{name} {version}") for name, version in stamp.versions.items() if version != "not installed"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -185,13 +203,18 @@ def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     yield "On held-out rows, with 95 % bootstrap intervals:\n"
     yield "| | before | after |\n|---|---:|---:|"
     for name in ("loss", *metrics_of(after)):
-        yield f"| {label_of_metric(name)} | {cell(before, name)} | {cell(after, name)} |"
+        yield f"| {_plain(label_of_metric(name))} | {cell(before, name)} | {cell(after, name)} |"
 
 
 def _name(source: str) -> str:
     """Return what to call a source of data: a hub id or its file's name, never a path; no character that a table or a link reads."""
     text = source if source.count("/") == 1 and not Path(source).exists() else Path(source).name
-    return "".join(letter if letter not in "|<>[]`\n" else "_" for letter in text)
+    return _plain(text)
+
+
+def _plain(text: str) -> str:
+    """Return a text without what Markdown or HTML reads: a run's files may be a stranger's."""
+    return "".join(letter if letter not in "|<>[]`\n\r\\" else "_" for letter in text)
 
 
 # ---- The hub

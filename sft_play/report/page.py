@@ -19,11 +19,12 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS, label_of_metric
-from sft_play.files import finite, read_json_lines, read_object, write_text
+from sft_play.files import finite, open_plain, read_json_lines, read_object, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
-from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_predictions, read_scores
+from sft_play.runs.folder import RunFolder, cache_folder, metric_rows, metrics_of, read_predictions, read_scores
+from sft_play.runs.gate import read_facts
 from sft_play.runs.progress import findings
 
 POINTS = 1_500
@@ -42,7 +43,7 @@ PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-
 
 def main(call: Call) -> int:
     """Write `report.html` into the run's folder, or `OUT`."""
-    run = find_named_run(call)
+    run = find_named_run(call, writes="OUT" not in call.options)
     path = write_report(run, Path(call.options["OUT"]) if call.options.get("OUT") else None)
     print(json.dumps({"run": str(run.path), "report": str(path)}) if call.json else f"report: {path}")
     return 0
@@ -57,10 +58,12 @@ def write_report(run: RunFolder, path: Path | None = None) -> Path:
 
 def record_of(run: RunFolder) -> dict[str, Any]:
     """Return everything that the page shows of a run."""
-    config, rows, spikes = read_object(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
+    config, rows, spikes = read_facts(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
     steps = sorted(run.path.glob("eval/step-*"))
     scores = [
-        (int(folder.name[5:]), folder, found) for folder in steps if folder.name[5:].isdigit() and (found := read_scores(folder))
+        (int(folder.name[5:]), folder, found)
+        for folder in steps
+        if folder.name[5:].isdecimal() and (found := read_scores(folder))
     ]
     return {
         "summary": summary_of(run).cells(),
@@ -68,10 +71,10 @@ def record_of(run: RunFolder) -> dict[str, Any]:
             {"key": key, "value": value, "origin": short_path(str(config.get("origins", {}).get(key, "")))}
             for key, value in _flat(config.get("config", {}))
         ],
-        "plan": read_object(run.plan),
-        "prepared": _prepared(read_object(run.prepared)),
+        "plan": read_facts(run.plan),
+        "prepared": _prepared(run),
         "stamp": read_object(run.stamp),
-        "final": read_object(run.training_metrics),
+        "final": read_facts(run.training_metrics),
         "curves": curves_of(rows),
         "findings": [asdict(one) for one in findings(rows, spikes)],
         "events": read_events(run),
@@ -155,22 +158,24 @@ def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
 
 def _repeat(run: RunFolder) -> str:
     """Return the command that makes the same run again."""
-    plan = read_object(run.plan)
+    plan = read_facts(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
     return f"make {command} CONFIG={short_path(str(run.config))}{count} RUN_NAME={run.name}-again"
 
 
-def _prepared(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's name and the counts of each split."""
-    splits = {}
+def _prepared(run: RunFolder) -> dict[str, Any]:
+    """Return the model's name and the counts of each split; those of its sources where the rows are in this user's cache, or in the run."""
+    splits, found = {}, read_facts(run.prepared)
     for name in ("train", "validation"):
         if split := found.get(name):
-            sources = read_object(Path(split["path"]) / "manifest.json").get("sources", [])
+            rows = Path(split.get("path", "")).resolve()
+            ours = any(rows.is_relative_to(folder.resolve()) for folder in (cache_folder(), run.path))
+            sources = read_facts(rows / "manifest.json").get("sources", []) if ours else []
             splits[name] = {key: split.get(key) for key in ("rows", "tokens", "label_tokens", "longest", "median")} | {
                 "sources": [
                     {key: source.get(key) for key in ("rows_read", "kept", "dropped", "duplicates", "cut", "tokens")}
-                    | {"name": short_path(str(source["name"]))}
+                    | {"name": short_path(str(source.get("name")))}
                     for source in sources
                 ]
             }
@@ -187,12 +192,14 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _logs(run: RunFolder) -> list[Path]:
-    ranks = sorted((path for path in run.logs.glob("rank*.log") if path.stem[4:].isdigit()), key=lambda path: int(path.stem[4:]))
+    ranks = sorted(
+        (path for path in run.logs.glob("rank*.log") if path.stem[4:].isdecimal()), key=lambda path: int(path.stem[4:])
+    )
     return [*ranks[:LOGS], *(path for path in [run.logs / "launcher.log"] if path.is_file())]
 
 
 def _tail(path: Path) -> str:
-    with contextlib.suppress(OSError), path.open("rb") as stream:
+    with contextlib.suppress(OSError), open_plain(path) as stream:
         size = stream.seek(0, 2)
         stream.seek(max(0, size - LOG_BYTES))
         text = stream.read().decode("utf-8", "replace")

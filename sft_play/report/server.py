@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from sft_play.errors import UserError
 from sft_play.evaluation.compare import compare, read_sides
 from sft_play.files import finite
 from sft_play.launch.environment import next_free_port
-from sft_play.launch.runs import summary_of
+from sft_play.launch.runs import UNREADABLE, list_run, reason
 from sft_play.report.page import PAGE_POLICY, page_files, page_html, record_of
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.gate import all_runs, check_run
 from sft_play.text import tell
 
 DEFAULT_PORT = 8600
@@ -68,11 +69,6 @@ def application(token: str | None, address: str) -> App:
     return Guard(Starlette(routes=routes), token=token, address=address, as_password=True)
 
 
-def runs() -> list[RunFolder]:
-    """Return every run."""
-    return [RunFolder(path.parent) for path in runs_folder().glob("*/config.json")]
-
-
 def _json(value: Any) -> Response:
     return Response(json.dumps(finite(value), default=str), media_type="application/json", headers={"cache-control": "no-store"})
 
@@ -94,19 +90,19 @@ async def _file(request: Request) -> Response:
 
 
 async def _runs(_: Request) -> Response:
-    return _json(await asyncio.to_thread(lambda: [summary_of(run).cells() for run in runs()]))
+    return _json(await asyncio.to_thread(lambda: [list_run(run).cells() for run in all_runs()]))
 
 
 def _named(name: str) -> RunFolder | None:
     """Return a run by its name in the list: a request names no path."""
-    return next((run for run in runs() if run.name == name), None)
+    return next((run for run in all_runs() if run.name == name), None)
 
 
 async def _run(request: Request) -> Response:
     run = await asyncio.to_thread(_named, request.path_params["name"])
     if run is None:
         return JSONResponse({"error": "there is no such run"}, status_code=404)
-    return _json(await asyncio.to_thread(record_of, run))
+    return await asyncio.to_thread(_readable, lambda: record_of(check_run(run)))
 
 
 async def _compare(request: Request) -> Response:
@@ -114,7 +110,15 @@ async def _compare(request: Request) -> Response:
     found = await asyncio.to_thread(lambda: [_named(name) for name in names])
     if len(names) < 2 or None in found:
         return JSONResponse({"error": "there is no such run"}, status_code=404)
-    return _json(await asyncio.to_thread(_over_each_other, [run for run in found if run]))
+    return await asyncio.to_thread(_readable, lambda: _over_each_other([check_run(run) for run in found if run]))
+
+
+def _readable(read: Callable[[], Any]) -> Response:
+    """Answer with what is read of runs, or with why it cannot be."""
+    try:
+        return _json(read())
+    except UNREADABLE as error:
+        return JSONResponse({"error": reason(error)}, status_code=422)
 
 
 def _over_each_other(chosen: list[RunFolder]) -> dict[str, Any]:
@@ -144,12 +148,12 @@ def _states() -> dict[str, tuple[float, ...]]:
     """Return run -> the times of the files that show what it does."""
     return {
         run.name: tuple(map(_changed, (run.metrics, run.events, run.training_metrics, run.rank_log(0), run.path / "eval")))
-        for run in runs()
+        for run in all_runs()
     }
 
 
 def _changed(path: Path) -> float:
     try:
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     except OSError:
         return 0.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import sync_path
+from sft_play.files import UNFOLLOWED, sync_path
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import is_state_file, verify
@@ -114,7 +114,7 @@ def claim(run: RunFolder) -> int | None:
     if path in _writing:
         return None
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | UNFOLLOWED, 0o666)
     except OSError:  # a folder that cannot be written says so again, and better, when a checkpoint is
         return None
     try:
@@ -171,7 +171,7 @@ def _no_writer(run: RunFolder) -> Iterator[bool]:
         yield True  # it is this process that would write, and it does not while it asks
         return
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | UNFOLLOWED)
     except FileNotFoundError:  # nobody ever wrote here
         yield True
         return
@@ -232,27 +232,13 @@ def checkpoint_names(run: RunFolder) -> list[str]:
 
 
 def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
-    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where there is none.
-
-    `last` and `best` are links, and those of a stranger's run may lead anywhere. Raise `CheckpointError` for one that leaves the run.
-    """
+    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where the run has none."""
     if step := re.fullmatch(r"(?:step-)?([0-9]{1,9})", name):
         name = run.checkpoint(int(step.group(1))).name
     path = run.checkpoints / name
     if Path(name).name != name or not (STEP_NAME.fullmatch(name) or name in ("best", "last")):
         return None
-    if folder := _inside(run, path):
-        return folder
-    if path.is_symlink():
-        known = [one for one in checkpoint_names(run) if one != name]
-        raise CheckpointError(
-            f"is a link to `{path.readlink()}`, which is no checkpoint of the run `{run.name}`",
-            place=str(path),
-            hint=f"there are {', '.join(known)}; `make resume` points `last` at what it saves"
-            if known
-            else "the run has no checkpoint",
-        )
-    return None
+    return _inside(run, path)
 
 
 def _inside(run: RunFolder, path: Path) -> Path | None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.config.reader import misfit
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import read_object, text_sha256, write_text
+from sft_play.files import json_rows, open_plain, read_json_lines, read_object, text_sha256, write_text
 
 OWN = "SFT_PLAY_OWN_FOLDER"
 """Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
@@ -233,9 +233,9 @@ def may_run(code: Path | str, what: What) -> bool:
 
 
 def in_run(path: Path) -> bool:
-    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp."""
+    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp, a run has events."""
     path = path.resolve()
-    return any((folder / "stamp.json").exists() for folder in (path, *path.parents))
+    return any(os.path.lexists(folder / name) for folder in (path, *path.parents) for name in ("stamp.json", "events.jsonl"))
 
 
 def _said() -> set[str]:
@@ -254,10 +254,16 @@ def _digest(code: Path | str) -> str:
     return digest.hexdigest()
 
 
-def folder_gone(run: RunFolder) -> HardwareError:
-    """Return the error of a run whose folder was there when it started."""
+def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
+    """Return the error of a run whose folder, or files of whose launcher, were there when it started."""
+    names = ", ".join(f"`{path.name}`" for path in missing)
+    gone = (
+        f"of the run's folder {names} {'is' if len(missing) == 1 else 'are'} gone"
+        if missing and run.path.is_dir()
+        else "the run's folder is gone"
+    )
     return HardwareError(
-        "the run's folder is gone: was it moved or deleted while it trained?",
+        f"{gone}: was it moved or deleted while it trained?",
         place=str(run.path),
         hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
     )
@@ -269,8 +275,18 @@ def folder_gone(run: RunFolder) -> HardwareError:
 SCORES = "scores.json"
 PREDICTIONS = "predictions.jsonl"
 BENCHMARKS = "benchmarks.json"
-WHOLE_BYTES = 4 * 2**20
+ANSWER: Mapping[str, Any] = {
+    "row": int,
+    "prompt": str,
+    "answer": str,
+    "reference": str | None,
+    "scores": Mapping[str, float | None],
+}
+"""Types of what a row of them says."""
+WHOLE_BYTES, LARGEST_METRICS_BYTES = 4 * 2**20, 2**30
 SPACED_ROWS = 6_000
+LISTS, NUMBERS = ("rank_", "node_"), frozenset({float, int, bool, type(None)})
+"""How figures of each rank or machine are named, and what they are; other figures are numbers."""
 TRAINING, EVALUATION = b'"kind": "train"', b'"kind": "eval"'
 INTERVAL = frozenset({"mean", "low", "high", "n"})
 LEAST_ROWS = 20
@@ -280,7 +296,11 @@ LEAST_ROWS = 20
 
 def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the scores of answers: metric -> `mean`, `low`, `high`, `n`, in the order of the file."""
-    return {name: value for name, value in scores.items() if isinstance(value, dict) and value.keys() >= INTERVAL}
+    return {
+        name: value
+        for name, value in scores.items()
+        if isinstance(value, dict) and value.keys() >= INTERVAL and misfit(value, dict.fromkeys(INTERVAL, float | None)) is None
+    }
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
@@ -299,19 +319,34 @@ def read_predictions(folder: Path) -> list[dict[str, Any]]:
     path = folder / PREDICTIONS
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [row for row in read_json_lines(path) if row.keys() >= {"row", "prompt", "answer"} and misfit(row, ANSWER) is None]
 
 
 def metric_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` every evaluation and `SPACED_ROWS` other rows, the last among them."""
-    rows: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError):
-        content = path.read_bytes()
-        for line in _spaced(content) if len(content) > WHOLE_BYTES else content.split(b"\n"):
-            with contextlib.suppress(ValueError):  # the last line may be torn
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
-    return rows
+    with contextlib.suppress(OSError), open_plain(path) as stream:
+        content = stream.read(LARGEST_METRICS_BYTES)
+        return measured(json_rows(_spaced(content) if len(content) > WHOLE_BYTES else content.split(b"\n")))
+    return []
+
+
+def measured(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of metrics that are ours, each with its figures; what else it says is left out."""
+    return [
+        {name: value for name, value in row.items() if name == "kind" or _is_figure(name, value)}
+        for row in rows
+        if type(row.get("step")) is int and type(row.get("kind", "")) is str
+    ]
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    if name.startswith(LISTS):
+        return type(value) is list and all(map(_is_number, value))
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in NUMBERS and (type(value) is not int or abs(value) < 2**63)
 
 
 def _spaced(content: bytes) -> list[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import stat
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.reader import misfit
 from sft_play.errors import CheckpointError
 from sft_play.files import file_sha256, read_json, sync_path, text_sha256, write_json
 from sft_play.runs.folder import cache_folder
@@ -98,7 +98,7 @@ def verify(
     if not folder.is_dir():
         return "it is not there"
     try:
-        manifest: dict[str, Any] = read_json(folder / NAME)
+        manifest: dict[str, Any] = read_json(folder / NAME, follow=False)
         listed: dict[str, Facts] = dict(manifest["files"].items())
     except FileNotFoundError:
         return "it has no manifest: it was never completed"
@@ -250,7 +250,9 @@ def read_facts(checkpoint: Path) -> StatesFacts:
         "resume it with the version that wrote it, which its stamp.json names (`make stamp`), or start a new run from its weights"
     )
     try:
-        facts: dict[str, Any] = read_json(path)
+        facts: dict[str, Any] = read_json(path, follow=False)
+        if (key := misfit(facts, StatesFacts)) is not None:
+            raise TypeError(f"`{key}` is of another type")
         if facts["format"] != FORMAT:
             text = f"its states have the format {facts['format']}; this version reads {FORMAT}"
             raise CheckpointError(text, place=str(path), hint=hint)
@@ -258,7 +260,7 @@ def read_facts(checkpoint: Path) -> StatesFacts:
     except FileNotFoundError:
         text = f"`{checkpoint.name}` has no `{STATES_NAME}`: an older version wrote it, with states in pickles, which are no longer read"
         raise CheckpointError(text, place=str(checkpoint), hint=hint) from None
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint") from error
 
 

@@ -118,7 +118,7 @@ class Prepared:
     def load(path: Path) -> Prepared:
         """Read what preparation found. Raise `CheckpointError` for a file that says nothing of that."""
         try:
-            return record_of(read_json(path), Prepared)
+            return record_of(read_json(path, follow=False), Prepared)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"not what preparation found: {first_line(error)}", place=str(path)) from error
 

@@ -15,11 +15,12 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 from sft_play.config.metrics import OF_LOSS, label_of_metric
 from sft_play.errors import without_tokens
-from sft_play.files import read_object
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.gate import read_facts
 from sft_play.text import Finding
 
 Row = Mapping[str, Any]
@@ -149,7 +150,7 @@ SECONDS = 5.0
 """What a webhook or a command may take."""
 LONGEST = 2000
 """Letters of a text: what chat services take."""
-VARIABLE = re.compile(r"\$(\w+)")
+VARIABLE = re.compile(r"\$(\w*NOTIFY\w*)")
 WEBHOOK = re.compile(r"https?://\S+")
 
 _under_way = list[threading.Thread]()
@@ -183,11 +184,20 @@ def end_text(run: RunFolder, event: str, message: str) -> str:
     """Return how a run ended, in a line or two."""
     said = f"{run.name} {event}"
     if event == "finished":
-        facts = read_object(run.training_metrics)
+        facts = read_facts(run.training_metrics)
         names = {"steps": "steps", "final_loss": "loss", "eval_loss": "held-out loss", "eval_rougeL": "ROUGE-L"}
         parts = [f"{label} {facts[name]:.4g}" for name, label in names.items() if isinstance(facts.get(name), int | float)]
         return f"{said}: {', '.join(parts)}" if parts else said
     return f"{said}: {message}" if message else said
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect to another host, nor one that leaves encryption."""
+
+    def redirect_request(self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        before, after = urlsplit(req.full_url), urlsplit(newurl)
+        same = after.hostname == before.hostname and after.scheme in (before.scheme, "https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl) if same else None
 
 
 def _send(target: str, body: str) -> None:
@@ -198,7 +208,7 @@ def _send(target: str, body: str) -> None:
             request = urllib.request.Request(
                 target, body.encode(), {"Content-Type": "application/json", "User-Agent": "sft-play"}
             )
-            urllib.request.urlopen(request, timeout=SECONDS).close()
+            urllib.request.build_opener(_SameHost).open(request, timeout=SECONDS).close()
         elif found:  # what a run's folder says is never run
             _run(target, body)
         else:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.reader import required_fields
-from sft_play.config.schema import Config
+from sft_play.config.reader import misfit, required_fields
+from sft_play.config.schema import Config, needs_own_word
 from sft_play.errors import CheckpointError, safe_text
 from sft_play.files import read_json, write_json
 from sft_play.runs.prepared import HUB
@@ -82,7 +82,9 @@ class Stamp:
         """Read the stamp of a run, checkpoint or model. Raise `CheckpointError` when there is none."""
         path = folder / NAME
         try:
-            value = read_json(path)
+            value = read_json(path, follow=False)
+            if (key := misfit(value, Stamp)) is not None:
+                raise ValueError(f"`{key}` is of another type")
             # A stamp of an earlier version lacks the fields that have a default.
             known = {item.name for item in fields(Stamp)} & dict(value).keys()
             stamp = Stamp(**{name: value[name] for name in known.union(required_fields(Stamp))})
@@ -165,6 +167,7 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
             after = {package: version for package, version in after.items() if package in before}
         if name == "settings":  # nor is a key that only one of the two versions knows
             before, after = _shared(before, after), _shared(after, before)
+            before, after = ({key: _kept(part) if key == EXTRA else part for key, part in one.items()} for one in (before, after))
         verdict: Verdict = getattr(rule, purpose)
         if before != after and verdict != "allow" and not (name in LATER and not (before and after)):
             if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -225,7 +228,7 @@ CHANGEABLE = frozenset({
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
 """Keys that the stamp holds in fields of their own: comparing those gives the better message."""
-SECTIONS = ("train", "eval", "launch")
+SECTIONS, EXTRA = ("train", "eval", "launch"), "train.extra"
 """Sections whose other keys a stamp holds one by one."""
 AS_PLANNED = frozenset({"train.packing"})
 """Keys that a repeated run is given as the plan decided them (`make stamp`, `run it again`); the plan's facts are in the stamp."""
@@ -240,5 +243,10 @@ def kept_settings(config: Config) -> dict[str, Any]:
             key = f"{name}.{item.name}"
             if key not in CHANGEABLE | AS_PLANNED and not key.startswith(STAMPED):
                 value = getattr(section, item.name)
-                found[key] = json.loads(json.dumps(dict(value) if item.name == "extra" else value))
+                found[key] = json.loads(json.dumps(_kept(value) if item.name == "extra" else value))
     return found
+
+
+def _kept(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return further `TrainingArguments` without those that no run's folder gives: a resume may name another tracker, or none."""
+    return {name: value for name, value in extra.items() if not needs_own_word(f"train.{name}")}

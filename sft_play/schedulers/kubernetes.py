@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig, saved_form
+from sft_play.config.load import LoadedConfig, own_words, saved_form
 from sft_play.config.schedulers import KubernetesConfig, quantity
 from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.config.yaml_files import dump_documents
@@ -26,7 +26,8 @@ from sft_play.plan.hardware import GIB, find_card
 from sft_play.plan.memory import host_bytes
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
-from sft_play.runs.folder import runs_folder
+from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.gate import check_run
 from sft_play.schedulers import manifests
 from sft_play.schedulers.manifests import Spec, claims
 from sft_play.text import plural
@@ -119,6 +120,7 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
         name=name_of(call.options.get("RUN_NAME"), loaded.path),
         settings=settings, command="train-deepspeed" if ahead.options.deepspeed else replicas, device=plan.device, processes=processes,
         selectors=_selectors(settings, len(processes)), cards=_cards(plan, processes), files=files, join_seconds=launch.join_seconds,
+        own_words=tuple(own_words(loaded)),
     )  # fmt: skip
     _refuse_unlike(spec)
     return spec
@@ -176,7 +178,7 @@ def _one_of(kind: str) -> str:
 def _write(call: Call, rendered: Rendered) -> list[Path]:
     """Return where the files went. Raise `UserError`, before any is written, where one stands that this command has not written."""
     out = call.options.get("OUT")
-    folder = typed_path(out) if out else runs_folder() / rendered.spec.name
+    folder = typed_path(out) if out else check_run(RunFolder(runs_folder() / rendered.spec.name), writes=True).path
     paths = [folder / name for name in rendered.files]
     for path in paths:
         require_ours(path, HEADER, "kubernetes")

@@ -48,6 +48,8 @@ class Spec:
     files: Mapping[str, str]
     """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON, letter for letter."""
     join_seconds: int
+    own_words: tuple[str, ...] = ()
+    """What is typed again in the pod, as a copied configuration does not say it (`config.load.own_words`)."""
 
     @property
     def pods(self) -> int:
@@ -55,7 +57,7 @@ class Spec:
 
     def words(self, processes: int, *, folder: str = SETTINGS) -> list[str]:
         """Return the words for the entry point of a pod with that many ranks and the files in `folder`."""
-        words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.name}"]
+        words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.name}", *self.own_words]
         if DEEPSPEED_FILE in self.files:
             words.append(f"DEEPSPEED_CONFIG={folder}/{DEEPSPEED_FILE}")
         if self.command != "train":

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.load import DEFAULT, save_config
+from sft_play.config.load import DEFAULT, own_words, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
@@ -38,6 +38,7 @@ from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+from sft_play.runs.gate import check_run
 from sft_play.text import plural
 
 HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
@@ -246,7 +247,7 @@ def _refuse_unlike(ahead: Ahead) -> None:
 
 def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) -> BatchJob:
     words = [sys.executable, "-m", "sft_play", _target(ahead, name), f"CONFIG={_next_to(script, 'config')}"]
-    words += [f"NUM_GPUS={ahead.processes}", NO_DEFAULT_FILE]
+    words += [f"NUM_GPUS={ahead.processes}", NO_DEFAULT_FILE, *own_words(ahead.loaded)]
     if ahead.options.deepspeed:
         words.append(f"DEEPSPEED_CONFIG={_next_to(script, 'deepspeed')}")
     return BatchJob(
@@ -268,7 +269,7 @@ def _target(ahead: Ahead, name: str) -> str:
 def _script(call: Call, name: str) -> Path:
     """Return where the script goes: in the run's folder, or as `OUT` says. Raise `UserError` where another file is there."""
     out = call.options.get("OUT")
-    script = RunFolder(runs_folder() / name).path / "slurm" / "job.sbatch"
+    script = check_run(RunFolder(runs_folder() / name), writes=not out).path / "slurm" / "job.sbatch"
     if out:
         script = typed_path(out)
         if script.is_dir() or out.endswith("/"):

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import errno
 import faulthandler
+import io
 import json
 import os
 import re
@@ -28,7 +29,7 @@ import psutil
 
 from sft_play.config.schema import LaunchConfig
 from sft_play.errors import RetryableError, UserError, causes
-from sft_play.files import NO_ROOM, is_full, write_text
+from sft_play.files import NO_ROOM, is_full, open_own, write_text
 from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
@@ -251,7 +252,7 @@ class Heartbeat:
         """Start telling the launcher, and make this process answer when it is asked for its stacks."""
         path = self.run.rank_stack(self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = path.open("a", encoding="utf-8")
+        self._stacks = io.TextIOWrapper(open_own(path), encoding="utf-8", line_buffering=True)
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 

@@ -4,6 +4,7 @@ phase; and what each rank uses of its device, its process and its machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from sft_play.files import append_text, disk_problem, finite, read_json_lines, write_text
+from sft_play.files import append_text, disk_problem, finite, read_json_lines, sync_path, write_text
 from sft_play.plan.detect import Shown, all_hidden, gpu_memory, open_nvml, shown_gpus
 from sft_play.runs.progress import line_of
 
@@ -88,6 +89,12 @@ class MetricsFile(TrainerCallback):
             return
         self.waiting.clear()
         self._warned = False
+
+    def sync(self) -> None:
+        """Bring the rows to the disk: a checkpoint that outlives a power cut has the rows of its steps beside it."""
+        with contextlib.suppress(FileNotFoundError):
+            sync_path(self.path)
+            sync_path(self.path.parent)
 
 
 SECONDS_BETWEEN_LINES = 10.0

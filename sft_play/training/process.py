@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import Any, Literal, TextIO, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
-from sft_play.files import is_gone, write_json
+from sft_play.files import is_gone, open_own, write_json
 from sft_play.launch.process import Console
 from sft_play.plan.choices import GPU_ONLY_OPTIMIZERS
 from sft_play.plan.plan import Plan
@@ -81,8 +82,8 @@ class Activity:
     def tell(self, phase: Phase) -> None:
         """Write the phase; a disk that does not take it matters to nobody."""
         if self.phase_file:
-            with contextlib.suppress(OSError):
-                self.phase_file.write_text(f'{{"phase": "{phase}"}}\n', encoding="utf-8")
+            with contextlib.suppress(OSError), open_own(self.phase_file, empty=True) as stream:
+                stream.write(f'{{"phase": "{phase}"}}\n'.encode())
 
     def next_batch(self, rows: list[int]) -> None:
         """Notes the next micro-batch."""
@@ -116,7 +117,8 @@ def reserve(run: RunFolder, rank: int) -> None:
     """Take the disk space that the exit record will need. Raise `OSError` where there is none."""
     path = _reserved(run, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"\1" * RESERVED_BYTES)
+    with open_own(path, empty=True) as stream:
+        stream.write(b"\1" * RESERVED_BYTES)
 
 
 def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
@@ -176,7 +178,7 @@ def redirect(log: Path, rank: int) -> TextIO | None:
     Return the console of rank 0 (for the progress line), `None` for others.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    file = log.open("a", encoding="utf-8", buffering=1)
+    file = io.TextIOWrapper(open_own(log), encoding="utf-8", line_buffering=True)
     console: TextIO | None = None
     if rank == 0:
         console = cast(TextIO, Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")))

@@ -229,6 +229,8 @@ class Saver(TrainerCallback):
             if ranks.first:
                 try:
                     seal(writing.folder, ranks=self.together)
+                    if self.context.metrics is not None:
+                        self.context.metrics.sync()
                     self._check = DiskCheck(publish(run, writing.step))
                     self.link_best()
                 except OSError as error:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from sft_play.config.schema import Config
 from sft_play.config.trackers import AIM, OWN, trackers
-from sft_play.files import free_bytes, read_json, read_object, write_json
+from sft_play.files import free_bytes, open_own, read_json, read_object, write_json
 from sft_play.runs.folder import RunFolder, read_predictions
 
 ROOM_BYTES = 2**20
@@ -90,7 +90,7 @@ class Curves(TrainerCallback):
                     return
                 self._files += 1
                 name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{self._files}"
-                self.stream = (self.folder / name).open("wb")
+                self.stream = open_own(self.folder / name, empty=True)
                 RecordWriter(self.stream).write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
             RecordWriter(self.stream).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
             # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.

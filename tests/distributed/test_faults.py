@@ -44,6 +44,26 @@ def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
         assert launch.end()[0] == 143
 
 
+def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launcher: Launcher) -> None:
+    """Where its scores would make the folder again, and the end be told as a success."""
+    words = ("train", f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=4000", "TRAIN_SAVE_STEPS=4000")
+    for removed, said in (
+        (("",), "the run's folder is gone"),
+        (("config.json", "plan.json"), "`config.json`, `plan.json` are gone"),
+    ):
+        with launcher.start(*words, name=f"gone{len(removed)}") as launch:
+            launch.wait_for_step(1)
+            for name in removed:
+                path = launch.run / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            code, text = launch.end()
+        assert code == 3 and said in text and "was it moved or deleted while it trained?" in text, text
+        assert "done: " not in text and text.count("error: ") == 1, text
+        assert not any(
+            (launch.run / name).exists() for name in ("config.json", "plan.json", "report.html", "model", "checkpoints")
+        )
+
+
 def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) -> None:
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=half", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
     assert done.code == 0, done.err

@@ -49,11 +49,11 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
-    words = ("NUM_GPUS=2", "TRAIN_MAX_STEPS=40", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_NOTIFY=$MY_HOOK")
+    words = ("NUM_GPUS=2", "TRAIN_MAX_STEPS=40", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_NOTIFY=$MY_HOOK_NOTIFY")
     spikes = ("TRAIN_SPIKE_GUARD=report", "TRAIN_SPIKE_FACTOR=1.01")
     with webhook() as (url, said):
         launch = launcher.start(
-            "train-distributed", f"CONFIG={launcher.config}", *words, *spikes, name="told", MY_HOOK=url, HF_TOKEN=SECRET
+            "train-distributed", f"CONFIG={launcher.config}", *words, *spikes, name="told", MY_HOOK_NOTIFY=url, HF_TOKEN=SECRET
         )
         launch.wait_for_step(3)
         launch.workers()[1].kill()
@@ -104,7 +104,7 @@ def test_what_does_not_answer_is_one_warning(
 @pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])
 def test_a_configuration_brings_no_command(target: str, in_process: Program) -> None:
     in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}").refused(
-        2, "neither a URL nor the name of a variable", "export MY_NOTIFY"
+        2, "neither a URL nor the name of a variable with `NOTIFY` in it", "export MY_NOTIFY"
     )
 
 

@@ -204,6 +204,12 @@ def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place, mer
         for wrong in ({**body, "model": "another"}, {**body, "messages": []}, {**body, "model": 5}):
             with pytest.raises(urllib.error.HTTPError):
                 ask(f"{facts['url']}/chat/completions", wrong)
+        for keys in ({"chat_template": "{% if 7**(9**10) > 3 %}x{% endif %}"}, {"tokenize": False}, {"thinking": [1]}, "x"):
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                ask(f"{facts['url']}/chat/completions", {**body, "chat_template_kwargs": keys})
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                ask(f"{facts['url']}/responses", {"model": "demo", "input": "a", "chat_template_kwargs": keys})
+        assert ask(f"{facts['url']}/chat/completions", {**body, "chat_template_kwargs": {"enable_thinking": False}})["choices"]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             ask(f"http://127.0.0.1:{port}/reset")
         with served(place, f"MODEL={merged}", f"PORT={port}") as (_, other):

@@ -113,7 +113,7 @@ def test_a_full_disk_gives_one_warning_until_there_is_room_again(tmp_path: Path,
     full, room = Path("/dev/full"), tmp_path / "a.jsonl"
     for path, warned in ((full, True), (full, False), (room, False), (full, True)):
         with side_file(path, "the answers"):
-            append_json_line(path, {"step": 1})
+            path.write_text("x") if path == full else append_json_line(path, {"step": 1})
         said = capsys.readouterr().err
         assert (
             "warning: /dev/full: the answers could not be written: no space is left on the disk; training continues" in said

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft_play.config.load import load_config
+from sft_play.config.load import read_config
 from sft_play.errors import UserError
 from tests.kubernetes_runs import KINDS, documents, documents_of, of_kind, pods, rendered
 
@@ -102,7 +102,7 @@ def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_pat
     result = rendered("TRAIN_LEARNING_RATE=3e-5", "KUBERNETES_ENV={NCCL_DEBUG: INFO, A_B: '1'}")
     path = tmp_path / "config.json"
     path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
-    again = load_config(path, (), {})
+    again = read_config(path, of_run=False)
     assert again.config.train.learning_rate == 3e-5 and dict(again.config.kubernetes.env) == {"NCCL_DEBUG": "INFO", "A_B": "1"}
     assert again.typed("train.global_batch_size") and not again.typed("train.batch_size")
 

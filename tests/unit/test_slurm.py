@@ -335,5 +335,5 @@ def test_what_sbatch_refuses_is_the_users_error(in_process: Program, tmp_path: P
 def test_a_run_that_has_started_goes_on_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "demo")
     run.path.mkdir(parents=True)
-    record_event(run, "started", launch={"command": "fsdp2", "num_gpus": 2, "num_nodes": 2})
+    record_event(run, "started", launch={"command": "fsdp2", "num_gpus": 2, "num_nodes": 2, "deepspeed": None, "fsdp": {}})
     assert command(in_process, tmp_path, "JSON=1").json["command"][3] == "train-fsdp"

@@ -33,7 +33,7 @@ const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
 const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
 const score = (value) => value ? `${value.mean.toFixed(4)} [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "–";
 const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
-const state = (summary) => el("span", { class: "state " + summary.state.split(" ")[0] }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
+const state = (summary) => el("span", { class: "state " + summary.state.split(" ")[0], title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
 // Long names break after a point or a dash below, not within a word.
 const breakable = (cell) => typeof cell === "string" ? cell.split(/(?<=[._/])/).flatMap((part, i) => i ? [el("wbr"), part] : part) : cell;
 function tableOf(headings, rows) {
@@ -217,7 +217,7 @@ function runView(record, home) {
 // ---- All runs, and runs over each other
 let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
 const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "peak memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
-const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => number(r.loss), best: (r) => r.best === null ? "–" : `${number(r.best)} ${r.metric}`, tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => known(r.energy_kwh) ? number(r.energy_kwh) + " kWh" : "–", age_seconds: (r) => duration(r.age_seconds) + " ago" };
+const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => number(r.loss), best: (r) => r.best === null ? "–" : `${number(r.best)} ${r.metric}`, tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => known(r.energy_kwh) ? number(r.energy_kwh) + " kWh" : "–", age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds) + " ago" : "–" };
 function listView(runs) {
   document.title = "Runs – SFT-Play";
   const value = (run) => { const v = run[sort.key]; return known(v) ? v : sort.down ? -Infinity : Infinity; };
@@ -248,7 +248,7 @@ function compareView(found) {
 // ---- Where the data come from
 async function fetched(path) {
   const answer = await fetch(path, { credentials: "same-origin" });
-  if (!answer.ok) throw new Error(answer.status === 404 ? "there is no such run" : `the server answered ${answer.status}`);
+  if (!answer.ok) throw new Error(answer.status === 404 ? "there is no such run" : answer.status === 422 ? (await answer.json()).error : `the server answered ${answer.status}`);
   return answer.json();
 }
 let turn = 0;

@@ -1,0 +1,144 @@
+"""The gate of a run's folder, which may be a stranger's: what is in it is looked at before anything in it is read or written.
+
+A run is plain files and folders. A link, a pipe or a device in one is refused, by every command in one place; whatever changes between this
+look and its use is caught where the file is opened (`files.open_plain`, `files.open_own`), which follow no link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.reader import misfit
+from sft_play.errors import CheckpointError
+from sft_play.files import read_object
+from sft_play.runs.folder import RunFolder, runs_folder
+
+MOST_FILES, DEEPEST = 200_000, 40
+LINKS = frozenset({"last", "best", ".last.new", ".best.new"})
+"""Links in `checkpoints/`, each to a checkpoint beside it."""
+TRACKED = "wandb"
+"""Folder of a tracker, which keeps links to its latest run in it; nothing else reads or writes there."""
+
+
+def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
+    """Return `run`. Raise `CheckpointError` for what a run does not hold; where it `writes`, also for files of another user."""
+    if not run.path.is_dir():
+        return run
+    names: dict[tuple[int, int], tuple[str, int]] = {}
+    owners = {os.geteuid()}
+    for count, (path, found) in enumerate(_below(run.path, writes=writes)):
+        name = path.relative_to(run.path).as_posix()
+        if count > MOST_FILES or name.count("/") > DEEPEST:
+            raise _refused(
+                path, f"is one of more than {MOST_FILES:,} files, or more than {DEEPEST} folders deep", "remove what is too much"
+            )
+        if stat.S_ISLNK(found.st_mode) and not _is_ours(run, path):
+            raise _refused(path, f"is a link to `{_target(path)}`", f"a link may lead to any file of yours: rm {path}")
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+            raise _refused(path, "is a pipe, a device or a socket", f"rm {path}")
+        if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+            first, others = names.get((found.st_dev, found.st_ino), (name, found.st_nlink))
+            names[found.st_dev, found.st_ino] = first, others - 1
+        if writes and found.st_uid not in owners:
+            owners.add(_owner_of_new_files(run.path))
+            if found.st_uid not in owners:
+                raise _refused(
+                    path,
+                    f"belongs to another user (number {found.st_uid})",
+                    f"continue a copy of your own: cp -r {run.path} COPY",
+                )
+    if outside := next((name for name, others in names.values() if others), None):
+        hint = f"remove it, or where you made these links yourself, use a copy without: cp -r {run.path} COPY"
+        raise _refused(run.path / outside, "is a hard link to a file that is in other folders too", hint)
+    return run
+
+
+def _below(folder: Path, *, writes: bool) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield everything below a folder that is still there; what another user keeps closed cannot be read by any command."""
+    waiting = [folder]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        yield Path(entry.path), entry.stat(follow_symlinks=False)
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(Path(entry.path))
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            if writes:
+                raise
+
+
+def _is_ours(run: RunFolder, link: Path) -> bool:
+    """Whether a link is one that we make, or a tracker in its own folder."""
+    if link.parent == run.checkpoints and link.name in LINKS:
+        return "/" not in _target(link) and _target(link).startswith("step-")
+    tracked = run.path / TRACKED
+    return tracked in link.parents and link.resolve().is_relative_to(tracked.resolve())
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):
+        return str(link.readlink())
+    return "?"
+
+
+def _owner_of_new_files(folder: Path) -> int:
+    """Return whose the files are that this process makes in a folder: a network disk may give them another number."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid
+    return os.geteuid()
+
+
+def _refused(path: Path, what: str, hint: str) -> CheckpointError:
+    return CheckpointError(f"{what}, and a run holds plain files and folders of its user only", place=str(path), hint=hint)
+
+
+def all_runs() -> list[RunFolder]:
+    """Return every folder of `RUNS_DIR` that has a run's configuration, the newest first; unchecked."""
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in runs_folder().iterdir():
+            with contextlib.suppress(OSError):
+                found.append((os.lstat(folder / "config.json").st_mtime, RunFolder(folder)))
+    return [run for _, run in sorted(found, key=lambda one: (-one[0], one[1].name))]
+
+
+# What the files of a run say, as far as it has the type that it should have.
+
+
+Number = float | None
+_FIGURES = (
+    "steps", "final_loss", "training_seconds", "tokens_per_second", "peak_memory_bytes", "energy_kwh", "eval_loss", "eval_rougeL"
+)  # fmt: skip
+_SPLIT = {"path": str, **dict.fromkeys(("rows", "tokens", "label_tokens", "longest", "median"), Number)}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "config.json": {
+        "config": {
+            "model": {"name": str | None}, "tuning": {"mode": str | None}, "train": {"metric_for_best_model": str | None},
+            "data": {"sources": list[Mapping[str, Any]] | None, "train_path": str | None},
+        },
+        "origins": Mapping[str, Any],
+    },
+    "plan.json": {
+        **dict.fromkeys(("steps", "world_size", "num_nodes", "energy_kwh", "total_seconds"), Number), "strategy": str, "stages": list[int],
+    },
+    "prepared.json": {"model": {"name": str | None}, "train": _SPLIT, "validation": _SPLIT},
+    "training_metrics.json": {**dict.fromkeys(_FIGURES, Number), "forecast": {**dict.fromkeys(_FIGURES, Number), "basis": str | None}},
+    "phase.json": {"phase": str},
+    "manifest.json": {"sources": list[Mapping[str, Any]]},
+}  # fmt: skip
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the JSON object of one of a run's files; what is torn, missing or of another type is left out."""
+    shape = SHAPES.get(path.name, {})
+    return {name: value for name, value in read_object(path).items() if name not in shape or misfit(value, shape[name]) is None}

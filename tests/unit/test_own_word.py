@@ -1,0 +1,148 @@
+"""Keys that become a command, a path to write or an address to call: only this user's own words and files give them, a run's folder never."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.config.keys import extra_keys, find_key, schema_keys, variable_name
+from sft_play.config.load import LoadedConfig, load_config, own_words, read_config, save_config
+from sft_play.config.reader import options
+from sft_play.config.schema import OWN_WORD, Config, ModelConfig, needs_own_word
+from sft_play.errors import UserError
+from sft_play.launch.deepspeed import load_user_json, settings_from_run
+from sft_play.runs.folder import RunFolder
+
+STRANGERS: dict[str, Any] = {
+    "launch.notify": "$STRANGERS_NOTIFY", "slurm.setup": ["touch pwned"], "slurm.options": ["--gres-flags=theirs"],
+    "train.report_to": "wandb", "train.trackio_space_id": "evil/space", "kubernetes.image": "evil/image:1", "kubernetes.env": {"A_B": "x"},
+    "kubernetes.runs_claim": "theirs", "kubernetes.token_secret": "mine",
+}  # fmt: skip
+READ_ONLY = {
+    "data.chat_template", "data.group_by", "data.sources", "data.style.system_prefix", "data.style.system_suffix",
+    "data.style.user_prefix", "data.style.user_suffix", "data.system", "data.train_path", "data.val_path", "data.validation", "eval.metrics",
+    "launch.elastic", "launch.network", "model.name", "model.revision", "model.tokenizer", "train.debug", "train.include_num_input_tokens_seen",
+    "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args", "train.optim_target_modules", "train.project", "train.run_name",
+    "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint", "slurm.gpu_type", "slurm.memory", "slurm.partition",
+    "slurm.qos", "slurm.time",
+}  # fmt: skip
+"""Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern of its own. Whoever adds a key
+decides in which of the two lists it is."""
+
+
+def test_every_key_with_free_text_is_in_one_list_or_the_other() -> None:
+    free = {
+        key.name
+        for key in [*schema_keys().values(), *extra_keys().values()]
+        for part in options(key.annotation)
+        if part is str or "Mapping" in str(part) or (getattr(part, "__origin__", part) in (list, dict) and "int" not in str(part))
+    }
+    assert {key for key in free if not needs_own_word(key)} == READ_ONLY
+    assert all(find_key(key) or key.endswith(".") for key in OWN_WORD)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run whose configuration is a stranger's."""
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    found = RunFolder(tmp_path / "runs" / "theirs")
+    found.path.mkdir(parents=True)
+    found.events.write_text("")
+    save_config(load_config(None, [], environ={"SFT_MODEL_NAME": "x/y", "SFT_DATA_TRAIN_PATH": "rows.jsonl"}), found.config)
+    saved = json.loads(found.config.read_text())
+    written: dict[str, Any] = {"launch": {}, "slurm": {}, "kubernetes": {}, "train": {}}
+    for key, value in STRANGERS.items():
+        section, _, name = key.partition(".")
+        inside = saved["config"][section]
+        (inside["extra"] if key in extra_keys() else inside)[name] = written[section][name] = value
+    found.config.write_text(json.dumps(saved))
+    (found.path / "theirs.yaml").write_text(
+        json.dumps({"model": {"name": "x/y", "trust_remote_code": True, "revision": "a" * 40}, **written})
+    )
+    return found
+
+
+def value_of(loaded: LoadedConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    part = getattr(loaded.config, section)
+    value = part.extra.get(name) if key in extra_keys() else getattr(part, name)
+    return dict(value) if key == "kubernetes.env" else value
+
+
+WAYS: dict[str, Callable[[RunFolder, Path], list[str]]] = {
+    "RUN": lambda run, _: ["plan", f"RUN={run.path}"],
+    "its config.json": lambda run, _: ["plan", f"CONFIG={run.config}"],
+    "a YAML in it": lambda run, _: ["plan", f"CONFIG={run.path / 'theirs.yaml'}"],
+    "extended": lambda _, own: ["plan", f"CONFIG={own}"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_runs_folder_gives_no_command_path_or_address(
+    way: str, run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(f"extends: {run.path / 'theirs.yaml'}\n")
+    words = WAYS[way](run, own)
+    loaded = parse_call(words, COMMANDS, environ={}).load_config()
+    said, plain = capsys.readouterr().err, Config(model=ModelConfig())
+    for key in STRANGERS:
+        section, _, name = key.partition(".")
+        default = None if key in extra_keys() else getattr(getattr(plain, section), name)
+        assert value_of(loaded, key) == default, key
+        assert f"`{key}` is not taken from a run's folder: type {variable_name(key)}=..." in said
+    assert own_words(loaded) == [] and "model.trust_remote_code" in loaded.of_run
+    typed = [*words, "LAUNCH_NOTIFY=$MY_NOTIFY", "KUBERNETES_IMAGE=mine:1", "TRAIN_REPORT_TO=mlflow"]
+    again = parse_call(typed, COMMANDS, environ={}).load_config()
+    assert again.config.launch.notify == "$MY_NOTIFY" and again.config.kubernetes.image == "mine:1"
+    assert own_words(again) == ["LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=mlflow"]
+
+
+def test_a_file_of_ones_own_gives_them_and_the_workers_have_them(run: RunFolder, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text((run.path / "theirs.yaml").read_text().replace("STRANGERS", "MY"))
+    loaded = parse_call(["plan", f"CONFIG={own}"], COMMANDS, environ={}).load_config()
+    assert loaded.config.launch.notify == "$MY_NOTIFY" and loaded.config.slurm.setup == ["touch pwned"]
+    assert {"LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=wandb", "MODEL_TRUST_REMOTE_CODE=true"} <= set(own_words(loaded))
+    save_config(loaded, run.config)
+    assert read_config(run.config, of_run=False).config.launch.notify == "$MY_NOTIFY"
+    assert read_config(run.config).config.launch.notify is None
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "$HOME", "$PROMPT_COMMAND", "$MY_HOOK", "https://hooks.slack.com/services/T0000/B0000/abcdefghijklmnop0123", "https://me:pw@host/x",
+        "https://discord.com/api/webhooks/123456789012345678/abcDEF123456", "https://host/x?token=abc", "https://host/a1b2c3d4e5f6a7b8c9d0e1",
+    ],
+)  # fmt: skip
+def test_a_notification_goes_to_a_variable_of_its_own_and_no_secret_is_kept(target: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_call(["plan", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}"], COMMANDS, environ={}).load_config()
+    assert "export MY_NOTIFY" in str(refused.value.hint)
+    assert "abcdefghij" not in refused.value.render() and "abcDEF" not in refused.value.render()
+
+
+def test_deepspeed_settings_of_a_run_write_inside_it(run: RunFolder, tmp_path: Path) -> None:
+    theirs: dict[str, Any] = {
+        "zero_optimization": {"stage": 2}, "csv_monitor": {"enabled": True, "output_path": "/home/me", "job_name": "../../x"},
+        "tensorboard": {"enabled": True, "job_name": "../../x"}, "flops_profiler": {"enabled": True, "output_file": str(tmp_path / "x")},
+        "wandb": {"enabled": True, "team": "evil"}, "comet": {"enabled": True}, "compile": {"backend": "evil.module"}, "checkpoint": {"x": 1},
+    }  # fmt: skip
+    run.deepspeed.write_text(json.dumps(theirs))
+    for found in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
+        for section, name in (("csv_monitor", "output_path"), ("tensorboard", "output_path"), ("flops_profiler", "output_file")):
+            assert Path(found.settings[section][name]).is_relative_to(run.path.absolute()), section
+        assert all(found.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
+        assert not found.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(found.notices) == 7
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(theirs))
+    assert load_user_json(own).settings["csv_monitor"]["output_path"] == "/home/me", "a file of one's own is obeyed"
+    with pytest.raises(UserError, match="unknown DeepSpeed key"):
+        settings_from_run({"zero_optimization": {"stage": 2}, "nonsense": 1}, run, run.events)
