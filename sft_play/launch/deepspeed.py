@@ -42,9 +42,10 @@ NOT_OURS: Mapping[str, str] = {
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
 
+GATHERED = "stage3_gather_16bit_weights_on_model_save"
 OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     "bfloat16": ("bf16", None),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", None),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (GATHERED, None),
     "zero_optimization.cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "zero_optimization.cpu_offload_param": ("offload_param", {"device": "cpu"}),
 }
@@ -159,7 +160,7 @@ def deepspeed_settings(
         zero |= {
             "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size) if hidden_size else "auto",
             "stage3_param_persistence_threshold": 10 * hidden_size if hidden_size else "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
+            GATHERED: True,
         }
     for what in ("optimizer", "param")[: 0 if not offload else 2 if stage == 3 else 1]:
         zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": device == "cuda"}
@@ -325,6 +326,13 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             notices.append(f"{user.place(name)}: `{name}` agrees with `train.{agrees}`, which runs")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]
+    if user.stage == 3:  # DeepSpeed refuses to gather the weights of a save otherwise, and only once it saves
+        if settings["zero_optimization"].get(GATHERED) is False:
+            why = "or DeepSpeed could not save the model"
+            notices.append(
+                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `false`, but the run uses `true`, {why}"
+            )
+        settings["zero_optimization"][GATHERED] = True
     _fill_automatic(settings, ours, "", refuse)
     raise_all(problems)
     return _whole_numbers(settings), notices

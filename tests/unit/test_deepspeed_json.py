@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import UserError
-from sft_play.launch.deepspeed import known_keys, read_user_json, resolve
+from sft_play.launch.deepspeed import GATHERED, known_keys, read_user_json, resolve
 from sft_play.plan.plan import Plan
 from tests.plans import rank_plan, simple_plan
 
@@ -106,6 +106,20 @@ def test_auto_is_filled_from_the_plan(tmp_path: Path) -> None:
     assert "stage3_max_live_parameters" not in zero, "DeepSpeed's own default"
     assert not {"optimizer", "scheduler"} & settings.keys()
     assert len(notices) == 2
+
+
+@pytest.mark.parametrize("typed", [None, True, False, "auto"])
+def test_under_zero_3_weights_are_gathered_at_a_save_whatever_the_file_says(tmp_path: Path, typed: object) -> None:
+    """Otherwise accelerate refuses the first save, after the steps before it."""
+    zero: dict[str, Any] = {"stage": 3} if typed is None else {"stage": 3, GATHERED: typed}
+    user = read_user_json(write(tmp_path / "ds.json", json.dumps({"zero_optimization": zero}, indent=1)))
+    settings, notices = resolve(user, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
+    assert settings["zero_optimization"][GATHERED] is True
+    assert [one.partition("ds.json")[2] for one in notices] == (
+        [f":4: `{GATHERED}` is `false`, but the run uses `true`, or DeepSpeed could not save the model"] if typed is False else []
+    )
+    second = read_user_json(write(tmp_path / "two.json", '{"zero_optimization": {"stage": 2}}'))
+    assert GATHERED not in resolve(second, make_plan(), CONFIG, hidden_size=64)[0]["zero_optimization"]
 
 
 @pytest.mark.parametrize(
