@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
