@@ -229,7 +229,7 @@ def _run(arguments: list[str]) -> int:
     try:
         from sft_play.config.call import parse_call
         from sft_play.launch.process import console_may_go, end_by_signals
-        from sft_play.runs.folder import forget_consent, give_consent
+        from sft_play.runs.folder import forget_consent, give_consent, require_home
 
         forget_consent()
         if arguments == ["--version"]:
@@ -242,6 +242,8 @@ def _run(arguments: list[str]) -> int:
         call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)
         if call.trusts_code:
             give_consent("model")
+        if call.command != "help":
+            require_home()
         module, function = COMMANDS[call.command].target.split(":")
         out = typed_path(call.options["OUT"]) if "OUT" in call.options else None
         with contextlib.ExitStack() as stack:
