@@ -149,12 +149,6 @@ class StopRequest:
                 self._over.wait(1.0)
 
 
-def ignore_stops(_worker: int = 0) -> None:
-    """For processes that load data (`worker_init_fn`): where all processes of a job get the signal, they must live until the save."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _nothing(_number: int, _frame: object) -> None:
     pass
 

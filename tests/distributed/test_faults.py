@@ -122,6 +122,27 @@ def test_a_user_without_a_home_trains(launcher: Launcher, tmp_path: Path) -> Non
     assert as_stranger(launcher, "infer", "RUN=one", "PROMPT=hi", **caches).code == 0
 
 
+def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp_path: Path) -> None:
+    """The path of a socket has at most 107 letters; the run would wait for its first batch."""
+    folder = tmp_path / "x" / ("y" * 100)
+    folder.mkdir(parents=True)
+    words = ("train", f"CONFIG={launcher.config}", "TRAIN_DATALOADER_NUM_WORKERS=2", "RUN_NAME=one")
+    done = launcher(*words, TMPDIR=str(folder))
+    assert done.code == 0 and len(metrics(launcher.runs / "one")) == 2, done.err
+
+
+def test_a_batch_that_cannot_be_handed_over_ends_the_wait_at_once() -> None:
+    from torch.utils.data import DataLoader
+
+    from sft_play.training.loading import begin_loading
+
+    loader = DataLoader(
+        [1, 2], num_workers=1, collate_fn=lambda _: lambda: None, worker_init_fn=begin_loading
+    )  # nothing pickles that
+    with pytest.raises(RuntimeError, match="DataLoader worker .* exited unexpectedly"):
+        next(iter(loader))
+
+
 def test_a_console_that_is_closed_does_not_end_the_run(launcher: Launcher) -> None:
     words = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}", "RUN_NAME=unread", "TRAIN_MAX_STEPS=6"]
     process = subprocess.Popen(
