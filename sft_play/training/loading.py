@@ -13,7 +13,7 @@ from pathlib import Path
 from sft_play.errors import HardwareError
 from sft_play.training.stop_request import SIGNALS
 
-SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - only Python's own folder for sockets is made there, with a random name
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LONGEST_FOLDER = 103 - len("/pymp-12345678/listener-4194304-1000-12345678")
 """Bytes of a folder below which multiprocessing opens a socket, whose path has at most 107 on Linux and 103 on macOS (`sun_path`)."""
 

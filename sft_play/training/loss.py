@@ -17,8 +17,8 @@ from sft_play.model.kernels import labels_for_head, total_of
 from sft_play.plan.epoch import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
-from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.loading import begin_loading, shorten_sockets
+from sft_play.training.ranks import Ranks, TrainContext
 
 NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
 

@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_wait_at_once() -> None:
     loader = DataLoader(
         [1, 2], num_workers=1, collate_fn=lambda _: lambda: None, worker_init_fn=begin_loading
     )  # nothing pickles that
-    with pytest.raises(RuntimeError, match="DataLoader worker .* exited unexpectedly"):
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         next(iter(loader))
 
 
