@@ -176,6 +176,7 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
     "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
     "a strategy": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`", "plan: fsdp2"),
+    "a section that is refused": ("distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""),
     "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected one of", ""),
     "plain": ("distributed_type: 'NO'\nmixed_precision: fp16\n", ["plan"], "to use it: ACCELERATE_CONFIG=", ""),
     "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
@@ -199,5 +200,9 @@ def test_accelerates_default_file_is_read_refused_or_noted(name: str, in_process
     words = [word.format(folder=tmp_path) for word in words]
     done = in_process(words[0], "CONFIG=configs/quickstart.yaml", *words[1:], env={"HF_HOME": str(tmp_path / "hf")})
     assert said in done.err if said else "default file" not in done.err, done.err
-    assert ("error: " in done.err) == (done.code != 0) == (name in ("several machines need a name", "a strategy that is refused"))
+    assert (
+        ("error: " in done.err)
+        == (done.code != 0)
+        == (name in ("several machines need a name", "a strategy that is refused", "a section that is refused"))
+    )
     assert shown in done.out, done.out
