@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from sft_play.errors import HardwareError
-from sft_play.training.stop_request import SIGNALS
+from sft_play.launch.process import STOPS
 
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LONGEST_FOLDER = 103 - len("/pymp-12345678/listener-4194304-1000-12345678")
@@ -44,7 +44,7 @@ def begin_loading(_worker: int = 0) -> None:
 
     A batch that cannot be handed over ends the process, of which its rank hears at once. Python would print why, and the rank would wait.
     """
-    for number in SIGNALS:
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_loading)  # type: ignore[attr-defined]
 
