@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from sft_play.config.call import Command
+from sft_play.config.call import Call, Command
 from sft_play.errors import UserError
 from sft_play.files import typed_path
 
@@ -237,13 +237,12 @@ def _run(arguments: list[str]) -> int:
         call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)
         if call.trusts_code:
             give_consent("model")
-        module, function = COMMANDS[call.command].target.split(":")
         out = typed_path(call.options["OUT"]) if "OUT" in call.options else None
         with contextlib.ExitStack() as stack:
             if "RUN_NAME" in COMMANDS[call.command].options:  # a training
                 stack.enter_context(console_may_go())
                 stack.enter_context(end_by_signals())
-            return int(getattr(importlib.import_module(module), function)(call))
+            return _dispatch(call)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
@@ -265,6 +264,15 @@ def _run(arguments: list[str]) -> int:
         )
         print(problem.render(), file=sys.stderr)
         return problem.exit_code
+
+
+def _dispatch(call: Call) -> int:
+    from sft_play.runs.folder import require_home
+
+    if call.command != "help":
+        require_home()
+    module, function = COMMANDS[call.command].target.split(":")
+    return int(getattr(importlib.import_module(module), function)(call))
 
 
 def show_help(_: object) -> int:

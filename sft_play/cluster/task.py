@@ -38,7 +38,7 @@ from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
 from sft_play.launch.resume import check_overrides
-from sft_play.launch.run_folder import choose_name, find_run, has_started
+from sft_play.launch.run_folder import choose_name, find_run, has_started, names_from
 from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import newest_valid
@@ -93,7 +93,8 @@ def read_task(call: Call) -> Task:
     else:
         loaded = call.load_config()
         run = RunFolder(runs_folder() / choose_name(options.get("RUN_NAME"), loaded.path))
-        if run.path.exists() and not (loaded.config.launch.auto_resume and (not run.config.is_file() or has_started(run))):
+        begun = loaded.config.launch.auto_resume and (not run.config.is_file() or has_started(run))
+        if "RUN_NAME" in options and run.path.exists() and not begun:
             raise UserError(
                 f"the run `{run.name}` exists already: `{run.path}`",
                 hint=f"choose another RUN_NAME, or resume it: {command(inventory, run)}",
@@ -291,26 +292,36 @@ def _lock_file(run: RunFolder) -> Path:
 
 
 @contextlib.contextmanager
-def control_run(run: RunFolder, inventory: Path) -> Iterator[None]:
-    """Keep a run for this command. Raise `UserError` when another command controls it."""
-    path = _lock_file(run)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(path)
-    except OSError as error:
-        hint = "SFT_PLAY_CACHE moves it to another disk; a network disk may have no file locks"
-        raise HardwareError(f"cannot be locked: {error.strerror}", place=str(path), hint=hint) from error
-    if descriptor is None:
-        raise UserError(
-            f"the run `{run.name}` is in use: process {_owner(path).get('pid', '?')} trains it on a cluster",
-            hint=f"wait for it, or: make cluster-stop CLUSTER={inventory} RUN={run.name}",
-        )
-    try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"pid": os.getpid(), "run": str(run.path.absolute())}).encode())
-        yield
-    finally:
-        os.close(descriptor)
+def control_run(task: Task) -> Iterator[Task]:
+    """Keep a run for this command; return the task, where nobody named the run with the next free name.
+
+    Raise `UserError` when another command controls it.
+    """
+    unnamed = not task.resuming and "RUN_NAME" not in task.call.options
+    for run in names_from(task.run.name) if unnamed else [task.run]:
+        path = _lock_file(run)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = lock(path)
+        except OSError as error:
+            hint = "SFT_PLAY_CACHE moves it to another disk; a network disk may have no file locks"
+            raise HardwareError(f"cannot be locked: {error.strerror}", place=str(path), hint=hint) from error
+        if descriptor is None and not unnamed:
+            raise UserError(
+                f"the run `{run.name}` is in use: process {_owner(path).get('pid', '?')} trains it on a cluster",
+                hint=f"wait for it, or: make cluster-stop CLUSTER={task.inventory.path} RUN={run.name}",
+            )
+        if descriptor is None:
+            continue
+        try:
+            if unnamed and run.path.exists():
+                continue
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps({"pid": os.getpid(), "run": str(run.path.absolute())}).encode())
+            yield replace(task, run=run)
+            return
+        finally:
+            os.close(descriptor)
 
 
 def _owner(path: Path) -> dict[str, str]:

@@ -71,14 +71,14 @@ def main(call: Call) -> int:
     task = read_task(call)
     with (
         end_by_signals(),
+        control_run(task) as named,
         translate_disk_errors(
-            task.run.path, lambda full, _: "`df` says what is full" if full else "`mount` and `dmesg` may say why"
+            named.run.path, lambda full, _: "`df` says what is full" if full else "`mount` and `dmesg` may say why"
         ),
-        control_run(task.run, task.inventory.path),
     ):
-        facts = choose_machines(task)
-        port = choose_port(task)  # one that is taken is reported before anything is prepared
-        task = take_over(task)
+        facts = choose_machines(named)
+        port = choose_port(named)  # one that is taken is reported before anything is prepared
+        task = take_over(named)
         prepared = prepare(task)
         crew = supply_all(task, facts, prepared)
         code, message = Control(task, prepared, port).train(crew)

@@ -10,8 +10,9 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -277,6 +278,7 @@ def parse_call(
             )
         else:
             overrides[key] = Override(key=key, text=one.text, origin=one.origin)
+    problems += _in_environment(command, commands[command], {one.name for one in given}, environ, make=from_make)
     as_json = options.get("JSON", "").lower()
     if as_json not in TRUE | FALSE:
         problems.append(UserError(f"`JSON` is `{options['JSON']}`; expected `1` or `0`"))
@@ -284,6 +286,27 @@ def parse_call(
     return Call(
         command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE, trusts_code=trusts_code
     )
+
+
+def _in_environment(
+    command: str, row: Command, typed: Collection[str], environ: Mapping[str, str], *, make: bool
+) -> Iterator[UserError]:
+    """Yield what is wrong where the environment holds an option that was not typed: `NUM_NODES=2 make train-distributed`, `SFT_NUM_NODES`."""
+    taken = [
+        *(option for option in VARIABLES if option in row.options),
+        *sorted(name for name in environ if _of_cluster(name, row)),
+    ]
+    found = [
+        (name, option) for option in taken if option not in typed for name in (option, f"SFT_{option}") if environ.get(name, "").strip()
+    ]  # fmt: skip
+    if found:
+        words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in found]
+        names = [name for name, _ in found]
+        shown = f"{'make ' if make else ''}{command}"
+        yield UserError(
+            f"{_listed(names)} {'is' if len(names) == 1 else 'are'} in the environment, and options are read after the command only",
+            place="environment", hint=f"type `{shown} {' '.join(words)} ...`; what is not meant: `unset {' '.join(names)}`",
+        )  # fmt: skip
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
@@ -468,7 +491,7 @@ def _did_you_mean(one: _Given, better: str, command: str) -> str:
     return f"did you mean {_words({better: '...' if takes else value}, command, one)}? {more}".rstrip()
 
 
-def _listed(options: frozenset[str]) -> str:
+def _listed(options: Collection[str]) -> str:
     return ", ".join(f"`{option}`" for option in sorted(options))
 
 

@@ -475,7 +475,8 @@ _of_process: list[_Maker] = []
 def _begin(make: _Maker) -> None:
     """Called once in each process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # they may go to all; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _of_process[:] = [make]

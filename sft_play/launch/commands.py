@@ -90,7 +90,8 @@ def start_run(
     with end_by_signals(), contextlib.ExitStack() as stack:
         if rank > 0:  # on a shared disk node 0 makes the folder
             job = stack.enter_context(join_machines(job, RunFolder(runs_folder() / name)))
-        run = stack.enter_context(reserve_folder(name, node_rank=rank, never_started_too=again_too))
+        unnamed = options.run_name is None
+        run = stack.enter_context(reserve_folder(name, node_rank=rank, never_started_too=again_too, unnamed=unnamed))
         stack.enter_context(lock_run(run, node_rank=rank))
         if rank == 0:
             job = stack.enter_context(join_machines(job, run))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -15,10 +18,9 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.config.yaml_files import Node, parse_yaml, read_text
 from sft_play.errors import UserError, raise_all
-from sft_play.files import read_json
+from sft_play.files import read_json, text_sha256, write_text
 from sft_play.plan.plan import Plan, Precision
-from sft_play.plan.shape import ModelShape
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, cache_folder
 
 TOP_LEVEL = frozenset({
     "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger", "communication_data_type",
@@ -43,13 +45,26 @@ NOT_OURS: Mapping[str, str] = {
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
 
+GATHERED = "stage3_gather_16bit_weights_on_model_save"
 OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     "bfloat16": ("bf16", None),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", None),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (GATHERED, None),
     "zero_optimization.cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "zero_optimization.cpu_offload_param": ("offload_param", {"device": "cpu"}),
 }
 """Old spellings -> today's, and the value where it is another one."""
+
+ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "prescale_gradients": ((False,), "the loss is already scaled for a mean"),
+    "gradient_predivide_factor": ((1,), "the loss is already scaled for a mean"),
+    "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has removed the old stage 1"),
+    "zero_optimization.offload_optimizer.ratio": ((1,), "a checkpoint takes an optimizer's states from one place"),
+    "wandb.enabled": ((False,), "`train.report_to: wandb` records the run, and checks the login before it starts"),
+    "comet.enabled": ((False,), "`train.report_to: comet_ml` records the run"),
+}
+"""Keys that may have no other value, and why."""
+ON_GPUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+"""Keys of `zero_optimization` for which DeepSpeed has no code on a CPU."""
 
 
 def _is_number(value: Any) -> bool:
@@ -73,6 +88,8 @@ SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "war
 WITH_DEFAULTS = ("zero_optimization.", "fp16.", "bf16.", "activation_checkpointing.")
 FREE = {"type": "string", "params": "object", "legacy_fusion": "bool"}
 """Keys of `optimizer` and `scheduler`, which DeepSpeed does not check."""
+MODELS = "sft_play.training.deepspeed_models"
+MODELS_SECONDS = 120.0
 COMMENT, COMMA = r"//[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])"
 
 
@@ -160,7 +177,7 @@ def deepspeed_settings(
         zero |= {
             "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size) if hidden_size else "auto",
             "stage3_param_persistence_threshold": 10 * hidden_size if hidden_size else "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
+            GATHERED: True,
         }
     for what in ("optimizer", "param")[: 0 if not offload else 2 if stage == 3 else 1]:
         zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": device == "cuda"}
@@ -237,7 +254,7 @@ def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDe
     if zero is None:
         hint = 'add "zero_optimization": {"stage": 2}'
         problems.append(UserError("`zero_optimization` is missing", place=str(path), hint=hint))
-    elif stage not in (1, 2, 3) or stage is True:
+    elif (stage not in (1, 2, 3) or stage is True) and (stage in ("auto", None) or KINDS["int"][1](stage)):
         hint = "`make train-distributed` trains without sharding" if stage == 0 else ""
         text = f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3"
         problems.append(UserError(text, place=source.place(path, "zero_optimization.stage"), hint=hint))
@@ -292,6 +309,11 @@ def _check_keys(settings: Mapping[str, Any], source: Node, path: Path) -> list[U
             else:
                 continue
             problems.append(UserError(text, place=source.place(path, dotted), hint=hint))
+    for dotted, (values, why) in ONLY.items():
+        if (value := _at(settings, dotted)) not in (None, "auto", *values):
+            problems.append(
+                UserError(f"`{dotted}` is `{_json(value)}`: {why}", place=source.place(path, dotted), hint="take the key out")
+            )
     return problems
 
 
@@ -309,6 +331,14 @@ def _translate(settings: dict[str, Any], source: Node, path: Path) -> list[str]:
             raise UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place)
         part[new] = given if value is None else {**value, **({"pin_memory": pin} if isinstance(pin, bool) else {})}
         notices.append(f"{place}: `{old}` is the old spelling of `{new}`, and is read as `{_json(part[new])}`")
+    zero = settings["zero_optimization"]
+    for key in [key for key in zero if f"stage3_{key}" in known_keys()["sections"]["zero_optimization"]]:
+        if f"stage3_{key}" in zero:
+            place = source.place(path, f"zero_optimization.{key}")
+            raise UserError(
+                f"`{key}` and `stage3_{key}` are one key, and both are given", place=place, hint=f"keep `stage3_{key}`"
+            )
+        zero[f"stage3_{key}"] = zero.pop(key)
     return notices
 
 
@@ -317,12 +347,6 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
     for name in dotted.split(".") if dotted else ():
         part = part.get(name) if isinstance(part, Mapping) else None
     return part
-
-
-def refuse_contradictions(user: UserDeepSpeed | None, plan: Plan, config: Config, shape: ModelShape) -> None:
-    """Raise, before anything is prepared, what `resolve` would refuse of a user's file."""
-    if user:
-        resolve(user, plan, config, hidden_size=shape.hidden_size)
 
 
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
@@ -356,9 +380,47 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             notices.append(f"{user.place(name)}: `{name}` agrees with `train.{agrees}`, which runs")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]
+    if user.stage == 3:  # DeepSpeed refuses to gather the weights of a save otherwise, and only once it saves
+        if settings["zero_optimization"].get(GATHERED) is False:
+            why = "or DeepSpeed could not save the model"
+            notices.append(
+                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `false`, but the run uses `true`, {why}"
+            )
+        settings["zero_optimization"][GATHERED] = True
+    for key in ON_GPUS if plan.device == "cpu" else ():
+        if settings["zero_optimization"].get(key) is True:
+            refuse(
+                f"zero_optimization.{key}",
+                f"`zero_optimization.{key}` is `true`, which DeepSpeed does on GPUs only",
+                "take the key out",
+            )
     _fill_automatic(settings, ours, "", refuse)
     raise_all(problems)
     return _whole_numbers(settings), notices
+
+
+def ask_deepspeed(user: UserDeepSpeed, settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` with all that DeepSpeed's own models refuse of the `settings` that `resolve` returned; asked once of each.
+
+    Where DeepSpeed cannot be imported, or does not answer, the workers say so.
+    """
+    text = json.dumps(settings, sort_keys=True)
+    accepted = cache_folder() / "deepspeed" / f"{known_keys()['deepspeed']}-{text_sha256(text)[:24]}"
+    if accepted.is_file():
+        return
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        words = [sys.executable, "-m", MODELS]
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=MODELS_SECONDS, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        if not found:
+            write_text(accepted, text)
+        raise_all([_refused(user, settings, one["key"], one["words"]) for one in found])
+
+
+def _refused(user: UserDeepSpeed, settings: Mapping[str, Any], key: str, words: str) -> UserError:
+    value = _at(settings, key) if key else None
+    what = "the settings: " if value is None else f"`{key}` is `{_json(value)}`; "
+    return UserError(f"{what}DeepSpeed says: {words}", place=user.place(key), hint="correct the value, or take the key out")
 
 
 Refuse = Callable[[str, str, str], None]

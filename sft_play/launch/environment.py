@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from sft_play.errors import HardwareError, UserError, mask
+from sft_play.launch.process import signals_to_hear
 from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import visible_names
@@ -213,7 +215,10 @@ def worker_environment(
     """Return the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in all."""
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
     removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
-    chosen = ALWAYS | {"OMP_NUM_THREADS": str(max(1, cpu_threads // len(ranks_of(plan, node))))}
+    # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone. Under `nohup` it must
+    # not hear SIGHUP, and its workers inherit that.
+    heard = ",".join(number.name for number in (*signals_to_hear(), signal.SIGQUIT))
+    chosen = ALWAYS | {"PET_SIGNALS_TO_HANDLE": heard, "OMP_NUM_THREADS": str(max(1, cpu_threads // len(ranks_of(plan, node))))}
     notes = []
     if plan.device == "cpu":
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -292,8 +297,6 @@ ALWAYS = {
     # torchrun kills workers that take longer to leave than this after a signal, a rank 0 that is saving included. After a
     # failure it takes no notice of it and gives 30 s (`TimeLimits.saving`).
     "PET_SHUTDOWN_TIMEOUT": "600",
-    # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone.
-    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 }
 """Variables of every worker."""
 

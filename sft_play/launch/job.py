@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import Config
 from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, load_user_json, refuse_contradictions
+from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, ask_deepspeed, load_user_json, resolve
 from sft_play.launch.environment import (
     Node,
     WorkerEnvironment,
@@ -35,10 +36,11 @@ from sft_play.launch.settings import (
     AccelerateChoices,
     machines_and_strategy,
     read_accelerate_config,
+    refuse_unknown_layers,
 )
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import Calibration, load_calibration, of_all_nodes
-from sft_play.plan.detect import detect, require_usable
+from sft_play.plan.detect import all_hidden, detect, require_usable
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
 from sft_play.plan.request import Request
@@ -63,6 +65,8 @@ class LaunchOptions:
     """FSDP settings of a user's accelerate config that differ from ours."""
     accelerate_config: Path | None = None
     """The accelerate config that was read."""
+    cpu: bool = False
+    """Whether GPUs are left alone, as an accelerate config says."""
     notices: tuple[str, ...] = ()
 
 
@@ -105,11 +109,21 @@ def read_options(
         deepspeed=deepspeed,
         fsdp=choices.fsdp,
         accelerate_config=path,
+        cpu=choices.cpu,
         notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing_trackers(loaded.config) if rehearsal)),
     )
+    if choices.cpu:
+        leave_gpus(path)
     if not rehearsal:
         _check(options, asked_strategy, node_rank_given=node_rank is not None)
     return options, loaded
+
+
+def leave_gpus(path: Path | None = None) -> None:
+    """Hide GPUs from this process and all that it starts, and say so where it changes anything and a file asks for it."""
+    if path and not all_hidden():
+        print(f"note: `{path}` asks for the CPU, so GPUs are left alone, as by CUDA_VISIBLE_DEVICES=", file=sys.stderr)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
@@ -310,13 +324,20 @@ def refuse_early(job: Job) -> None:
     raise_all(missing_trackers(job.loaded.config))
     try:
         plan = job.plan(None)
-        refuse_contradictions(job.options.deepspeed, plan, job.loaded.config, job.shape)
+        refuse_files(job.options, plan, job.loaded.config, job.shape)
     except HardwareError:
         if job.node.count == 1 or job.has_met:
             raise
         return
     if plan.device == "cuda":
         require_usable(job.hardware, indices_of(plan, job.node), job.environment(plan).variables)
+
+
+def refuse_files(options: LaunchOptions, plan: Plan, config: Config, shape: ModelShape) -> None:
+    """Raise what a plan refuses of a user's DeepSpeed JSON and accelerate config, before anything is prepared."""
+    if options.deepspeed:
+        ask_deepspeed(options.deepspeed, resolve(options.deepspeed, plan, config, hidden_size=shape.hidden_size)[0])
+    refuse_unknown_layers(options.accelerate_config, options.fsdp, shape.model_type)
 
 
 def _node(options: LaunchOptions) -> Node:

@@ -16,8 +16,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
 from sft_play.launch.attempt import obtain_prepared, probe
-from sft_play.launch.deepspeed import refuse_contradictions
-from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early
+from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import shape_of
@@ -58,8 +57,11 @@ def _rehearse(call: Call) -> int:
         find_run(call.options["RUN"])  # an unknown run is told as such, before its configuration is missed
     why = call.flag("WHY") or "WHY" not in call.options
     loaded = call.load_config()
-    hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
+    hardware = hardware_of(call)
+    if options.cpu and hardware.described and hardware.kind != "cpu":
+        hint = "HARDWARE=cpu, or another file"
+        raise UserError(f"`HARDWARE` has GPUs, and `{options.accelerate_config}` asks for the CPU", hint=hint)
     request = _as_the_run_was(call, options.request, hardware)
     request = _request(call, loaded, request, hardware)
     hardware = with_network(loaded.config, hardware, request)
@@ -70,7 +72,7 @@ def _rehearse(call: Call) -> int:
         _probe(call, loaded, replace(options, request=request), hardware)
     shape = shape_of(loaded.config.model)
     plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
-    refuse_contradictions(options.deepspeed, plan, loaded.config, shape)
+    refuse_files(options, plan, loaded.config, shape)
     for notice in options.notices:
         print(f"note: {notice}", file=sys.stderr)
     for problem in compare_versions(hardware) if plan.device == "cuda" else ():
@@ -184,5 +186,5 @@ def plan_ahead(call: Call) -> Ahead:
     shape = shape_of(loaded.config.model)
     with explain_misfit(call):
         plan = plan_for(loaded, hardware, request)
-        refuse_contradictions(options.deepspeed, plan, loaded.config, shape)
+        refuse_files(options, plan, loaded.config, shape)
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)

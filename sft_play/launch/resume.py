@@ -18,7 +18,7 @@ from sft_play.config.schema import Config, needs_own_word
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import settings_from_run
-from sft_play.launch.job import LaunchOptions, set_train, without_batch_numbers
+from sft_play.launch.job import LaunchOptions, leave_gpus, set_train, without_batch_numbers
 from sft_play.launch.recovery import LESS, remedies_so_far
 from sft_play.launch.run_folder import cannot_continue, has_started, launches, read_events
 from sft_play.plan.architecture import label
@@ -41,6 +41,7 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
         **{name: getattr(request, name) for name in ("num_gpus", "num_nodes", *LESS)},
         "deepspeed": dict(options.deepspeed.settings) if options.deepspeed else None,
         "fsdp": dict(options.fsdp),
+        "cpu": options.cpu,
     }
 
 
@@ -67,6 +68,8 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
+    if facts.get("cpu"):
+        leave_gpus()
     deepspeed = settings_from_run(facts["deepspeed"], run, run.events) if facts["deepspeed"] else None
     less = remedies_so_far(run)
     if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
@@ -84,6 +87,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         master_port=call.port("MASTER_PORT"),
         deepspeed=deepspeed,
         fsdp=facts["fsdp"],
+        cpu=bool(facts.get("cpu")),
     )
     return without_batch_numbers(options) if less["halvings"] or less["unpack"] else options
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -63,16 +64,27 @@ def choose_name(run_name: str | None, config_path: Path | None) -> str:
     return run_name
 
 
+def names_from(name: str) -> Iterator[RunFolder]:
+    """Yield the run of a name that nobody typed, then those to try where another command took it: `demo-20261121-051500.2`."""
+    yield RunFolder(runs_folder() / name)
+    yield from (RunFolder(runs_folder() / f"{name}.{number}") for number in itertools.count(2))
+
+
 @contextlib.contextmanager
-def reserve_folder(name: str, *, node_rank: int = 0, never_started_too: bool = False) -> Iterator[RunFolder]:
+def reserve_folder(
+    name: str, *, node_rank: int = 0, never_started_too: bool = False, unnamed: bool = False
+) -> Iterator[RunFolder]:
     """Take `runs/NAME/` for this launch and give it back when the body raises before the workers have started.
 
-    mkdir is atomic, so of two launches with one name exactly one gets it. Nodes other than 0 may share the folder with node 0
-    through a network disk: they join a folder in which their own node has not started yet. `never_started_too`: a folder that an
-    earlier launch left before its workers started is taken over.
+    mkdir is atomic, so of two launches with one name exactly one gets it; `unnamed`: the other takes the next free name. Nodes other than 0
+    may share the folder with node 0 through a network disk: they join a folder in which their own node has not started yet.
+    `never_started_too`: a folder that an earlier launch left before its workers started is taken over.
     """
     run = RunFolder(runs_folder() / name)
-    created = not (never_started_too and run.path.is_dir() and not has_started(run)) and _make(run, node_rank)
+    if unnamed:
+        run, created = next(run for run in names_from(name) if _make(run, node_rank, unnamed=True)), True
+    else:
+        created = not (never_started_too and run.path.is_dir() and not has_started(run)) and _make(run, node_rank)
     try:
         yield run
     except BaseException:
@@ -85,15 +97,15 @@ def reserve_folder(name: str, *, node_rank: int = 0, never_started_too: bool = F
         raise
 
 
-def _make(run: RunFolder, node_rank: int) -> bool:
-    """Create the folder; return whether this process made it."""
+def _make(run: RunFolder, node_rank: int, *, unnamed: bool = False) -> bool:
+    """Create the folder; return whether this process made it. An existing one is no error where the name was not typed."""
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir()
     except FileExistsError:
         if not run.path.parent.is_dir() or not run.path.is_dir():
             raise UserError(f"`{run.path}` cannot be made: a file is in its way", hint="remove it or set RUNS_DIR") from None
-        if node_rank > 0 and not started_by(run, node_rank):
+        if unnamed or (node_rank > 0 and not started_by(run, node_rank)):
             return False
         if has_trained(run) and not run.config.is_file():
             raise cannot_continue(run, run.config) from None

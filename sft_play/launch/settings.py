@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
-from sft_play.config.call import Call
+from sft_play.config.call import LARGEST_PORT, Call
 from sft_play.config.yaml_files import Node as YamlNode
 from sft_play.config.yaml_files import dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all
@@ -40,9 +43,10 @@ READ = frozenset({
 Only = Mapping[str, tuple[tuple[Any, ...], str]]
 """Keys that may be in a section with one meaning only: the values, and the reason why another one is refused."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+WITHOUT_COMPILER: tuple[Any, ...] = ("NO", "no", False, None)
 ONLY: Only = {
     "compute_environment": (("LOCAL_MACHINE",), "only `LOCAL_MACHINE` is supported"),
-    "use_cpu": ((True, *NOTHING), ""),
+    "use_cpu": ((True, False, None), ""),
     "debug": (NOTHING, "`debug` is not supported; the rank logs tell what failed"),
     "main_training_function": (("main", None), "the program that runs is `sft_play.train`"),
     "rdzv_backend": (("static", None), "only the static rendezvous is used: ranks keep to their machines"),
@@ -50,14 +54,32 @@ ONLY: Only = {
     "gpu_ids": (("all", None), "set CUDA_VISIBLE_DEVICES instead of `gpu_ids`"),
     "enable_cpu_affinity": (NOTHING, "CPU affinity is not supported"),
     "downcast_bf16": (("no", *NOTHING), "it is for TPUs"),
-    "dynamo_config": (NOTHING, "torch.compile is not supported"),
-    "dynamo_backend": (("NO", "no", None), "torch.compile is not supported"),
+    "dynamo_config": ((*NOTHING, *({"dynamo_backend": no} for no in WITHOUT_COMPILER)), "torch.compile is not supported"),
+    "dynamo_backend": (WITHOUT_COMPILER, "torch.compile is not supported"),
     "fp8_config": (NOTHING, "fp8 is not supported"),
     "megatron_lm_config": (NOTHING, "Megatron-LM is not supported"),
     "parallelism_config": (NOTHING, "the plan decides; `launch.sequence_parallel` cuts lines into slices"),
     "mpirun_config": (NOTHING, "mpirun is not used; torch's wheels lack MPI"),
     **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, "TPUs are not supported")),
 }
+KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("num_processes", "num_machines"), ("an integer >= 1", lambda value: _is_integer(value) and value >= 1)),
+    "machine_rank": ("an integer >= 0", lambda value: _is_integer(value) and value >= 0),
+    "main_process_port": ("a port, 0 to 65535", lambda value: _is_integer(value) and 0 <= value <= LARGEST_PORT),
+    "main_process_ip": ("the address of machine 0", lambda value: isinstance(value, str)),
+    "deepspeed_config": ("a mapping, such as `deepspeed_config_file: ds.json`", lambda value: isinstance(value, dict)),
+    "deepspeed_config.deepspeed_config_file": ("the path of a JSON", lambda value: isinstance(value, str)),
+    "fsdp_config": ("a mapping, such as `fsdp_version: 2`", lambda value: isinstance(value, dict)),
+    **dict.fromkeys(
+        ("fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_reshard_after_forward"),
+        ("true or false", lambda value: isinstance(value, bool)),
+    ),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": (
+        "names of classes, with commas between",
+        lambda value: isinstance(value, str),
+    ),
+}
+"""What a key may hold, beside nothing."""
 DEEPSPEED_KEYS: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -72,7 +94,8 @@ DEEPSPEED_ONLY: Only = {
     "deepspeed_multinode_launcher": (("standard",), "every node starts its own processes: expected `standard`"),
     "zero3_init_flag": ((True, False, None), ""),  # the worker decides how weights are first placed
 }
-FSDP_READ = frozenset({"fsdp_activation_checkpointing", "fsdp_reshard_after_forward", "fsdp_transformer_layer_cls_to_wrap"})
+LAYERS = "fsdp_transformer_layer_cls_to_wrap"
+FSDP_READ = frozenset({"fsdp_activation_checkpointing", "fsdp_reshard_after_forward", LAYERS})
 FSDP_ONLY: Only = {
     "fsdp_version": ((2,), ""),
     "fsdp_auto_wrap_policy": (("TRANSFORMER_BASED_WRAP", None), "layers are wrapped one by one"),
@@ -103,6 +126,8 @@ class AccelerateChoices:
     master_port: int | None = None
     deepspeed: UserDeepSpeed | None = None
     fsdp: Mapping[str, Any] = field(default_factory=dict)
+    cpu: bool = False
+    """Whether GPUs are left alone."""
     train: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `train.` that it sets: `bf16`, `fp16`, `gradient_checkpointing`."""
     notices: tuple[str, ...] = ()
@@ -117,7 +142,7 @@ def machines_and_strategy(path: Path) -> tuple[int, str]:
     if not isinstance(settings, dict):
         return 1, ""
     machines, kind = settings.get("num_machines"), str(settings.get("distributed_type", "NO"))
-    return machines if isinstance(machines, int) else 1, "" if STRATEGIES.get(kind) in ("single", "ddp") else kind
+    return machines if _is_integer(machines) else 1, "" if STRATEGIES.get(kind) in ("single", "ddp") else kind
 
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:
@@ -131,19 +156,15 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     def refuse(key: str, text: str, hint: str | None = None) -> None:
         problems.append(UserError(text, place=source.place(path, key), hint=hint))
 
+    _check_kinds(settings, refuse)
     kind = str(settings.get("distributed_type", ""))
     if kind not in STRATEGIES:
         refuse(
             "distributed_type", f"`distributed_type` is `{kind}`; expected one of {', '.join(f'`{one}`' for one in STRATEGIES)}"
         )
     _check(settings, "", ONLY, READ, refuse)
-    for key in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
-        value = settings.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            refuse(key, f"`{key}` is `{value}`; expected an integer")
-            settings[key] = None
     processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
-    if processes is not None and (processes < 1 or processes % machines):
+    if processes is not None and processes % machines:
         text = f"`num_processes` is {processes} for {machines} machines; expected a multiple, the same number on every machine"
         refuse("num_processes", text)
     mixed = settings.get("mixed_precision")
@@ -154,7 +175,8 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     notices: list[str] = []
     deepspeed, fsdp = None, {}
     try:
-        deepspeed = _deepspeed(path, source.value.get("deepspeed_config", YamlNode(None)), kind, refuse)
+        line = source.value["deepspeed_config"].line if settings.get("deepspeed_config") else None
+        deepspeed = _deepspeed(path, wrap(settings.get("deepspeed_config"), line), kind, refuse)
     except UserError as error:
         problems += getattr(error, "problems", [error])
     if kind == "FSDP":
@@ -171,6 +193,7 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         master_port=settings.get("main_process_port") or None,
         deepspeed=deepspeed,
         fsdp=fsdp,
+        cpu=settings.get("use_cpu") is True or kind == "MULTI_CPU",
         train=train,
         notices=tuple(notices),
     )
@@ -179,12 +202,26 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 Refuse = Callable[..., None]
 
 
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_kinds(settings: dict[str, Any], refuse: Refuse) -> None:
+    """Refuse values that a key cannot have, and take them out, so that nothing else has to look."""
+    for dotted, (expected, fits) in KINDS.items():
+        section, _, key = dotted.rpartition(".")
+        part = settings.get(section) if section else settings
+        if isinstance(part, dict) and (value := part.get(key)) is not None and not fits(value):
+            refuse(dotted, f"`{dotted}` is `{value}`; expected {expected}")
+            part[key] = None
+
+
 def _check(section: Mapping[str, Any], prefix: str, only: Only, read: Set[str], refuse: Refuse) -> None:
     """Refuse keys of a section that are not understood, and values other than those that a key can `only` have."""
     for key, value in section.items():
         if key in only and value not in only[key][0]:
             refuse(f"{prefix}{key}", f"`{prefix}{key}` is `{value}`: {only[key][1]}")
-    if unknown := [f"{prefix}{key}" for key in sorted(section.keys() - read - only.keys())]:
+    if unknown := [f"{prefix}{key}" for key in sorted(section.keys() - read - only.keys(), key=str)]:
         refuse(unknown[0], f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
 
 
@@ -200,6 +237,12 @@ def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDee
         for key in sorted(section.keys() & DEEPSPEED_KEYS.keys()):
             dotted = f"deepspeed_config.{key}"
             refuse(dotted, f"`{dotted}` is next to `deepspeed_config_file`, of which accelerate uses only the file")
+        if not Path(file).is_file():
+            hint = "accelerate counts a path from the folder in which it is started, here that of `make`"
+            refuse(
+                "deepspeed_config.deepspeed_config_file", f"`deepspeed_config_file` is `{file}`, and there is no such file", hint
+            )
+            return None
         return load_user_json(Path(file))
     value: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     for key, dotted in DEEPSPEED_KEYS.items():
@@ -223,12 +266,32 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
         if section.get(key) == value:
             notices.append(f"`{key}: {value}` has no effect here: {FSDP_ONLY[key][1]}")
     passed = {key: section[key] for key in FSDP_READ if section.get(key) is not None}
-    for key in ("fsdp_activation_checkpointing", "fsdp_reshard_after_forward"):
-        if not isinstance(passed.get(key, False), bool):
-            refuse(f"fsdp_config.{key}", f"`fsdp_config.{key}` is `{passed[key]}`; expected true or false")
     if "fsdp_activation_checkpointing" in passed:
         train["gradient_checkpointing"] = passed.pop("fsdp_activation_checkpointing")
     return passed
+
+
+def refuse_unknown_layers(path: Path | None, fsdp: Mapping[str, Any], model_type: str) -> None:
+    """Raise `UserError` for classes to wrap that transformers' code of this model does not have; a model's own code is not looked at."""
+    names = [name.strip() for name in str(fsdp.get(LAYERS) or "").split(",") if name.strip()]
+    spec = find_spec("transformers") if names else None  # not imported
+    models = Path(spec.origin).parent / "models" if spec and spec.origin else None
+    own = sorted(models.glob(f"{model_type.replace('-', '_')}/modeling_*.py")) if models else []
+    code = "\n".join(file.read_text(encoding="utf-8") for file in own)
+    if models and "AutoModel.from_config" in code:  # made of other families
+        code = "\n".join(file.read_text(encoding="utf-8") for file in sorted(models.glob("*/modeling_*.py")))
+    classes = re.findall(r"^class (\w+)", code, re.MULTILINE)
+    if unknown := [name for name in names if classes and name not in classes]:
+        close = difflib.get_close_matches(
+            unknown[0], [one for one in classes if one.endswith(("Layer", "Block"))], n=1, cutoff=0.3
+        )
+        raise UserError(
+            f"`fsdp_config.{LAYERS}` is `{fsdp[LAYERS]}`, and a `{model_type}` has no `{unknown[0]}`",
+            place=read_yaml(path).place(path, f"fsdp_config.{LAYERS}") if path else None,
+            hint=f"did you mean `{close[0]}`? Without the key, layers are found"
+            if close
+            else "without the key, layers are found",
+        )
 
 
 def accelerate_settings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pwd
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,30 @@ def accelerate_default() -> Path | None:
 def cache_folder() -> Path:
     """Return the folder of what can be made again: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")
+
+
+def require_home() -> None:
+    """Let `~` be `$SFT_PLAY_CACHE` where this user has no home, as in a container; raise `HardwareError` without that variable."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        if not os.environ.get("USER"):
+            os.environ["USER"] = f"user{os.getuid()}"  # torch asks for a name
+    home, cache = os.path.expanduser("~"), os.environ.get("SFT_PLAY_CACHE")  # noqa: PTH111 - `Path.home` raises where there is none
+    place = Path(home, ".cache", "sft_play")
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not os.environ.get("HOME") and home == "~":
+        problem = "there is no HOME, and this user has no entry in `/etc/passwd`"
+    elif not Path(home).is_dir():
+        problem = f"HOME is `{home}`, which is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"HOME is `{home}`, and this user may not write to `{there}`"
+    else:
+        return
+    if not cache:
+        hint = "export SFT_PLAY_CACHE=/a/folder HF_HOME=/a/folder/hub, which this user may write to; or set HOME"
+        raise HardwareError(f"{problem}: there is no place for caches", place="environment", hint=hint)
+    os.environ["HOME"] = str(Path(cache).absolute())
 
 
 class _Inside:

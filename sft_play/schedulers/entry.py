@@ -131,7 +131,9 @@ def supervise(argv: Sequence[str]) -> int:
 
     previous = {number: signal.signal(number, pass_on) for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN}
     try:
-        child = os.posix_spawn(argv[0], list(argv), os.environ, setsigdef=list(previous))
+        # The operator's, which stand in the command's words now: the command takes options from there only.
+        environment = {name: text for name, text in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+        child = os.posix_spawn(argv[0], list(argv), environment, setsigdef=list(previous))
         for number in early:
             os.kill(child, number)
         while True:

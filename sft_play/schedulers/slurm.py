@@ -33,7 +33,7 @@ from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Ahead, plan_ahead
-from sft_play.launch.run_folder import choose_name, has_started, launches
+from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
@@ -52,6 +52,18 @@ PASSED = re.compile(
 """Variables of this shell that the job gets too: where things are, and how the network is used."""
 TOKEN_FILE = "HF_TOKEN_PATH"
 """The one name with `TOKEN` in it whose value is no secret."""
+OPTIONS, OF_JOBS = ("SBATCH_", "SQUEUE_"), re.compile(r"SLURM_(?!CONF$)\w+")
+"""What sbatch and squeue take options from; those of a job come from the job that the command was typed in."""
+DESCRIBING = "CONF JOB* NNODES NODE* TASKS_PER_NODE *_ON_NODE ARRAY_* RESTART_COUNT SUBMIT_* *CLUSTER TOPOLOGY_* SPANK_* CLUSTER_NAME PRIO_PROCESS"
+"""`SLURM_` variables of a job that describe it; srun takes all others for options. A shell's own reach the job even under `--export=NONE`."""
+OF_STEPS = {
+    "--mem": "MEM_PER_NODE", "--cpu-freq": "CPU_FREQ_REQ",
+    **{f"--{name}": name.replace("-", "_").upper() for name in (
+        "mem-per-cpu", "mem-per-gpu", "mem-bind", "gpus-per-node", "gpu-bind", "gpu-freq", "hint", "distribution", "threads-per-core",
+        "ntasks-per-core", "ntasks-per-socket", "overcommit", "profile", "tres-per-task",
+    )},
+}  # fmt: skip
+"""Options of sbatch -> the variables, without `SLURM_`, by which a job hands them on to srun."""
 LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, its hyphen included."""
 HINTS: tuple[tuple[str, str | None, str], ...] = (
@@ -116,10 +128,13 @@ def write_job(call: Call, tasks: Tasks) -> int:
     name = choose_name(call.options.get("RUN_NAME"), ahead.loaded.path)
     if ahead.loaded.config.slurm.array:
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's own name must be one too
-    script = _script(call, name)
     environment, withheld = _environment(os.environ)
-    job = replace(_job(ahead, name, script, environment), tasks=tasks)
-    _write(ahead, script, render(job))
+    with contextlib.ExitStack() as stack:
+        if "RUN_NAME" not in call.options:
+            name = stack.enter_context(reserve_folder(name, unnamed=True)).name
+        script = _script(call, name)
+        job = replace(_job(ahead, name, script, environment), tasks=tasks)
+        _write(ahead, script, render(job))
     for notice in [*ahead.options.notices, *_notes(call, ahead, withheld)]:
         print(f"note: {notice}", file=sys.stderr)
     if not call.json:
@@ -142,6 +157,7 @@ def render(job: BatchJob) -> str:
     # One task's SLURM_JOB_ID is the array's own number, and that alone means all of its tasks.
     number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
     parts = {
+        "@DESCRIBING@": [" | ".join(f"SLURM_{name}" for name in kept_variables(job))],
         "@ENVIRONMENT@": [
             *(f"export {name}={quoted(value)}" for name, value in sorted(job.environment.items())),
             f"cd -- {quoted(str(job.folder))} || exit 3",
@@ -158,6 +174,12 @@ def render(job: BatchJob) -> str:
     }  # fmt: skip
     body = re.sub("@[A-Z]+@", lambda mark: "\n".join(parts[mark[0]]), TEMPLATE.read_text(encoding="utf-8"))
     return "\n".join(["#!/bin/bash", HEADER, *(f"#SBATCH {line}" for line in options(job)), "", body])
+
+
+def kept_variables(job: BatchJob) -> list[str]:
+    """Return the names, without `SLURM_`, of a job's variables that srun may see: those that describe it, and those of its own options."""
+    own = [line.partition("=")[0] for line in options(job)]
+    return [*DESCRIBING.split(), *(OF_STEPS[name] for name in own if name in OF_STEPS)]
 
 
 def _cases(tasks: Tasks) -> list[str]:
@@ -204,11 +226,25 @@ def submit(script: Path, origins: Mapping[str, str]) -> str:
     return answer.rpartition("\n")[2].partition(";")[0]
 
 
+def overriding(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables of a shell from which Slurm's programs take options, before those of a script and over its own.
+
+    Inside a job, most that begin with `SLURM_` describe that job, and srun reads some of them as options.
+    """
+    inside = "SLURM_JOB_ID" in environ
+    return sorted(name for name in environ if name.startswith(OPTIONS) or (not inside and OF_JOBS.fullmatch(name)))
+
+
+def _shell() -> dict[str, str]:
+    """Return this shell's variables without those."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(OPTIONS) and not OF_JOBS.fullmatch(name)}
+
+
 def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str]) -> str:
-    """Return what sbatch prints. `EXPORT` again: a variable `SBATCH_EXPORT` would win over the script's line."""
+    """Return what sbatch prints."""
     done = subprocess.run(
-        [program, option, EXPORT, str(script.absolute())],
-        capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL,
+        [program, option, str(script.absolute())],
+        capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL, env=_shell(),
     )  # fmt: skip
     if done.returncode == 0:
         return done.stdout
@@ -225,7 +261,7 @@ def is_queued(name: str) -> bool:
     """Whether a job of this user and name waits or runs. Where `squeue` cannot say it, `submit` says what is wrong."""
     with contextlib.suppress(OSError):
         words = ["squeue", "--me", "--noheader", f"--name={name}"]
-        return bool(subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip())
+        return bool(subprocess.run(words, capture_output=True, text=True, check=False, env=_shell()).stdout.strip())
     return False
 
 
@@ -322,6 +358,8 @@ def _notes(call: Call, ahead: Ahead, withheld: list[str]) -> list[str]:
     if not call.options.get("HARDWARE"):
         what = "HARDWARE=4xH100 describes the cluster's nodes" if ahead.plan.device == "cpu" else "HARDWARE= describes others"
         notes.append(f"planned for nodes like this machine; {what}")
+    if theirs := overriding(os.environ):
+        notes.append(f"{', '.join(theirs)} of this shell would win over the script's options: the job is to be submitted without")
     if withheld:
         notes.append(
             f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that `slurm.setup` reads"
@@ -341,7 +379,8 @@ def _show(job: BatchJob, script: Path) -> str:
 
 def _next(job: BatchJob, script: Path, number: str | None) -> str:
     if number is None:
-        return f"  submit   sbatch {shlex.quote(str(script))}"
+        without = "".join(f"-u {name} " for name in overriding(os.environ))
+        return f"  submit   {f'env {without}' if without else ''}sbatch {shlex.quote(str(script))}"
     task = f"{number}_{first_index(job.slurm.array)}" if job.slurm.array else number
     return (
         f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F {shlex.quote(f'{job.logs}/slurm-{task}.out')}\n"

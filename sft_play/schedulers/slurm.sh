@@ -6,6 +6,13 @@ stopped=
 trap 'stopped=1' USR1 TERM
 # The configuration is frozen in the file below: variables of the shell that submitted this no longer count.
 for name in "${!SFT_@}"; do unset "$name"; done
+# What srun takes for options: of the job or the profile in which 'sbatch' was typed. Those of this job's own options stay.
+for name in "${!SRUN_@}" "${!SLURM_@}"; do
+  case $name in
+    @DESCRIBING@) ;;
+    *) unset "$name" ;;
+  esac
+done
 @ENVIRONMENT@
 
 # shellcheck disable=SC2317,SC2329 # called by the trap below

@@ -17,8 +17,8 @@ from sft_play.model.kernels import labels_for_head, total_of
 from sft_play.plan.epoch import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
+from sft_play.training.loading import begin_loading, shorten_sockets
 from sft_play.training.ranks import Ranks, TrainContext
-from sft_play.training.stop_request import ignore_stops
 
 NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
 
@@ -76,6 +76,8 @@ def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> Glo
 
 def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments) -> DataLoaderShard:
     """Return this rank's micro-batches; accelerate must not share them out again."""
+    if args.dataloader_num_workers:
+        shorten_sockets()
     loader = DataLoaderShard(
         dataset,
         device=args.device,
@@ -85,7 +87,7 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
-        worker_init_fn=ignore_stops if args.dataloader_num_workers else None,
+        worker_init_fn=begin_loading if args.dataloader_num_workers else None,
         _non_blocking=args.dataloader_pin_memory,
     )
     loader._is_accelerate_prepared = True

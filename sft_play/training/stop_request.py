@@ -1,5 +1,5 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR1. Signals are read from a pipe by a thread: a main thread that waits in a collective operation, or for
-a library to load, would not hear them. What a request leads to:
+"""Requests to stop: SIGTERM, SIGINT, SIGUSR1, and SIGHUP but under `nohup`. Signals are read from a pipe by a thread: a main thread that waits in
+a collective operation, or for a library to load, would not hear them. What a request leads to:
 
 - before the first step has ended there is nothing to save: the process leaves at once;
 - afterwards the ranks agree at the end of a step (`training.stopping`), save and leave;
@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.launch.liveness import LIMITS
+from sft_play.launch.process import STOPS, signals_to_hear
 from sft_play.runs.folder import RunFolder
 from sft_play.training.process import Activity, leave_record
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0
@@ -66,7 +66,7 @@ class StopRequest:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in signals_to_hear():
             signal.signal(number, _nothing)  # what counts is the byte in the pipe
         os.register_at_fork(after_in_child=_as_child)
         threading.Thread(target=self._read, args=(reader,), name="requests to stop", daemon=True).start()
@@ -103,7 +103,7 @@ class StopRequest:
     def _read(self, reader: int) -> None:
         while received := os.read(reader, 64):
             for number in received:
-                if number in SIGNALS:  # the pipe tells of other signals with handlers too (SIGCHLD)
+                if number in STOPS:  # the pipe tells of other signals with handlers too (SIGCHLD)
                     self.hear(number)
 
     def _wait(self) -> None:
@@ -149,12 +149,6 @@ class StopRequest:
                 self._over.wait(1.0)
 
 
-def ignore_stops(_worker: int = 0) -> None:
-    """For processes that load data (`worker_init_fn`): where all processes of a job get the signal, they must live until the save."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _nothing(_number: int, _frame: object) -> None:
     pass
 
@@ -166,3 +160,4 @@ def _as_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -42,6 +42,17 @@ def test_wsl2_is_planned_without_expandable_segments(in_process: Program, tmp_pa
     assert lost > least
 
 
+@pytest.mark.parametrize("line", ["use_cpu: true\ndistributed_type: MULTI_GPU", "distributed_type: MULTI_CPU"])
+def test_an_accelerate_file_that_asks_for_the_cpu_leaves_gpus_alone(in_process: Program, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "acc.yaml"
+    file.write_text(f"{line}\nnum_processes: 2\n")
+    env, words = emulated(tmp_path / "machine", "unlike_pair"), ("CONFIG=configs/quickstart.yaml", "JSON=1")
+    done = in_process("plan", *words, f"ACCELERATE_CONFIG={file}", env=env)
+    assert (done.json["device"], done.json["world_size"]) == ("cpu", 2) and "GPUs are left alone" in done.err, done.err
+    assert in_process("plan", *words, env=env).json["device"] == "cuda"
+    in_process("plan", *words, f"ACCELERATE_CONFIG={file}", "HARDWARE=2xA100").refused(2, "asks for the CPU", "HARDWARE=cpu")
+
+
 REFUSED: dict[str, tuple[Machine, str, str]] = {
     "V100": (MACHINES["v100"], "", "torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0); it has sm_75, sm_80"),
     "driver": (MACHINES["old_driver"], "", "torch 2.13.0+cu130 is built for CUDA 13.0, driver 550.54.14 is for 12.4"),

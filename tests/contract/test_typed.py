@@ -126,6 +126,35 @@ def test_variables_of_containers_are_noticed(in_process: Program) -> None:
     assert notes == {f"note: `{name}` of the environment is not read; `{counts}` would be" for name, counts in right.items()}
 
 
+OF_LAUNCH = ["RUN_NAME", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG", "SOURCE", "JSON", "CONFIG",
+             "SFT_NUM_GPUS", "SFT_RUN_NAME", "SFT_CONFIG"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_LAUNCH)
+def test_an_option_in_the_environment_is_refused_with_what_to_type(in_process: Program, tmp_path: Path, name: str) -> None:
+    """A second machine would start a run of its own otherwise."""
+    option = name.removeprefix("SFT_")
+    words = ["train-deepspeed", *(["CONFIG=smoke"] if option != "CONFIG" else [])]
+    done = in_process(*words, env={name: "a b"})
+    done.refused(
+        2, f"environment: `{name}` is in the environment", f"type `train-deepspeed {option}='a b' ...`", f"`unset {name}`"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_each_command_names_every_option_that_stands_in_the_environment(in_process: Program) -> None:
+    for command, row in COMMANDS.items():
+        if row.options:
+            done = in_process(command, env=dict.fromkeys(row.options, "x"))
+            assert done.code == 2 and all(f"{name}=" in done.err for name in row.options), done.err
+    in_process("cluster-status", "CLUSTER=home", env={"CLUSTER_NETWORK": "1Gbit"}).refused(2, "CLUSTER_NETWORK=1Gbit")
+
+
+def test_what_is_typed_wins_over_the_environment_and_what_is_empty_is_nothing(in_process: Program) -> None:
+    done = in_process("config", "CONFIG=smoke", "JSON=1", env={"CONFIG": "other", "RUN": "", "NUM_NODES": "2"})
+    assert done.code == 0 and done.json["train.seed"], done.err
+
+
 # ---- Presets and accelerate's default file
 
 
@@ -147,6 +176,7 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
     "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
     "a strategy": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`", "plan: fsdp2"),
+    "a section that is refused": ("distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""),
     "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected one of", ""),
     "plain": ("distributed_type: 'NO'\nmixed_precision: fp16\n", ["plan"], "to use it: ACCELERATE_CONFIG=", ""),
     "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
@@ -170,5 +200,9 @@ def test_accelerates_default_file_is_read_refused_or_noted(name: str, in_process
     words = [word.format(folder=tmp_path) for word in words]
     done = in_process(words[0], "CONFIG=configs/quickstart.yaml", *words[1:], env={"HF_HOME": str(tmp_path / "hf")})
     assert said in done.err if said else "default file" not in done.err, done.err
-    assert ("error: " in done.err) == (done.code != 0) == (name in ("several machines need a name", "a strategy that is refused"))
+    assert (
+        ("error: " in done.err)
+        == (done.code != 0)
+        == (name in ("several machines need a name", "a strategy that is refused", "a section that is refused"))
+    )
     assert shown in done.out, done.out

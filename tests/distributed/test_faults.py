@@ -108,6 +108,61 @@ def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> N
     assert not (launcher.runs / "none").exists()
 
 
+STRANGER = ["unshare", "-U", "--map-user=12345"]
+"""Without an entry in `/etc/passwd`, as containers run with `runAsUser`."""
+
+
+def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
+    if shutil.which(STRANGER[0]) is None or subprocess.run([*STRANGER, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs user namespaces")
+    kept = {k: v for k, v in launcher.environment.items() if k not in ("HOME", "USER", "LOGNAME", "SFT_PLAY_CACHE", "HF_HOME")}
+    done = subprocess.run(
+        [*STRANGER, sys.executable, "-m", "sft_play", *words], env=kept | environment, cwd=launcher.folder,
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("home", [None, "/gone", "/proc"])
+def test_a_user_without_a_home_is_told_of_the_variables_that_replace_it(launcher: Launcher, home: str | None) -> None:
+    for command in ("train", "plan", "runs"):
+        words = () if command == "runs" else (f"CONFIG={launcher.config}",)
+        done = as_stranger(launcher, command, *words, **({"HOME": home} if home else {}))
+        require_one_error(done, 3, "SFT_PLAY_CACHE=", "HF_HOME=", home or "`/etc/passwd`")
+    assert as_stranger(launcher, "help").code == 0
+
+
+def test_a_user_without_a_home_trains(launcher: Launcher, tmp_path: Path) -> None:
+    caches = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub")}
+    before = set(tmp_path.iterdir())
+    done = as_stranger(launcher, "train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=one", **caches)
+    assert done.code == 0, done.err
+    assert [row["step"] for row in metrics(launcher.runs / "one")] == [1, 2]
+    assert {path.name for path in set(tmp_path.iterdir()) - before} == {"cache", "runs"}, "no folder called `~`"
+    assert as_stranger(launcher, "infer", "RUN=one", "PROMPT=hi", **caches).code == 0
+
+
+def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp_path: Path) -> None:
+    """The path of a socket has at most 107 letters; the run would wait for its first batch."""
+    folder = tmp_path / "x" / ("y" * 100)
+    folder.mkdir(parents=True)
+    words = ("train", f"CONFIG={launcher.config}", "TRAIN_DATALOADER_NUM_WORKERS=2", "RUN_NAME=one")
+    done = launcher(*words, TMPDIR=str(folder))
+    assert done.code == 0 and len(metrics(launcher.runs / "one")) == 2, done.err
+
+
+def test_a_batch_that_cannot_be_handed_over_ends_the_wait_at_once() -> None:
+    from torch.utils.data import DataLoader
+
+    from sft_play.training.loading import begin_loading
+
+    loader = DataLoader(
+        [1, 2], num_workers=1, collate_fn=lambda _: lambda: None, worker_init_fn=begin_loading
+    )  # nothing pickles that
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        next(iter(loader))
+
+
 def test_a_console_that_is_closed_does_not_end_the_run(launcher: Launcher) -> None:
     words = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}", "RUN_NAME=unread", "TRAIN_MAX_STEPS=6"]
     process = subprocess.Popen(

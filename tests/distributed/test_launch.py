@@ -85,6 +85,22 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
 
 
+def test_a_zero_3_file_of_two_words_saves_the_full_model(launcher: Launcher) -> None:
+    """Both a JSON of one's own and what `make setup-accelerate` writes say nothing of gathering weights at a save."""
+    (launcher.folder / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 3,\n "stage3_gather_16bit_weights_on_model_save": false}}'
+    )
+    assert launcher("setup-accelerate", "STRATEGY=zero3", "NUM_GPUS=2", "OUT=zero3.yaml").code == 0
+    for name, file in (("one", "DEEPSPEED_CONFIG=ds.json"), ("two", "ACCELERATE_CONFIG=zero3.yaml")):
+        done = launcher(
+            "train-deepspeed", f"CONFIG={launcher.config}", f"RUN_NAME={name}", "NUM_GPUS=2", "TUNING_MODE=full", file
+        )
+        assert done.code == 0, done.err
+        assert (launcher.runs / name / "checkpoints" / "step-000001").is_dir()
+        assert (launcher.runs / name / "model" / "model.safetensors").is_file()
+        assert ("ds.json:2: `stage3_gather" in done.out) == (name == "one"), done.out
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])
 def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
     place, runs = (f"MASTER_ADDR={address}", f"MASTER_PORT={free_port()}"), [launcher.folder / f"runs{rank}" for rank in range(2)]

@@ -169,6 +169,40 @@ def test_ranks_leave_an_evaluation_together_and_the_same_command_goes_on(
     assert "step-000003" in place.require_same(launch)
 
 
+@pytest.mark.parametrize("numbers", [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGHUP)])
+def test_a_session_that_ends_loses_nothing(double: Place, numbers: tuple[signal.Signals, ...]) -> None:
+    """A terminal that is closed sends SIGHUP to all processes; a login manager SIGTERM before."""
+    launch = double.start(f"session-{len(numbers)}")
+    with launch:
+        launch.wait_for(lambda: stepping(launch))
+        everybody = [psutil.Process(launch.process.pid), *launch.family()]
+        for number, one in ((number, one) for number in numbers for one in everybody):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+        code, said = launch.end(within=IN_TIME)
+    assert code == 143 and "Traceback" not in said, said
+    last = launch.events()[-1]
+    assert (last["event"], last["saved"]) == ("stopped", f"step-{last['step']:06d}")
+    assert last["signal"] in [number.name for number in numbers], "of two that wait, the kernel delivers the smaller first"
+    double.require_same(launch)
+
+
+@pytest.mark.cold
+def test_under_nohup_a_session_that_ends_changes_nothing(double: Place) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children inherit it
+    try:
+        launch = double.start("nohup")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with launch:
+        launch.wait_for(lambda: stepping(launch))
+        for one in [psutil.Process(launch.process.pid), *launch.family()]:
+            one.send_signal(signal.SIGHUP)
+        code, said = launch.end(within=100)
+    assert code == 0, said
+    assert figures(launch.run) == figures(launch.run.parent / "whole")
+
+
 def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
     launch = double.start("loading")
     assert stop(launch, loading, signal.SIGUSR1, "everybody") == 143

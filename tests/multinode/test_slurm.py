@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,7 +39,8 @@ class Site:
 
     def make(self, *words: str, command: str = "slurm") -> Done:
         """Types `make slurm SUBMIT=1`, or another command, with these words."""
-        words = (command, f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", "SUBMIT=1", "JSON=1", *words)
+        submit = () if "SUBMIT=0" in words else ("SUBMIT=1",)
+        words = (command, f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", "JSON=1", *submit, *words)
         return run_program(list(words), self.environment, cwd=self.folder, timeout=120)
 
     def submit(self, name: str, *words: str) -> str:
@@ -99,6 +103,49 @@ def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site
         text = (out / f"slurm-{number}_{task}.out").read_text()
         assert f"run sweep-{task}" in text and "ended with code 4" in text and "rows.jsonl" in text, text
     assert not list(site.folder.rglob("made"))
+
+
+OF_A_SHELL = {
+    "SBATCH_PARTITION": "urgent", "SBATCH_TIMELIMIT": "1", "SBATCH_MEM_PER_NODE": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_ARRAY_INX": "1-2",
+    "SBATCH_JOB_NAME": "other", "SBATCH_OUTPUT": "/dev/null",
+}  # fmt: skip
+OF_A_JOB = {
+    "SLURM_JOB_ID": "999", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS_PER_TASK": "1", "SLURM_TIMELIMIT": "1", "SLURM_GPUS": "2",
+    "SLURM_MEM_PER_NODE": "2", "SLURM_NTASKS": "7", "SLURM_JOB_NUM_NODES": "2",
+}  # fmt: skip
+
+
+def test_neither_the_shell_nor_the_job_that_submits_change_a_job(site: Site) -> None:
+    """By `SUBMIT=1` from inside a job, under a shell full of options; and by a hand-typed sbatch in that job."""
+    asked = ("TRAIN_MAX_STEPS=2", "SLURM_PARTITION=main", "SLURM_TIME=7", "SLURM_MEMORY=900M")
+    site.environment |= OF_A_SHELL | OF_A_JOB
+    first = site.submit("first", *asked)
+    by_hand = {**site.environment, "PATH": os.environ["PATH"]}
+    for name in OF_A_SHELL:
+        del by_hand[name]
+    assert site.make("RUN_NAME=second", *asked, "SUBMIT=0").code == 0
+    script = str(site.runs / "second" / "slurm" / "job.sbatch")
+    second = subprocess.run(
+        ["sbatch", "--parsable", script], env=by_hand, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    for name, number in (("first", first), ("second", second)):
+        facts = site.end(name, number)
+        assert facts.items() >= {
+            "JobState": "COMPLETED", "JobName": name, "Partition": "main", "TimeLimit": "00:07:00", "MinMemoryNode": "900M", "Requeue": "1",
+        }.items(), f"{facts}\n{site.said(name)}"  # fmt: skip
+        assert site.steps(name) == [1, 2], site.said(name)
+
+
+def test_jobs_submitted_at_once_are_different_runs(site: Site) -> None:
+    """Each without a name; the last of three scripts of one second would be the only one left."""
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda seed: site.make(f"TRAIN_SEED={seed}", "TRAIN_MAX_STEPS=1"), range(3)))
+    assert [one.code for one in made] == [0, 0, 0], made
+    facts = [one.json for one in made]
+    assert len({one["run"] for one in facts}) == 3
+    for seed, one in enumerate(facts):
+        assert site.end(one["run"], str(one["job"]))["JobState"] == "COMPLETED", site.said(one["run"])
+        assert json.loads((site.runs / one["run"] / "config.json").read_text())["config"]["train"]["seed"] == seed
 
 
 @pytest.mark.timeout(900)

@@ -65,14 +65,20 @@ def test_a_name_that_a_worker_still_has_is_refused(tmp_path: Path, run: RunFolde
     assert not list(unfit(task, WORKER, facts))
 
 
-def test_a_second_command_is_refused(run: RunFolder) -> None:
-    inventory = Path("home.yaml")
+def test_a_second_command_is_refused_and_takes_another_name_where_none_was_typed(tmp_path: Path, run: RunFolder) -> None:
+    named = call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
     with (
-        control_run(run, inventory),
+        control_run(named),
         pytest.raises(UserError, match=f"is in use: process {os.getpid()} trains it"),
-        control_run(run, inventory),
+        control_run(named),
     ):
         pass
+    unnamed = call(tmp_path, "CONFIG=configs/quickstart.yaml")
+    with control_run(unnamed) as first, control_run(unnamed) as second:
+        assert (first.run, second.run.name) == (unnamed.run, f"{unnamed.run.name}.2")
+    unnamed.run.path.mkdir(parents=True)
+    with control_run(unnamed) as third:
+        assert third.run.name == f"{unnamed.run.name}.2"
 
 
 def test_the_networks_speed_of_the_inventory_reaches_the_plan(tmp_path: Path, run: RunFolder) -> None:
@@ -104,10 +110,10 @@ def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: P
     assert not take_over(new).loaded.config.launch.auto_resume, "a new run's name is taken"
 
 
-def test_a_run_is_found_while_its_data_are_sent(run: RunFolder) -> None:
+def test_a_run_is_found_while_its_data_are_sent(tmp_path: Path, run: RunFolder) -> None:
     with pytest.raises(CheckpointError):
         run_named("one")
-    with control_run(run, Path("home.yaml")):
+    with control_run(call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one")):
         assert run_named("one").path == run.path
         assert [found.name for found in controlled_runs()] == ["one"]
     assert controlled_runs() == []

@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import UserError
-from sft_play.launch.deepspeed import known_keys, read_user_json, resolve
+from sft_play.launch.deepspeed import GATHERED, ask_deepspeed, known_keys, read_user_json, resolve
 from sft_play.plan.plan import Plan
 from tests.plans import rank_plan, simple_plan
 
@@ -108,6 +108,20 @@ def test_auto_is_filled_from_the_plan(tmp_path: Path) -> None:
     assert len(notices) == 2
 
 
+@pytest.mark.parametrize("typed", [None, True, False, "auto"])
+def test_under_zero_3_weights_are_gathered_at_a_save_whatever_the_file_says(tmp_path: Path, typed: object) -> None:
+    """Otherwise accelerate refuses the first save, after the steps before it."""
+    zero: dict[str, Any] = {"stage": 3} if typed is None else {"stage": 3, GATHERED: typed}
+    user = read_user_json(write(tmp_path / "ds.json", json.dumps({"zero_optimization": zero}, indent=1)))
+    settings, notices = resolve(user, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
+    assert settings["zero_optimization"][GATHERED] is True
+    assert [one.partition("ds.json")[2] for one in notices] == (
+        [f":4: `{GATHERED}` is `false`, but the run uses `true`, or DeepSpeed could not save the model"] if typed is False else []
+    )
+    second = read_user_json(write(tmp_path / "two.json", '{"zero_optimization": {"stage": 2}}'))
+    assert GATHERED not in resolve(second, make_plan(), CONFIG, hidden_size=64)[0]["zero_optimization"]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -124,6 +138,86 @@ def test_contradictions_name_both_values(tmp_path: Path, text: str, expected: tu
     message = caught.value.render()
     assert "ds.json:2: " in message
     assert all(part in message for part in expected), message
+
+
+REFUSED = """{
+  "zero_optimization": {"stage": 2,
+    "reduce_bucket_size": -5,
+    "offload_optimizer": {
+      "device": "gpu",
+      "buffer_count": -1}},
+  "fp16": {"enabled": false,
+    "loss_scale": -1},
+  "data_types": {"grad_accum_dtype": "int7"},
+  "log_level": "loud",
+  "compile": {
+    "enabled": true}
+}"""
+BY_MODELS = {
+    3: "`zero_optimization.reduce_bucket_size` is `-5`; DeepSpeed says: Input should be greater than 0",
+    5: "`zero_optimization.offload_optimizer.device` is `\"gpu\"`; DeepSpeed says: Input should be 'none', 'cpu' or 'nvme'",
+    6: "`zero_optimization.offload_optimizer.buffer_count` is `-1`; DeepSpeed says: Input should be greater than or equal to 0",
+    8: "`fp16.loss_scale` is `-1`; DeepSpeed says: Value error, fp16.loss_scale must be >= 0",
+    9: '`data_types` is `{"grad_accum_dtype": "int7"}`; DeepSpeed says: \'int7\' is not a valid DtypeEnum',
+    10: '`log_level` is `"loud"`; DeepSpeed says: loud is not one of the valid logging levels',
+    12: "`compile.enabled` is `true`; DeepSpeed says: Extra inputs are not permitted",
+}
+RIGHT = {
+    3: '    "reduce_bucket_size": 500,',
+    5: '      "device": "cpu",',
+    6: '      "buffer_count": 4}},',
+    8: '    "loss_scale": 0},',
+    9: '  "data_types": {"grad_accum_dtype": "fp32"},',
+    10: '  "log_level": "info",',
+    12: '    "deepcompile": false}',
+}
+"""Line -> what DeepSpeed's models say, and what a user then writes: sections are built one after the other, so not all are found at once."""
+
+
+@pytest.mark.slow
+def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    text, path = REFUSED, tmp_path / "ds.json"
+    found: dict[int, str] = {}
+    for _ in BY_MODELS:
+        user = read_user_json(write(path, text))
+        settings = resolve(user, make_plan(), CONFIG, hidden_size=64)[0]
+        try:
+            ask_deepspeed(user, settings)
+            break
+        except UserError as error:
+            said = re.findall(r"ds\.json:(\d+): (.*)", error.render())
+        found |= {int(line): words for line, words in said}
+        lines = text.splitlines()
+        for line, _words in said:
+            lines[int(line) - 1] = RIGHT[int(line)]
+        text = "\n".join(lines)
+    assert found.keys() == BY_MODELS.keys()
+    assert all(found[line].startswith(words) for line, words in BY_MODELS.items()), found
+    assert list((tmp_path / "cache" / "deepspeed").iterdir()), "what was accepted is not asked again"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"wandb": {"enabled": true}', "`wandb.enabled` is `true`: `train.report_to: wandb` records the run"),
+        ('"prescale_gradients": true', "`prescale_gradients` is `true`: the loss is already scaled"),
+        ('"gradient_predivide_factor": 2.0', "`gradient_predivide_factor` is `2.0`"),
+        ('"zero_optimization": {"stage": 1, "legacy_stage1": true}', "`zero_optimization.legacy_stage1` is `true`"),
+        ('"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}', "ratio` is `0.5`"),
+        ('"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 2}', "are one key, and both are given"),
+    ],
+)  # fmt: skip
+def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    zero = "" if "zero_opt" in text else ', "zero_optimization": {"stage": 2}'
+    assert re.search(rf"ds\.json:2: .*{re.escape(said)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
+    allowed = '{"zero_optimization": {"stage": 1, "legacy_stage1": false}, "wandb": {"enabled": false}, "gradient_predivide_factor": 1.0}'
+    assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
+
+
+def test_a_short_name_of_a_key_is_the_key(tmp_path: Path) -> None:
+    user = read_user_json(write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 3, "max_live_parameters": 7}}'))
+    assert user.settings["zero_optimization"] == {"stage": 3, "stage3_max_live_parameters": 7}
 
 
 def test_gradients_are_fp32_in_a_users_own_file_too_unless_it_says_otherwise(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def test_a_second_node_joins_once() -> None:
             record_event(joined, "started", node_rank=1)
         with pytest.raises(UserError, match="exists already"), reserve_folder("d", node_rank=1):
             pass
+
+
+def test_each_of_several_unnamed_runs_has_its_own_folder(runs: Path) -> None:
+    def take(_: int) -> str:
+        with reserve_folder("demo-20261121-051500", unnamed=True) as run:
+            record_event(run, "started")
+            return run.name
+
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(take, range(8)))
+    assert sorted(names) == sorted(["demo-20261121-051500", *(f"demo-20261121-051500.{number}" for number in range(2, 9))])
+    assert all((runs / name / "events.jsonl").read_text().count("started") == 1 for name in names)
 
 
 STRAY = {

@@ -208,6 +208,26 @@ def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
     assert said in bench.run(codes, code, requeued=requeued)
 
 
+OF_ANOTHER_JOB = {
+    "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS_PER_TASK": "1", "SLURM_TIMELIMIT": "1", "SLURM_EXCLUSIVE": "user", "SLURM_PARTITION": "other",
+    "SLURM_RESERVATION": "lab", "SLURM_OVERLAP": "1", "SRUN_CPUS_PER_TASK": "3", "SLURM_HINT": "nomultithread", "SLURM_CLUSTERS": "west",
+}  # fmt: skip
+OF_THIS_JOB = {"SLURM_MEM_PER_NODE": "500", "SLURM_NODELIST": "n[1-2]", "SLURM_CONF": "/etc/s.conf", "SLURM_JOB_QOS": "high"}
+
+
+def test_options_for_srun_come_from_the_job_alone(bench: Bench) -> None:
+    """sbatch hands every `SLURM_` variable of its shell on to a job, and srun takes most of them for options."""
+    kept = dict.fromkeys((*OF_ANOTHER_JOB, *OF_THIS_JOB))
+
+    def seen(**options: Any) -> dict[str, str]:
+        bench.run((0, 0), 0, batch_job(bench.folder, slurm=SlurmConfig(**options)), **OF_ANOTHER_JOB, **OF_THIS_JOB)
+        return {name: text for name, text in bench.environment(0).items() if name in kept}
+
+    assert seen(memory="500") == OF_THIS_JOB
+    assert seen(memory="500", options=["--hint=nomultithread"]) == {**OF_THIS_JOB, "SLURM_HINT": "nomultithread"}
+    assert seen() == {name: text for name, text in OF_THIS_JOB.items() if name != "SLURM_MEM_PER_NODE"}
+
+
 def test_there_is_a_last_turn(bench: Bench) -> None:
     job = batch_job(bench.folder, slurm=SlurmConfig(max_requeues=2))
     assert "slurm.max_requeues" in bench.run((143, 143), 143, job, SLURM_RESTART_COUNT="2")
@@ -330,6 +350,41 @@ def test_what_sbatch_refuses_is_the_users_error(in_process: Program, tmp_path: P
     done = command(in_process, tmp_path, "SUBMIT=1", word, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert done.code == 2 and f"error: {word}: the cluster refuses the job:\nsbatch: error: {refusal}" in done.err, done.err
     assert f"then {hint}" in done.err
+
+
+SBATCH = """#!/bin/sh
+env | grep -E '^(SBATCH|SLURM|SQUEUE)_' >>seen
+echo 7
+"""
+
+
+def test_variables_of_the_shell_change_no_option_of_the_job(in_process: Program, tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text(SBATCH.replace("seen", str(tmp_path / "seen")))
+    (tmp_path / "sbatch").chmod(0o755)
+    typed = {"SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "1", "SBATCH_EXPORT": "ALL", "SLURM_CONF": "/etc/slurm.conf"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **typed, "SLURM_CLUSTERS": "west"}
+    done = command(in_process, tmp_path, env=env)
+    without = "-u SBATCH_EXPORT -u SBATCH_PARTITION -u SBATCH_TIMELIMIT -u SLURM_CLUSTERS"
+    assert f"submit   env {without} sbatch {tmp_path}/runs/demo/slurm/job.sbatch" in done.out
+    done = command(in_process, tmp_path, "SUBMIT=1", env=env)
+    assert done.code == 0 and (tmp_path / "seen").read_text() == "SLURM_CONF=/etc/slurm.conf\n" * 2
+    assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT, SLURM_CLUSTERS of this shell would win" in done.err
+    inside = {**env, "SLURM_JOB_ID": "5", "SLURM_MEM_PER_CPU": "100", "SLURM_TIMELIMIT": "1"}
+    done = command(in_process, tmp_path, "SUBMIT=1", env=inside)
+    assert done.code == 0 and (tmp_path / "seen").read_text() == "SLURM_CONF=/etc/slurm.conf\n" * 4
+    assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT of this shell" in done.err
+
+
+def test_scripts_made_in_one_second_are_of_different_runs(
+    in_process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "20261121-051500")
+    typed = [f"CONFIG={config_file(tmp_path)}", "HARDWARE=4xH100"]
+    runs = [in_process("slurm", *typed, f"TRAIN_SEED={seed}", "JSON=1").json for seed in range(3)]
+    assert [one["run"] for one in runs] == [f"demo-20261121-051500{end}" for end in ("", ".2", ".3")]
+    assert [read_config(Path(one["config"])).config.train.seed for one in runs] == [0, 1, 2]
+    refused = in_process("slurm", *typed, f"OUT={tmp_path}/demo.yaml")
+    assert refused.code == 2 and len(list((tmp_path / "runs").iterdir())) == 3
 
 
 def test_a_run_that_has_started_goes_on_by_its_own_command(in_process: Program, tmp_path: Path) -> None:

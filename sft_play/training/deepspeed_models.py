@@ -1,0 +1,66 @@
+"""What DeepSpeed's own models say of a JSON: `python -m sft_play.training.deepspeed_models <settings.json`, as JSON on stdout.
+
+A process of its own, since DeepSpeed imports torch. Nothing is initialised and no device is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what is refused, each with the dotted `key` that it is about (empty where nobody says it) and DeepSpeed's `words`."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+    from deepspeed.utils.logging import get_log_level_from_string
+    from pydantic import ValidationError
+
+    # One process here: the batch of all was compared with the plan's already.
+    alone = {**settings, "train_batch_size": settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"]}
+    asked = (
+        ("", lambda: DeepSpeedConfig(alone)),
+        ("log_level", lambda: get_log_level_from_string(settings.get("log_level") or "info")),
+        ("data_types", lambda: [DtypeEnum(name) for name in (settings.get("data_types") or {}).values() if name]),
+    )
+    found = []
+    for about, build in asked:
+        try:
+            build()
+        except ValidationError as error:
+            found += [{"key": _key(settings, error.title, one["loc"]), "words": one["msg"]} for one in error.errors()]
+        except Exception as error:  # noqa: BLE001 - whatever it raises, a worker would end with it
+            words = str(error)
+            found.append({"key": about or next((key for key in _keys(settings) if _names(words, key)), ""), "words": words})
+    return found
+
+
+def _key(settings: Mapping[str, Any], model: str, location: tuple[int | str, ...]) -> str:
+    """Return the dotted key of an error inside a section, of which pydantic says only its model: `DeepSpeedZeroConfig`."""
+    names, stem = [str(part) for part in location], model.lower().removeprefix("deepspeed").removesuffix("config")
+    holders = [section for section, part in settings.items() if isinstance(part, Mapping) and names and names[0] in part]
+    own = [section for section in holders if stem in section.replace("_", "")] or holders
+    return ".".join([*own[:1], *names])
+
+
+def _keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield all keys, the deepest first."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{name}.")
+    yield from (f"{prefix}{name}" for name in settings)
+
+
+def _names(words: str, dotted: str) -> bool:
+    return dotted.rpartition(".")[2].lower() in words.lower().replace(" ", "_")
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+        result = problems_of(json.load(sys.stdin))
+    print(json.dumps(result))
