@@ -32,8 +32,9 @@ override program := @$(bin)/python -m sft_play
 override pytest := @$(bin)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Where `make test` looks: a folder, a file or a node id.
 TESTS ?= tests
-# Steps of `make accept-gpu`, as `3,8-12`; all of them when empty.
+# Steps of `make accept-gpu`, as `3,8-12`, all of them when empty; and its most seconds.
 STEPS ?=
+SECONDS ?= 600
 # Rows of `make bench-preparation`.
 ROWS ?= 200000
 
@@ -50,7 +51,7 @@ override others := install audit test check test-all test-gpu accept-gpu bench-t
 ifneq ($(MAKECMDGOALS),)
 ifeq ($(filter-out $(others),$(MAKECMDGOALS)),)
 override unknown := $(filter-out PYTHON VENV $(if $(filter test test-all test-gpu,$(MAKECMDGOALS)),TESTS) \
-	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS) $(if $(filter accept-gpu,$(MAKECMDGOALS)),STEPS),$(typed))
+	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS) $(if $(filter accept-gpu,$(MAKECMDGOALS)),STEPS SECONDS),$(typed))
 $(if $(unknown),$(error `make $(MAKECMDGOALS)` takes no $(unknown)))
 endif
 endif
@@ -102,9 +103,9 @@ test-all: $(VENV)/.bench
 test-gpu: $(VENV)/.dev
 	@$(bin)/python -m pytest $(call quoted,TESTS) -m gpu -rs
 
-# What only a real card can show, offline, in at most 25 minutes; writes docs/benchmarks-gpu.md. STEPS=8-12 adds some steps to it.
+# What only a real card can show, offline, in SECONDS; writes docs/benchmarks-gpu.md. STEPS=8-12 adds some steps to it.
 accept-gpu: $(VENV)/.bench
-	@$(bin)/python -m benchmarks.acceptance STEPS=$(call quoted,STEPS)
+	@$(bin)/python -m benchmarks.acceptance STEPS=$(call quoted,STEPS) SECONDS=$(call quoted,SECONDS)
 
 # Training speed and memory compared with a plain transformers Trainer and TRL's SFTTrainer, as ratios of medians.
 bench-training: $(VENV)/.bench

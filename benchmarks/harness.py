@@ -95,6 +95,7 @@ def date_and_machine() -> str:
 def introduction(name: str) -> str:
     """Return the part of a page of `docs/` that is written by hand, up to and including its mark."""
     before, mark, _ = (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8").partition(MARK)
+    assert mark, f"docs/{name} has lost its line `{MARK}`, after which figures are written"
     return before + mark
 
 

@@ -197,7 +197,7 @@ MAKEFILE_TARGETS = {
     "test-all": "the long tests too",
     "test-gpu": "the tests that need a GPU",
     "audit": "known holes in the pinned packages, by pip-audit",
-    "accept-gpu": "on one GPU, offline, within 25 minutes: what works, how exactly, how fast; STEPS=8-12 for a part",
+    "accept-gpu": "on one GPU, offline, in SECONDS=600: what works, how exactly, how fast; STEPS=8-12 for a part",
     "bench-training": "training compared with transformers' Trainer and TRL",
     "bench-evaluation": "answers a second compared with plain `generate`",
     "bench-saving": "what a checkpoint costs",
