@@ -18,7 +18,8 @@ from sft_play.files import write_json, write_text
 from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import RunFolder
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = os.environ.get("BENCH_MODEL") or "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""`BENCH_MODEL=FOLDER` takes another: a tiny one shows that a benchmark still runs."""
 TIMEOUT_SECONDS = 1800
 MARK = "<!-- measured -->"
 
