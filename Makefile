@@ -44,7 +44,7 @@ $(foreach v,$(typed),$(eval unexport $(v)))
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs watch profile sweep report ui card push stop logs stamp bench soak tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
-override others := install audit test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
+override others := install install-unsloth audit test test-oldest check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 .PHONY: $(commands) $(others)
 
 # A command refuses the variables that it does not know; without one, nobody would.
@@ -70,6 +70,15 @@ install: $(VENV)/.runtime
 $(VENV)/.runtime: constraints.txt pyproject.toml
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) runtime
 
+# Unsloth wants older transformers and datasets: an environment beside this one, which commands enter by themselves.
+install-unsloth: $(VENV)/.unsloth
+
+$(VENV)/.unsloth: $(VENV)/.runtime constraints-unsloth.txt
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) unsloth
+
+$(VENV)/.oldest: $(VENV)/.dev constraints-oldest.txt
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) oldest
+
 $(VENV)/.dev: $(VENV)/.runtime
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) dev
 
@@ -81,6 +90,13 @@ $(VENV)/.bench: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(pytest) $(call quoted,TESTS) -m "not long and not gpu"
+
+# With the oldest libraries that pyproject.toml promises.
+test-oldest: $(VENV)/.oldest
+	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not pinned" \
+		tests/unit tests/contract tests/numerics/test_loss.py tests/numerics/test_layouts.py tests/numerics/test_varlen_training.py \
+		tests/numerics/test_model_load.py tests/numerics/test_states.py tests/distributed/test_quickstart.py tests/distributed/test_resume.py \
+		tests/distributed/test_training_strategies.py
 
 check: $(VENV)/.dev
 	@$(bin)/ruff check .

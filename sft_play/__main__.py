@@ -192,6 +192,8 @@ COMMANDS: dict[str, Command] = {
 
 MAKEFILE_TARGETS = {
     "install": "a virtual environment with the pinned packages; every target makes it when needed",
+    "install-unsloth": "Unsloth and what it pins, in an environment beside it that `tuning.backend: unsloth` enters",
+    "test-oldest": "a part of the suite with the oldest libraries that are supported",
     "test": "the suite on a CPU; TESTS=tests/unit for a part",
     "check": "the fast part of the suite, with lint, types and layers",
     "test-all": "the long tests too",
