@@ -6,10 +6,11 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import subprocess
 import sys
 from pathlib import Path
 
-from sft_play.config.call import Command
+from sft_play.config.call import Command, OtherEnvironment
 from sft_play.errors import UserError
 from sft_play.files import typed_path
 
@@ -227,6 +228,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    try:
+        return _answer(arguments)
+    except OtherEnvironment as other:
+        words = [str(other.python), "-m", "sft_play", *arguments]
+    if arguments == sys.argv[1:]:
+        sys.stdout.flush()
+        os.execv(words[0], words)
+    return subprocess.call(words)  # another program called this one, and goes on after it
+
+
+def _answer(arguments: list[str]) -> int:
     out = None
     try:
         from sft_play.config.call import parse_call

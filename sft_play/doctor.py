@@ -35,7 +35,7 @@ from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, r
 from sft_play.text import Finding, finding_lines, plural
 
 if TYPE_CHECKING:
-    from sft_play.config.call import Call
+    from sft_play.config.call import Call, has_unsloth
 
 SEVERITIES = ("error", "warning", "note")
 HUB_SECONDS = 4.0
@@ -128,9 +128,10 @@ def required_packages() -> list[str]:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Return package -> version of constraints.txt; empty where the package is installed without it."""
-    file = ROOT / "constraints.txt"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    """Return package -> version of constraints.txt, with Unsloth's own where it is installed; empty where there are no such files."""
+    names = ["constraints.txt", *(["constraints-unsloth.txt"] if has_unsloth() else [])]
+    files = [ROOT / name for name in names if (ROOT / name).is_file()]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return {canonical(line.split("==")[0]): line.split("==")[1].strip() for line in lines if "==" in line and line[0] != "#"}
 
 

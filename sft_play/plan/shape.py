@@ -1,7 +1,8 @@
 """A model in numbers, what adapters can be on, and what its family can do: layouts without a mask, attention kernels. Pure.
 
-What families can do are facts of the pinned transformers and of the oldest supported, so that the plan knows them without importing it. `tests/numerics/test_layouts.py`
-compares them with what a tiny model of every family computes, both ways: a wrong name fails, and so does a missing one.
+What families can do are facts of the pinned transformers and of the oldest supported, so that the plan knows them without importing it.
+`tests/numerics/test_layouts.py` compares them with what a tiny model of every family computes, both ways: a wrong name fails, and so does a
+missing one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 from sft_play import __version__
 from sft_play.files import file_sha256, text_sha256
 
-OPTIONAL = ("flash-attn", "liger-kernel", "unsloth")
+OPTIONAL = ("flash-attn", "liger-kernel", "unsloth", "unsloth-zoo")
 """Packages that no installation of ours brings; a plan that found them on one machine is carried out by all."""
 PACKAGES = (
     "torch",
