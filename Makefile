@@ -89,7 +89,7 @@ $(VENV)/.bench: $(VENV)/.dev
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) bench
 
 test: $(VENV)/.dev
-	$(pytest) $(call quoted,TESTS) -m "not long and not gpu"
+	$(pytest) $(call quoted,TESTS) -m "not long and not gpu and not quiet"
 
 # With the oldest libraries that pyproject.toml promises.
 test-oldest: $(VENV)/.oldest
@@ -104,7 +104,7 @@ check: $(VENV)/.dev
 	@$(bin)/mypy
 	@$(bin)/lint-imports --no-logo
 	@$(bin)/python scripts/check_tree.py
-	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow"
+	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow and not quiet"
 
 # Fails where a package has a hole, and (`--strict`) where no advisories of it could be asked for.
 audit: $(VENV)/.audit

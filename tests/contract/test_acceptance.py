@@ -74,9 +74,9 @@ def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(cache
         until(lambda: kept.is_file() and trains(), process=call, seconds=300)
         family = [*trains(), *psutil.Process(call.pid).children()]
         call.terminate()
-        _, said = call.communicate(timeout=120)
+        _, said = call.communicate(timeout=240)
     assert call.returncode == 143, said
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    assert not psutil.wait_procs(family, timeout=240)[1]
     steps = json.loads(kept.read_text(encoding="utf-8"))["steps"]
     assert steps["0"]["rows"] and "5" not in steps
 

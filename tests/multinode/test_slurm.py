@@ -37,7 +37,7 @@ class Site:
     def make(self, *words: str, command: str = "slurm") -> Done:
         """Types `make slurm SUBMIT=1`, or another command, with these words."""
         words = (command, f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", "SUBMIT=1", "JSON=1", *words)
-        return run_program(list(words), self.environment, cwd=self.folder, timeout=120)
+        return run_program(list(words), self.environment, cwd=self.folder, timeout=240)
 
     def submit(self, name: str, *words: str) -> str:
         """Returns the number of the job."""
