@@ -93,7 +93,7 @@ test: $(VENV)/.dev
 
 # With the oldest libraries that pyproject.toml promises.
 test-oldest: $(VENV)/.oldest
-	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not pinned" \
+	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not slow and not pinned" \
 		tests/unit tests/contract tests/numerics/test_loss.py tests/numerics/test_layouts.py tests/numerics/test_varlen_training.py \
 		tests/numerics/test_model_load.py tests/numerics/test_states.py tests/distributed/test_quickstart.py tests/distributed/test_resume.py \
 		tests/distributed/test_training_strategies.py

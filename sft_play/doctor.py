@@ -32,10 +32,11 @@ from sft_play.files import BUILD_BEGINS_SECONDS, abandoned_build_locks
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
+from sft_play.runs.origin import has_unsloth
 from sft_play.text import Finding, finding_lines, plural
 
 if TYPE_CHECKING:
-    from sft_play.config.call import Call, has_unsloth
+    from sft_play.config.call import Call
 
 SEVERITIES = ("error", "warning", "note")
 HUB_SECONDS = 4.0

@@ -7,7 +7,6 @@ Nothing that was typed is ever ignored: a name that no key and no option knows i
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from sft_play.config.yaml_files import is_writable, scalar_text
 from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
 from sft_play.files import is_file_name
 from sft_play.runs.folder import give_consent, in_run, run_path, runs_folder
+from sft_play.runs.origin import has_unsloth
 
 LARGEST_PORT = 65_535
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
@@ -46,11 +46,6 @@ class OtherEnvironment(Exception):
     def __init__(self, python: Path) -> None:
         super().__init__(str(python))
         self.python = python
-
-
-def has_unsloth() -> bool:
-    """Return whether Unsloth is installed in this environment; a folder of its name in the working one is not it."""
-    return any(importlib.metadata.distributions(name="unsloth"))
 
 
 def enter_unsloth(command: str) -> None:

@@ -29,7 +29,7 @@ from transformers import (
 )  # fmt: skip
 from transformers.utils import logging
 
-from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT, has_unsloth
+from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora
@@ -39,6 +39,7 @@ from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import TEXT_WITHIN, WITHOUT_SDPA, fuses_adapters
 from sft_play.plan.strategies import conflict_for
+from sft_play.runs.origin import has_unsloth
 from sft_play.runs.prepared import Prepared
 
 

@@ -39,6 +39,11 @@ GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
 GIT_SECONDS = 20
 
 
+def has_unsloth() -> bool:
+    """Return whether Unsloth is installed in this environment; a folder of its name in the working one is not it."""
+    return any(importlib.metadata.distributions(name="unsloth"))
+
+
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
     """Return `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256` when dirty.
 
