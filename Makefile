@@ -32,8 +32,9 @@ override program := @$(bin)/python -m sft_play
 override pytest := @$(bin)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Where `make test` looks: a folder, a file or a node id.
 TESTS ?= tests
-# Steps of `make accept-gpu`, as `3,8-12`; all of them when empty.
+# Steps of `make accept-gpu`, as `3,8-12`, all of them when empty; and its most seconds.
 STEPS ?=
+SECONDS ?= 600
 # Rows of `make bench-preparation`.
 ROWS ?= 200000
 
@@ -43,14 +44,14 @@ $(foreach v,$(typed),$(eval unexport $(v)))
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs watch profile sweep report ui card push stop logs stamp bench tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
-override others := install audit test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
+override others := install install-unsloth audit test test-oldest check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 .PHONY: $(commands) $(others)
 
 # A command refuses the variables that it does not know; without one, nobody would.
 ifneq ($(MAKECMDGOALS),)
 ifeq ($(filter-out $(others),$(MAKECMDGOALS)),)
 override unknown := $(filter-out PYTHON VENV $(if $(filter test test-all test-gpu,$(MAKECMDGOALS)),TESTS) \
-	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS) $(if $(filter accept-gpu,$(MAKECMDGOALS)),STEPS),$(typed))
+	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS) $(if $(filter accept-gpu,$(MAKECMDGOALS)),STEPS SECONDS),$(typed))
 $(if $(unknown),$(error `make $(MAKECMDGOALS)` takes no $(unknown)))
 endif
 endif
@@ -69,6 +70,15 @@ install: $(VENV)/.runtime
 $(VENV)/.runtime: constraints.txt pyproject.toml
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) runtime
 
+# Unsloth wants older transformers and datasets: an environment beside this one, which commands enter by themselves.
+install-unsloth: $(VENV)/.unsloth
+
+$(VENV)/.unsloth: $(VENV)/.runtime constraints-unsloth.txt
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) unsloth
+
+$(VENV)/.oldest: $(VENV)/.dev constraints-oldest.txt
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) oldest
+
 $(VENV)/.dev: $(VENV)/.runtime
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) dev
 
@@ -79,7 +89,14 @@ $(VENV)/.bench: $(VENV)/.dev
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) bench
 
 test: $(VENV)/.dev
-	$(pytest) $(call quoted,TESTS) -m "not long and not gpu"
+	$(pytest) $(call quoted,TESTS) -m "not long and not gpu and not quiet"
+
+# With the oldest libraries that pyproject.toml promises.
+test-oldest: $(VENV)/.oldest
+	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not slow and not pinned" \
+		tests/unit tests/contract tests/numerics/test_loss.py tests/numerics/test_layouts.py tests/numerics/test_varlen_training.py \
+		tests/numerics/test_model_load.py tests/numerics/test_states.py tests/distributed/test_quickstart.py tests/distributed/test_resume.py \
+		tests/distributed/test_training_strategies.py
 
 check: $(VENV)/.dev
 	@$(bin)/ruff check .
@@ -87,7 +104,7 @@ check: $(VENV)/.dev
 	@$(bin)/mypy
 	@$(bin)/lint-imports --no-logo
 	@$(bin)/python scripts/check_tree.py
-	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow"
+	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow and not quiet"
 
 # Fails where a package has a hole, and (`--strict`) where no advisories of it could be asked for.
 audit: $(VENV)/.audit
@@ -102,9 +119,9 @@ test-all: $(VENV)/.bench
 test-gpu: $(VENV)/.dev
 	@$(bin)/python -m pytest $(call quoted,TESTS) -m gpu -rs
 
-# What only a real card can show, offline, in at most 25 minutes; writes docs/benchmarks-gpu.md. STEPS=8-12 adds some steps to it.
+# What only a real card can show, offline, in SECONDS; writes docs/benchmarks-gpu.md. STEPS=8-12 adds some steps to it.
 accept-gpu: $(VENV)/.bench
-	@$(bin)/python -m benchmarks.acceptance STEPS=$(call quoted,STEPS)
+	@$(bin)/python -m benchmarks.acceptance STEPS=$(call quoted,STEPS) SECONDS=$(call quoted,SECONDS)
 
 # Training speed and memory compared with a plain transformers Trainer and TRL's SFTTrainer, as ratios of medians.
 bench-training: $(VENV)/.bench

@@ -1,20 +1,25 @@
 """`make accept-gpu`: what only a real card can show, step by step, offline, each step with its bounds and its time limit.
 
-    python -m benchmarks.acceptance [STEPS=0-3,8] [FOLDER=.cache/acceptance] [WRITE=docs/benchmarks-gpu.md] [COMMIT=name] [SMALL=FOLDER]
+    python -m benchmarks.acceptance [SECONDS=600] [STEPS=0-3,8] [FOLDER=.cache/acceptance] [WRITE=docs/benchmarks-gpu.md] [COMMIT=name]
+        [SMALL=FOLDER]
 
-FOLDER keeps models, runs and `results.json`, so that a later call with other STEPS adds to the same page. Needs the packages, no network.
+A step whose time is over keeps the rows that it has; one for which there is no time is not begun. FOLDER keeps models, runs and
+`results.json`, so that a later call with other STEPS adds to the same page. Needs the packages, no network.
 SMALL=FOLDER takes the model there in place of SmolLM2-135M-Instruct, where that cannot be had; with it steps run on a CPU as well, and the
 large model is tiny: that proves the steps, and no card.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,13 +34,22 @@ from sft_play.plan.detect import detect, require_usable
 from sft_play.plan.hardware import Hardware
 from sft_play.runs.origin import git_state
 
-DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "SMALL": ""}
-MOST_SECONDS = 25 * 60
+DEFAULTS = {
+    "SECONDS": "600",
+    "STEPS": "",
+    "FOLDER": ".cache/acceptance",
+    "WRITE": "docs/benchmarks-gpu.md",
+    "COMMIT": "",
+    "SMALL": "",
+}
+LEAST_SHARE = 0.3
+"""A step begins only where this part of its limit is left."""
 WORDS = {True: "yes", False: "**no**", None: ""}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all commands."""
+    begun = time.monotonic()
     try:
         options, chosen = options_of(arguments)
         small = Path(options["SMALL"]).resolve() if options["SMALL"] else None
@@ -56,19 +70,43 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(RUNS_DIR=str(folder / "runs"), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     lab = Lab(folder=folder, card=card.name, memory_bytes=card.memory_bytes, small=small, on_cpu=on_cpu)
-    kept, machine = folder / "results.json", describe(hardware)
+    kept, about = folder / "results.json", {"machine": describe(hardware), "small": small.name if small else ""}
     results = read_json(kept) if kept.is_file() else {}
-    if results.get("machine") != machine:  # figures of another card or of other versions do not belong into this table
-        results = {"machine": machine, "steps": {}}
-    commit, end = options["COMMIT"] or commit_here(), time.monotonic() + MOST_SECONDS
-    for number in chosen:
-        result = run_step(lab, STEPS[number], end) | {"date": time.strftime("%Y-%m-%d"), "commit": commit}
-        print(f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
-        results["steps"][str(number)] = result
+    if about != {name: results.get(name, "") for name in about}:  # figures of another card, model or version are another table
+        results = about | {"steps": {}}
+    commit, end, done = options["COMMIT"] or commit_here(), begun + int(options["SECONDS"]), list[int]()
+
+    def keep(number: int, result: Mapping[str, Any]) -> None:
+        results["steps"][str(number)] = {**result, "date": time.strftime("%Y-%m-%d"), "commit": commit}
         write_json(kept, results)
         write_text(Path(options["WRITE"]), page(results))
-    print("\n".join(table([row for n in chosen for row in results["steps"][str(n)]["rows"]])))
-    return 0 if all(results["steps"][str(n)]["state"] in ("holds", "skipped") for n in chosen) else 1
+
+    with ending(lab):
+        if 4 in chosen:
+            lab.begin("cpu")
+        for number in chosen:
+            if end - time.monotonic() < LEAST_SHARE * STEPS[number].seconds:
+                print(f"{number:>2}  {STEPS[number].title}: not begun, no time is left", file=sys.stderr, flush=True)
+                continue
+            result = run_step(lab, STEPS[number], end, partial(keep, number))
+            done.append(number)
+            print(
+                f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s", file=sys.stderr, flush=True
+            )
+    print("\n".join(table([row for n in done for row in results["steps"][str(n)]["rows"]])))
+    held = all(results["steps"][str(n)]["state"] in ("holds", "skipped") for n in done)
+    return 0 if held and done == chosen else 1
+
+
+@contextlib.contextmanager
+def ending(lab: Lab) -> Iterator[None]:
+    """End all that a lab started when this program ends, also by SIGTERM."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        lab.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
@@ -76,31 +114,37 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
     given = dict(argument.partition("=")[::2] for argument in arguments)
     if unknown := given.keys() - DEFAULTS.keys():
         raise UserError(f"unknown arguments: {', '.join(sorted(unknown))}; there are {', '.join(DEFAULTS)}")
-    options, chosen = DEFAULTS | given, []
-    for part in options["STEPS"].split(",") if options["STEPS"] else [f"0-{max(STEPS)}"]:
+    options, chosen = DEFAULTS | given, list[int]()
+    if not re.fullmatch(r"[1-9]\d{0,5}", options["SECONDS"]):
+        raise UserError(f"`SECONDS` is `{options['SECONDS']}`; expected an integer >= 1")
+    for part in (options["STEPS"] or f"0-{max(STEPS)}").split(","):
         found = re.fullmatch(r"\s*(\d{1,3})(?:-(\d{1,3}))?\s*", part)
         numbers = [n for n in STEPS if int(found[1]) <= n <= int(found[2] or found[1])] if found else []
         if not numbers:
             raise UserError(f"`STEPS` is `{options['STEPS']}`; expected numbers and ranges from 0 to {max(STEPS)}, as `3,8-12`")
         chosen += numbers
-    return options, sorted(set(chosen))
+    return options, [number for number in STEPS if number in chosen]
 
 
-def run_step(lab: Lab, step: Step, end: float) -> dict[str, Any]:
-    """Run one step within its time and `end`; a failure is kept as its reason."""
-    begun, rows, reason = time.monotonic(), list[Row](), ""
+def run_step(lab: Lab, step: Step, end: float, keep: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """Run one step within its time and `end` and `keep` what it has after each row; a failure is kept as its reason."""
+    begun, rows = time.monotonic(), list[Row]()
     lab.deadline = end if lab.on_cpu else min(begun + step.seconds, end)  # the limits are those of a card
+
+    def result(state: str, reason: str = "") -> dict[str, Any]:
+        found = {"state": state, "reason": reason, "seconds": time.monotonic() - begun, "rows": [asdict(row) for row in rows]}
+        keep(found)
+        return found
+
     try:
-        if begun > end:
-            raise StepError(f"not begun: the {MOST_SECONDS // 60} minutes of this call were over")
         for row in step.rows(lab):
             rows.append(row)
-        state = "holds" if all(row.holds is not False for row in rows) else "does not hold"
+            result("failed", "it was ended here")
     except SkippedError as skipped:
-        state, reason = "skipped", str(skipped)
+        return result("skipped", str(skipped))
     except Exception as error:  # noqa: BLE001  one step's failure, of whatever kind, must not cost the others their minutes
-        state, reason = "failed", str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
-    return {"state": state, "reason": reason, "seconds": time.monotonic() - begun, "rows": [asdict(row) for row in rows]}
+        return result("failed", str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}")
+    return result("holds" if all(row.holds is not False for row in rows) else "does not hold")
 
 
 def describe(hardware: Hardware) -> str:
@@ -118,14 +162,15 @@ def commit_here() -> str:
 def page(results: Mapping[str, Any]) -> str:
     """Return `docs/benchmarks-gpu.md`; without results, what it will hold."""
     steps = results.get("steps", {})
-    machine = f"{results['machine']}." if steps else "**Unverified: no card was at hand.** Nothing below is measured yet."
+    small = f" Small model: {results['small']}." if results.get("small") else ""
+    machine = f"{results['machine']}.{small}" if steps else "**Unverified: no card was at hand.** Nothing below is measured yet."
     lines = [introduction("benchmarks-gpu.md"), "", machine]
-    left = [f"{n} {step.title}" for n, step in STEPS.items() if str(n) not in steps]
+    left = [f"{n} {step.title}" for n, step in sorted(STEPS.items()) if str(n) not in steps]
     lines += ["", "## Not run yet", "", f"{'; '.join(left)}."] if left else []
     for number, result in sorted(steps.items(), key=lambda item: int(item[0])):
         step, reason = STEPS[int(number)], f": {result['reason']}" if result["reason"] else ""
         lines += ["", f"## {number}. {step.title}", ""]
-        took = f"{result['seconds']:.0f} of {step.seconds} s, {result['date']}, commit {result['commit']}"
+        took = f"{result['seconds']:.0f} s, {result['date']}, commit {result['commit']}"
         lines += [f"{result['state']}{reason} ({took})", "", *table(result["rows"])]
     return "\n".join(lines) + "\n"
 

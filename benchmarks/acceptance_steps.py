@@ -12,10 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.acceptance_model import SHAPE, parameters
 from benchmarks.memory import sum_without
@@ -34,9 +34,14 @@ COMPARED = (
 )
 """What the other trainers of `benchmarks.training` do."""
 PACKED = "TRAIN_PACKING=on TRAIN_SAVE_STRATEGY=no"
-FORTY_GIB, HUNDRED_GIB = 40, 100
+FORTY_GIB, SEVENTY_GIB, HUNDRED_GIB = 40, 70, 100
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 CURVE = {"fp32": 2e-3, "bf16": 3e-2}
+GPU_TESTS = (
+    "(fp32 or default or nf4 or int8 or every or varlen or sdpa or waits or plain_kernels or resumes or recorder or test_packing)"
+    " and not planned_peak and not bench and not two_ and not killed"
+)
+"""Those of `make test-gpu` that take seconds."""
 CONTEXT = "import torch; torch.zeros(1).cuda(); free, all = torch.cuda.mem_get_info(); print((all - free) >> 20)"
 
 
@@ -48,6 +53,8 @@ class Training:
     command: str = "train"
     large: bool = False
     """Whether it is the 8B model's; else that of `configs/quickstart.yaml`."""
+    layers: int = SHAPE["layers"]
+    """Of the 8B model."""
     cpu: bool = False
 
 
@@ -73,6 +80,7 @@ TRAININGS: Mapping[str, Training] = {
     "8B QLoRA": Training("TUNING_MODE=qlora", large=True),
     "8B QLoRA, int8": Training("TUNING_MODE=qlora TUNING_QUANTIZATION=int8 TRAIN_MAX_STEPS=6", large=True),
     "8B full": Training("TUNING_MODE=full TRAIN_MAX_STEPS=6", large=True),
+    "8B full, 16 layers": Training("TUNING_MODE=full TRAIN_MAX_STEPS=6", large=True, layers=16),
     "out of memory": Training(f"{SHORT} TRAIN_BATCH_SIZE=32 TRAIN_GLOBAL_BATCH_SIZE=32 TRAIN_PACKING=off"),
     "generating": Training(f"{SHORT} TRAIN_EVAL_STRATEGY=steps TRAIN_EVAL_STEPS=10 TRAIN_PREDICT_WITH_GENERATE=true"),
     "8B LoRA, 4 rows a step": Training(COMPARED, large=True),
@@ -84,11 +92,15 @@ TRAININGS: Mapping[str, Training] = {
 }
 GOALS: Mapping[str, Mapping[str, tuple[int, float | None]]] = {
     "H200": {"8B LoRA": (15_000, None), "8B QLoRA": (8_000, None), "8B full": (9_000, None)},
+    "H100": {"8B LoRA": (14_000, None), "8B QLoRA": (12_500, None), "8B full, 16 layers": (15_000, None)},
     "RTX4090": {"8B LoRA": (3_100, 16.0), "8B QLoRA": (2_400, 7.5)},
 }
 """Card of the catalogue -> training -> tokens/s, and the most GiB allocated."""
 TRL_GOAL = 0.6
+STOP_SECONDS = 20
+"""What a program has for its end before it is killed."""
 MODES = ("QLoRA, nf4", "QLoRA, int8", "full", "fp16", "recomputation")
+OTHER_KERNELS = ("8B LoRA, sdpa", "8B LoRA, plain kernels", "8B QLoRA, int8")
 SHARDED = ("FSDP2", "FSDP2, QLoRA", "ZeRO-2", "ZeRO-3, offloaded")
 
 
@@ -157,16 +169,22 @@ class Lab:
     on_cpu: bool = False
     """Then the large model is tiny, too: this proves the steps, and no card."""
     deadline: float = 0.0
+    beside: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Trainings that go on beside the steps."""
 
     def words(self, one: Training) -> dict[str, str]:
         """Return the variables of a training."""
         words = dict(word.split("=", 1) for word in one.words.split())
-        words["CONFIG"] = str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml"
+        words["CONFIG"] = str(self.model_folder(one.layers) / "8b.yaml") if one.large else "configs/quickstart.yaml"
         if one.large and self.memory_bytes < FORTY_GIB * GIB:
             words = {"TRAIN_BATCH_SIZE": "1", "TRAIN_GRADIENT_CHECKPOINTING": "true"} | words  # their goals bound memory, too
         if self.small and not one.large:
             words["MODEL_NAME"] = str(self.small)
         return words
+
+    def model_folder(self, layers: int) -> Path:
+        """Return where the 8B model with so many layers lies."""
+        return self.folder if layers == SHAPE["layers"] else self.folder / f"{layers}-layers"
 
     def needs(self, gib: int) -> None:
         """Raise `SkippedError` on a smaller card."""
@@ -178,19 +196,16 @@ class Lab:
     ) -> tuple[int, str, str]:
         """Run a Python program until it ends, or the step's time; return code, stdout, stderr. `stop` says when to send SIGTERM."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            environment = {**os.environ, **(env or {})}
-            process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment, start_new_session=True)
-            late = False
+            process, late = started(words, env, out, err), False
             try:
-                while process.poll() is None and time.monotonic() < self.deadline + 30:
+                while process.poll() is None and not late:
                     time.sleep(0.01)
-                    if (not late and time.monotonic() > self.deadline) or (stop and stop()):
-                        late, stop = time.monotonic() > self.deadline, None
+                    late = time.monotonic() > self.deadline
+                    if stop and stop():
                         process.terminate()
+                        stop = None
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                end(process)
             out.seek(0)
             err.seek(0)
             said = out.read(), err.read()
@@ -200,31 +215,75 @@ class Lab:
                 raise StepError(f"`{' '.join(words[:4])}` was stopped: the step's time was over")
             return process.returncode, *said
 
-    def program(self, command: str, words: Mapping[str, str], *, code: int = 0, **options: Any) -> str:
-        """Run `python -m sft_play COMMAND NAME=value ...`, which must end with `code`; return its stdout. For `options` see `call`."""
-        found, out, err = self.call("-m", "sft_play", command, *(f"{name}={value}" for name, value in words.items()), **options)
-        if found != code:
-            raise StepError(f"`{command}` ended with code {found}: {last_error(err or out)}")
+    def must(self, wanted: int, *words: str, **options: Any) -> str:
+        """Call a program that must end with this code; return its stdout. For `options` see `call`. Raise `StepError`."""
+        found, out, err = self.call(*words, **options)
+        if found != wanted:
+            raise StepError(f"`{' '.join(words[1:3])}` ended with code {found}: {last_error(err or out)}")
         return out
+
+    def program(self, command: str, words: Mapping[str, str], **options: Any) -> str:
+        """Run `python -m sft_play COMMAND NAME=value ...`, which must succeed; return its stdout."""
+        return self.must(0, "-m", "sft_play", command, *(f"{name}={value}" for name, value in words.items()), **options)
 
     def run(self, name: str) -> Run:
         """Return the run of this training."""
         return Run(self.folder / "runs" / slug(name))
 
-    def train(self, name: str, *, env: Mapping[str, str] | None = None, **options: Any) -> Run:
+    def started_anew(self, name: str) -> list[str]:
+        """Return the words that train under this name, without what an earlier call left there."""
+        shutil.rmtree(self.run(name).folder, ignore_errors=True)
+        words = self.words(TRAININGS[name]) | {"RUN_NAME": slug(name)}
+        return ["-m", "sft_play", TRAININGS[name].command, *(f"{key}={value}" for key, value in words.items())]
+
+    def train(self, name: str, *, code: int = 0, env: Mapping[str, str] | None = None, **options: Any) -> Run:
         """Start a new run under this name and return it; 8B weights that it wrote are removed, since disks are small."""
         one, run = TRAININGS[name], self.run(name)
-        shutil.rmtree(run.folder, ignore_errors=True)
-        env = {**(HIDDEN if one.cpu else {}), **(env or {})}
-        self.program(one.command, self.words(one) | {"RUN_NAME": slug(name)}, env=env, **options)
+        self.must(code, *self.started_anew(name), env={**(HIDDEN if one.cpu else {}), **(env or {})}, **options)
         if one.large:
             shutil.rmtree(run.folder / "model", ignore_errors=True)
         return run
 
+    def begin(self, name: str) -> None:
+        """Train beside the steps, on half of the cores; `trained` waits for it."""
+        words, threads = self.started_anew(name), str(max(1, (os.cpu_count() or 1) // 2))
+        with (self.folder / f"{slug(name)}.log").open("w") as log:
+            self.beside[name] = started(words, {**HIDDEN, "OMP_NUM_THREADS": threads}, log, log)
+
     def trained(self, name: str) -> Run:
-        """Return the run of an earlier step, or trains it."""
+        """Return the run of an earlier step or of one beside it, or train it. Raise `StepError`."""
         run = self.run(name)
+        while (process := self.beside.get(name)) and process.poll() is None:
+            if time.monotonic() > self.deadline:
+                raise StepError(f"`{name}`, trained beside other steps, had not ended when the step's time was over")
+            time.sleep(0.1)
+        if process and process.returncode:
+            said = (self.folder / f"{slug(name)}.log").read_text(encoding="utf-8")
+            raise StepError(f"`{name}`, trained beside other steps, ended with code {process.returncode}: {last_error(said)}")
         return run if (run.folder / "training_metrics.json").is_file() else self.train(name)
+
+    def close(self) -> None:
+        """End what still trains."""
+        for process in self.beside.values():
+            end(process)
+
+
+def started(words: Iterable[str], env: Mapping[str, str] | None, out: IO[str], err: IO[str]) -> subprocess.Popen[bytes]:
+    """Start a Python program in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, *words], env={**os.environ, **(env or {})}, stdout=out, stderr=err, start_new_session=True
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a program: its launcher ends the workers and saves; what has not ended then is killed."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def slug(name: str) -> str:
@@ -287,19 +346,25 @@ def machine(lab: Lab) -> Iterator[Row]:
 
 def large_model(lab: Lab) -> Iterator[Row]:
     """Write the 8B model and its rows."""
-    words = [f"{name}={value}" for name, value in (TINY_SHAPE if lab.on_cpu else SHAPE).items()]
-    code, _, err = lab.call("-m", "benchmarks.acceptance_model", str(lab.folder), str(lab.small or embedded_folder()), *words)
-    if code:
-        raise StepError(last_error(err))
-    size = sum(path.stat().st_size for path in (lab.folder / "m8b").glob("*.safetensors"))
-    yield Row("GiB of random bfloat16 weights", f"{size / GIB:.2f}")
+    yield weights_made(lab, SHAPE["layers"])
+
+
+def weights_made(lab: Lab, layers: int) -> Row:
+    """Write the 8B model with so many layers, and its rows."""
+    words = [f"{name}={value}" for name, value in (TINY_SHAPE if lab.on_cpu else SHAPE | {"layers": layers}).items()]
+    folder = lab.model_folder(layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    lab.must(0, "-m", "benchmarks.acceptance_model", str(folder), str(lab.small or embedded_folder()), *words)
+    size = sum(path.stat().st_size for path in (folder / "m8b").glob("*.safetensors"))
+    return Row("GiB of random bfloat16 weights", f"{size / GIB:.2f}")
 
 
 def gpu_tests(lab: Lab) -> Iterator[Row]:
-    """The tests that `make test-gpu` runs, waits for the device among them."""
-    require("pytest")
-    code, out, err = lab.call("-m", "pytest", "-q", "-m", "gpu", "tests/numerics", "tests/gpu")
-    yield Row("`pytest -m gpu tests/numerics tests/gpu`", (out or err).strip().splitlines()[-1], "passes", code == 0)
+    """The quick ones of the tests that `make test-gpu` runs, waits for the device among them."""
+    require("xdist")
+    words = ("pytest", "-q", "-m", "gpu", "-k", GPU_TESTS, "-n", "4", "--dist", "loadfile", "tests/numerics", "tests/gpu")
+    code, out, err = lab.call("-m", *words)
+    yield Row("the quick tests of `make test-gpu`", (out or err).strip().splitlines()[-1], "pass", code == 0)
 
 
 def attention(lab: Lab) -> Iterator[Row]:
@@ -318,8 +383,11 @@ def attention(lab: Lab) -> Iterator[Row]:
 
 def both_devices(lab: Lab) -> Iterator[Row]:
     """The same 30 steps on the card and on the processor."""
-    cpu = lab.train("cpu")
-    yield from each(lab, ["fp32", "bf16"], lambda name, run: iter([close(f"{name} on GPU and CPU", run, cpu, CURVE[name])]))
+
+    def rows(name: str, run: Run) -> Iterator[Row]:
+        yield close(f"{name} on GPU and CPU", run, lab.trained("cpu"), CURVE[name])
+
+    yield from each(lab, ["fp32", "bf16"], rows)
 
 
 def resumed(lab: Lab) -> Iterator[Row]:
@@ -364,7 +432,8 @@ def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
     def rows(name: str, run: Run) -> Iterator[Row]:
         speed, metrics, plan = run.tokens_per_second, run.metrics, run.plan
         length = metrics["tokens"] / (metrics["steps"] * plan["global_batch_size"])
-        operations = (6 if "full" in name else 4) * parameters(SHAPE) + 6 * SHAPE["layers"] * SHAPE["hidden"] * length
+        shape = SHAPE | {"layers": TRAININGS[name].layers}
+        operations = (6 if "full" in name else 4) * parameters(shape) + 6 * shape["layers"] * shape["hidden"] * length
         said = f", MFU {operations * speed / (card.bf16_tflops * 1e12):.0%}" if card else ""
         said += f" (plan {plan['tokens_per_second']:,.0f})" if plan["tokens_per_second"] else ""
         least, most = GOALS.get(key, {}).get(name, (None, None))
@@ -376,6 +445,15 @@ def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
             yield Row(f"{name}: GiB allocated", f"{peak:.2f}", f"<= {most}", peak <= most)
 
     yield from each(lab, names, rows)
+
+
+def every_weight(lab: Lab) -> Iterator[Row]:
+    """Tokens/s of full tuning: of all layers, on a card of 80 GB of half of them."""
+    layers = 32 if lab.on_cpu or lab.memory_bytes >= HUNDRED_GIB * GIB else 16
+    lab.needs(SEVENTY_GIB)
+    if layers == 16:
+        yield weights_made(lab, layers)
+    yield from fast(lab, SEVENTY_GIB, "8B full" if layers == 32 else "8B full, 16 layers")
 
 
 def out_of_memory(lab: Lab) -> Iterator[Row]:
@@ -432,9 +510,7 @@ def compared_with_trl(lab: Lab) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(dir=lab.folder) as scratch:
         spec, result = Path(scratch) / "spec.json", Path(scratch) / "result.json"
         write_json(spec, spec_of(RunFolder(run.folder), Path(scratch), len(losses)))
-        code, _, err = lab.call("-m", "benchmarks.training", "trl", str(spec), str(result))
-        if code:
-            raise StepError(last_error(err))
+        lab.must(0, "-m", "benchmarks.training", "trl", str(spec), str(result))
         theirs = read_json(result)
     seconds, apart = run.metrics["train_runtime"], max(abs(a - b) for a, b in zip(losses, theirs["losses"], strict=True))
     share = seconds / theirs["seconds"]
@@ -446,19 +522,21 @@ def compared_with_trl(lab: Lab) -> Iterator[Row]:
 STEPS: Mapping[int, Step] = {
     0: Step("the machine", 60, machine),
     1: Step("a model of 8B weights, made here", 150, large_model),
-    2: Step("tests that need a GPU", 240, gpu_tests),
-    3: Step("packing under each attention", 150, attention),
-    4: Step("losses on GPU and CPU", 240, both_devices),
-    5: Step("nf4, int8, every weight, fp16, recomputation", 150, lambda lab: each(lab, MODES, learns)),
+    8: Step("8B: LoRA", 120, lambda lab: fast(lab, 20, "8B LoRA")),
+    9: Step("8B: QLoRA, nf4", 120, lambda lab: fast(lab, 12, "8B QLoRA")),
+    4: Step("losses on GPU and CPU", 150, both_devices),
+    5: Step("nf4, int8, every weight, fp16, recomputation", 240, lambda lab: each(lab, MODES, learns)),
     6: Step("stop and resume", 120, resumed),
-    7: Step("memory, planned and measured", 150, lambda lab: predicted(lab, "bf16", "recomputation", "full")),
-    8: Step("8B: LoRA", 240, lambda lab: fast(lab, 20, "8B LoRA", "8B LoRA, sdpa", "8B LoRA, plain kernels")),
-    9: Step("8B: QLoRA, nf4 and int8", 200, lambda lab: fast(lab, 12, "8B QLoRA", "8B QLoRA, int8")),
-    10: Step("8B: every weight", 240, lambda lab: fast(lab, HUNDRED_GIB, "8B full")),
-    11: Step("8B: memory, planned and measured", 240, large_memory),
     12: Step("out of memory, and the recovery", 120, out_of_memory),
-    13: Step("evaluation on GPU and CPU", 180, evaluation),
-    14: Step("one rank under FSDP2 and ZeRO", 200, lambda lab: each(lab, SHARDED, learns)),
-    15: Step("forecast by `make bench`", 180, calibrated),
+    7: Step("memory, planned and measured", 150, lambda lab: predicted(lab, "bf16", "recomputation", "full")),
+    2: Step("quick tests that need a GPU", 180, gpu_tests),
+    10: Step("8B: every weight", 240, every_weight),
     16: Step("8B LoRA compared with TRL", 300, compared_with_trl),
+    13: Step("evaluation on GPU and CPU", 180, evaluation),
+    3: Step("packing under each attention", 150, attention),
+    14: Step("one rank under FSDP2 and ZeRO", 200, lambda lab: each(lab, SHARDED, learns)),
+    11: Step("8B: memory, planned and measured", 240, large_memory),
+    15: Step("forecast by `make bench`", 180, calibrated),
+    17: Step("8B: other kernels, int8", 240, lambda lab: fast(lab, 20, *OTHER_KERNELS)),
 }
+"""In order of what a user would lose: a call's time may be over before the last."""

@@ -18,7 +18,8 @@ from sft_play.files import write_json, write_text
 from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import RunFolder
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = os.environ.get("BENCH_MODEL") or "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""`BENCH_MODEL=FOLDER` takes another: a tiny one shows that a benchmark still runs."""
 TIMEOUT_SECONDS = 1800
 MARK = "<!-- measured -->"
 
@@ -95,6 +96,7 @@ def date_and_machine() -> str:
 def introduction(name: str) -> str:
     """Return the part of a page of `docs/` that is written by hand, up to and including its mark."""
     before, mark, _ = (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8").partition(MARK)
+    assert mark, f"docs/{name} has lost its line `{MARK}`, after which figures are written"
     return before + mark
 
 

@@ -1,6 +1,6 @@
 """How many machines one launchers' store takes: they meet, share, beat, settle and start again. Nothing is trained.
 
-    unshare --net sh -c 'ip link set lo up && python -m benchmarks.launchers 1000'
+    unshare --net sh -c 'ip link set lo up && python -m benchmarks.launchers machines=1000'
 
 Each machine is a `Rendezvous` with a connection of its own, as `make train-distributed` has it. Some processes stand for all of them; node 0
 has one to itself. torch asks DNS for the name of each machine that connects: `unshare --net` (as root) is a network where that fails at once.
@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import options_of
 from sft_play.config.load import load_config
 from sft_play.errors import UserError
 from sft_play.launch.environment import Node, free_port
@@ -30,7 +31,6 @@ from sft_play.launch.verdict import Outcome
 from sft_play.plan.hardware import Device
 
 LOST = Outcome(code=75, rank=1, cause="killed", message="error: rank 1 was killed by SIGKILL; all other ranks were stopped")
-BEATING_SECONDS = 10.0
 CARDS = tuple(
     Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, free_bytes=79 * 10**9, bf16=True, number=k) for k in range(8)
 )
@@ -70,7 +70,7 @@ def agree(_: Sequence[Given]) -> list[UserError]:
     return []
 
 
-def measure(count: int, processes: int = 4) -> dict[str, float]:
+def measure(count: int, beating: int, processes: int = 4) -> dict[str, float]:
     """Return seconds of node 0, wall-clock and processor time, for each part of a run on `count` machines."""
     machines, found = Machines(count, free_port()), dict[str, float]()
 
@@ -101,7 +101,7 @@ def measure(count: int, processes: int = 4) -> dict[str, float]:
             machines.meet(ours)
 
         timed("meet and share", go)
-        timed(f"beats of {BEATING_SECONDS:.0f} s", lambda: time.sleep(BEATING_SECONDS))
+        timed(f"beats of {beating} s", lambda: time.sleep(beating))
         assert ours.ended_elsewhere() is None
         timed("settle and follow", lambda: (ours.settle(LOST), ours.follow(lambda: {"again": True})))
         timed("meet again and share", lambda: machines.meet(ours))
@@ -148,9 +148,10 @@ def crowd(count: int, port: int, first: int, processes: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "crowd":
+    if sys.argv[1:2] == ["crowd"]:
         print(*crowd(*map(int, sys.argv[2:])))
     else:
+        numbers, _ = options_of(sys.argv[1:], machines=100, beating=10)
         with contextlib.redirect_stderr(io.StringIO()):
-            figures = measure(int(sys.argv[1]))
+            figures = measure(numbers["machines"], numbers["beating"])
         print(json.dumps({name: round(value, 2) for name, value in figures.items()}, indent=2))

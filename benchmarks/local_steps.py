@@ -1,6 +1,6 @@
 """What compression and local steps do to the loss of a real model on real data (docs/slow-networks.md).
 
-    python -m benchmarks.local_steps [steps=32] [rows=8] [length=96] [held=48] [seed=42] [write=table.md]
+    python -m benchmarks.local_steps [steps=32] [rows=8] [length=96] [held=48] [seed=42] [ways=7] [write=table.md]
 
 Trains the embedded model of 135 million weights (LoRA, r 16) on functions of the standard library with 2 ranks, through `python -m
 sft_play train-distributed`, as a user does. Every run sees the same rows in the same order; what differs is what the ranks send.
@@ -32,10 +32,10 @@ LAST = 8
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and publish."""
-    numbers, document = options_of(arguments, steps=32, rows=8, length=96, held=48, seed=42)
+    numbers, document = options_of(arguments, steps=32, rows=8, length=96, held=48, seed=42, ways=len(WAYS))
     found = {}
     with tempfile.TemporaryDirectory(prefix="bench-local-", dir=os.environ.get("RUNS_DIR") or None) as folder:
-        for index, (name, launch) in enumerate(WAYS.items()):
+        for index, (name, launch) in enumerate(list(WAYS.items())[: numbers["ways"]]):
             losses, held_out = found[name] = measure(Path(folder), f"way{index}", launch, numbers)
             print(f"{name}: held-out loss {held_out:.4f}, last {losses[-1]:.4f}", file=sys.stderr, flush=True)
     publish(table(found, numbers), document)

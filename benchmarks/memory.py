@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness import date_and_machine, markdown, options_of, publish
+from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, publish
 from sft_play.runs.folder import cache_folder
 
 GIB = 2**30
@@ -30,13 +30,13 @@ NOT_ALLOCATED = ("context", "fragmentation", "free")
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and publish; 1 where a difference exceeds the bounds of `compare`."""
-    _, document = options_of(arguments)
+    numbers, document = options_of(arguments, cases=len(CASES))
     import torch
 
     head, rows, good = ["case"], list[list[str]](), True
     for quantity in ("growth", "allocated", "reserved", "device")[: 4 if torch.cuda.is_available() else 1]:
         head += [f"{quantity} planned, GiB", "measured, GiB", "difference"]
-    for name, words in CASES.items():
+    for name, words in list(CASES.items())[: numbers["cases"]]:
         cells, held = compare(measure(words), on_gpu=torch.cuda.is_available())
         print(name, *cells, file=sys.stderr, flush=True)
         rows.append([name, *cells])
@@ -59,7 +59,17 @@ def measure(words: Sequence[str]) -> dict[str, dict[str, int]]:
 
 def plan(words: Sequence[str], source: str) -> dict[str, int]:
     """Return the parts of the tightest rank."""
-    command = [sys.executable, "-m", "sft_play", "plan", f"CONFIG={CONFIG}", *words, f"SOURCE={source}", "JSON=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "sft_play",
+        "plan",
+        f"CONFIG={CONFIG}",
+        f"MODEL_NAME={MODEL}",
+        *words,
+        f"SOURCE={source}",
+        "JSON=1",
+    ]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     assert found["source"] == source, found["reasons"]
     return dict(max(found["ranks"], key=lambda rank: rank["peak_bytes"])["memory_bytes"])

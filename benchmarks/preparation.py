@@ -87,7 +87,7 @@ def measure(folder: Path, rows: int, seed: int) -> dict[str, Measurement]:
 
     model = prepare(10)[1]["model"]["path"]  # fetches or unpacks it
     (ours, facts), (again, _) = prepare(rows), prepare(rows)
-    assert facts["train"]["rows_read"] == rows, facts["train"]
+    assert [source["rows_read"] for source in facts["train"]["sources"]] == [rows], facts["train"]
     words = [PLAIN, str(folder / f"{rows}.jsonl"), str(folder / "mapped"), model, str(cpu_threads())]
     theirs, output = run_measured([sys.executable, "-m", "benchmarks.preparation", *words], cache)
     tokens = facts["train"]["split"]["tokens"]

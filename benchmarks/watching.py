@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import options_of
+from benchmarks.harness import MODEL, options_of
 from sft_play.files import read_json, write_json
 from sft_play.launch.attempt import worker_arguments
 from sft_play.launch.environment import Node, free_port, loopback_interface, worker_environment
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         train |= {"global_batch_size": 2}
         settings = {
             "extends": str(Path("configs/quickstart.yaml").absolute()),
+            "model": {"name": MODEL},
             "train": train,
             "data": {"sources": [{"path": str(rows)}], "validation": []},
         }

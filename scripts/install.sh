@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes or brings up to date the virtual environment: scripts/install.sh PYTHON VENV runtime|dev|bench|audit
+# Makes or brings up to date the virtual environment: scripts/install.sh PYTHON VENV runtime|dev|bench|audit|oldest|unsloth
 # pip's own settings (an index, a proxy, a CPU-only torch build) are honoured through pip's environment variables and files.
 set -euo pipefail
 python=$1 venv=$2 group=$3
@@ -56,6 +56,22 @@ case $group in
     dev) echo "installing the test and lint tools into $venv" && install --editable '.[dev]' ;;
     bench) echo "installing the trackers and what benchmarks compare with into $venv" && install --editable '.[bench,trackers]' ;;
     audit) echo "installing what asks for known holes into $venv" && install --editable '.[audit]' ;;
-    *) echo "usage: scripts/install.sh PYTHON VENV runtime|dev|bench|audit" >&2 && exit 2 ;;
+    oldest | unsloth)  # an environment that sees all of this one, with other versions laid over it
+        echo "laying constraints-$group.txt over $venv, in $venv-$group (some minutes, once)"
+        rm -rf -- "$venv-$group"
+        "$venv/bin/python" -m venv --without-pip "$venv-$group"
+        "$venv/bin/python" - "$venv-$group" <<'END'
+import sys, sysconfig
+from pathlib import Path
+
+own = sysconfig.get_path("purelib", vars={"base": sys.argv[1], "platbase": sys.argv[1]})
+Path(own, "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n", encoding="utf-8")
+END
+        # What Unsloth names beside these, its imports do without.
+        if [ "$group" = unsloth ]; then alone=(--no-deps); else alone=(); fi
+        "$venv/bin/python" -m pip --python "$venv-$group/bin/python" install --quiet --quiet --disable-pip-version-check \
+            "${alone[@]}" --requirement "constraints-$group.txt"
+        ;;
+    *) echo "usage: scripts/install.sh PYTHON VENV runtime|dev|bench|audit|oldest|unsloth" >&2 && exit 2 ;;
 esac
 touch "$venv/.$group"

@@ -1,6 +1,6 @@
 """Seconds of head and loss, forward and backward, all at once against chunks: SmolLM2's head, every token a label.
 
-`python scripts/measure_chunked_loss.py [ROUNDS]` prints the least of the rounds (5 unless told), which alternate between both ways.
+`python scripts/measure_chunked_loss.py [ROUNDS [POSITIONS ...]]` prints the least of the rounds (5 unless told), which alternate between both ways.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def seconds(model: Head, hidden: Tensor, targets: Tensor) -> float:
 
 def main() -> None:
     """Print a table."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    rounds, *all_positions = map(int, sys.argv[1:] or ["5"])
     print(f"| head | label positions | whole, s | chunks of {CHUNK}, s |\n|---|---|---|---|")
     for trains in (False, True):
         models = [Head(trains=trains, chunk=chunk) for chunk in (0, CHUNK)]
-        for positions in POSITIONS:
+        for positions in all_positions or POSITIONS:
             hidden, targets = torch.randn(1, positions, HIDDEN), torch.randint(VOCABULARY, (positions,))
             found = [
                 min(times) for times in zip(*([seconds(m, hidden, targets) for m in models] for _ in range(rounds)), strict=True)

@@ -6,10 +6,11 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import subprocess
 import sys
 from pathlib import Path
 
-from sft_play.config.call import Call, Command
+from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import UserError
 from sft_play.files import typed_path
 
@@ -187,12 +188,14 @@ COMMANDS: dict[str, Command] = {
 
 MAKEFILE_TARGETS = {
     "install": "a virtual environment with the pinned packages; every target makes it when needed",
+    "install-unsloth": "Unsloth and what it pins, in an environment beside it that `tuning.backend: unsloth` enters",
+    "test-oldest": "a part of the suite with the oldest libraries that are supported",
     "test": "the suite on a CPU; TESTS=tests/unit for a part",
     "check": "the fast part of the suite, with lint, types and layers",
     "test-all": "the long tests too",
     "test-gpu": "the tests that need a GPU",
     "audit": "known holes in the pinned packages, by pip-audit",
-    "accept-gpu": "on one GPU, offline, within 25 minutes: what works, how exactly, how fast; STEPS=8-12 for a part",
+    "accept-gpu": "on one GPU, offline, in SECONDS=600: what works, how exactly, how fast; STEPS=8-12 for a part",
     "bench-training": "training compared with transformers' Trainer and TRL",
     "bench-evaluation": "answers a second compared with plain `generate`",
     "bench-saving": "what a checkpoint costs",
@@ -220,6 +223,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    try:
+        return _answer(arguments)
+    except OtherEnvironment as other:
+        words = [str(other.python), "-m", "sft_play", *arguments]
+    if arguments == sys.argv[1:]:
+        sys.stdout.flush()
+        os.execv(words[0], words)
+    return subprocess.call(words)  # another program called this one, and goes on after it
+
+
+def _answer(arguments: list[str]) -> int:
     out = None
     try:
         from sft_play.config.call import parse_call

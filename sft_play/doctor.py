@@ -32,6 +32,7 @@ from sft_play.files import BUILD_BEGINS_SECONDS, abandoned_build_locks
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
+from sft_play.runs.origin import has_unsloth
 from sft_play.text import Finding, finding_lines, plural
 
 if TYPE_CHECKING:
@@ -128,9 +129,10 @@ def required_packages() -> list[str]:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Return package -> version of constraints.txt; empty where the package is installed without it."""
-    file = ROOT / "constraints.txt"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    """Return package -> version of constraints.txt, with Unsloth's own where it is installed; empty where there are no such files."""
+    names = ["constraints.txt", *(["constraints-unsloth.txt"] if has_unsloth() else [])]
+    files = [ROOT / name for name in names if (ROOT / name).is_file()]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return {canonical(line.split("==")[0]): line.split("==")[1].strip() for line in lines if "==" in line and line[0] != "#"}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.call import Call, flatten
+from sft_play.config.call import Call, enter_unsloth, flatten
 from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import load_config, read_config
@@ -98,7 +98,10 @@ def main(call: Call) -> int:
     sweep = read_sweep(path)
     if typed := [one for one in call.overrides if one.key in sweep.keys or (slurm and one.key == "slurm.array")]:
         raise UserError(f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once")
-    base = load_config(config, call.overrides).config.train
+    loaded = load_config(config, call.overrides).config
+    if loaded.tuning.backend == "unsloth":
+        enter_unsloth("sweep")
+    base = loaded.train
     metric = _metric(sweep, base, path)
     count = math.prod(map(len, sweep.keys.values()))
     if count > MOST_RUNS:

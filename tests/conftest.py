@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,10 +200,38 @@ def no_gpu() -> str:
         return error.message
 
 
+LEFT_OUT = Counter[str]()
+"""Mark -> tests that were not chosen. Each process of xdist collects all."""
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    found = [next((mark for mark in ("gpu", "quiet", "long") if item.get_closest_marker(mark)), "") for item in items]
+    LEFT_OUT.update(filter(None, found))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for mark, count in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+        LEFT_OUT[mark] = max(LEFT_OUT[mark], count)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names in one line what was not run, and why."""
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    parts = [f"{count} {mark}" for mark, count in LEFT_OUT.items()] + [f"{count}: {reason}" for reason, count in reasons.items()]
+    if parts:
+        terminalreporter.write_line(f"not run here (`make test-all`, `make test-gpu`): {'; '.join(parts)}")
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Of the two halves of `make test-all`, one may have nothing to do for the `TESTS` that were named."""
+    """Of the two halves of `make test-all`, one may have nothing to do for the `TESTS` that were named.
+
+    xdist's processes tell what they left out.
+    """
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and "quiet" in session.config.option.markexpr:
         session.exitstatus = pytest.ExitCode.OK
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(LEFT_OUT)
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

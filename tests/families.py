@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ HYBRIDS = (
     "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
 """Families with linear attention or state spaces, mixtures of experts among them."""
-FAMILIES = (*DENSE, *MIXTURES, *HYBRIDS)
+UNKNOWN: set[str] = {"lfm3"} if version("transformers").startswith("5.17.") else set()
+"""To the oldest transformers that is supported."""
+FAMILIES = tuple(name for name in (*DENSE, *MIXTURES, *HYBRIDS) if name not in UNKNOWN)
 
 
 def _taken(config_class: Any, values: dict[str, Any]) -> dict[str, Any]:

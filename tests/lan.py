@@ -296,7 +296,7 @@ def _serve_ssh(net: Lan) -> None:
         f"{client}Host *\n User root\n IdentityFile {ssh}/id\n IdentitiesOnly yes\n UserKnownHostsFile {ssh}/known_hosts\n"
         " GlobalKnownHostsFile /dev/null\n StrictHostKeyChecking yes\n BatchMode yes\n LogLevel ERROR\n"
     )
-    until(lambda: all(_listens(host) for host in net.hosts), seconds=20, said=lambda: "sshd does not listen")
+    until(lambda: all(_listens(host) for host in net.hosts), seconds=240, said=lambda: "sshd does not listen")
 
 
 def _listens(host: LanHost) -> bool:
@@ -306,12 +306,12 @@ def _listens(host: LanHost) -> bool:
 
 def _key(path: Path) -> Path:
     if not path.exists():
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, timeout=20)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, timeout=240)
     return path
 
 
 def _inside(keeper: int, *argv: str) -> None:
-    done = subprocess.run(["nsenter", "-t", str(keeper), "-n", *argv], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(["nsenter", "-t", str(keeper), "-n", *argv], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
 
 
@@ -338,7 +338,7 @@ def _end(net: Lan) -> None:
                         os.kill(pid, signal.SIGKILL)
     for keeper in reversed(net.keepers):
         keeper.kill()
-        keeper.wait(timeout=20)
+        keeper.wait(timeout=240)
         if keeper.stdout is not None:
             keeper.stdout.close()
 

@@ -98,7 +98,7 @@ class Started:
     def __exit__(self, *_: object) -> None:
         everybody = [*self.family(), *(self.left() if self.mark else [])]
         self.process.kill()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=240)
         for process in everybody:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -141,7 +141,7 @@ class Started:
 
     def lost(self, *said: str) -> str:
         """Waits for the end of a run that a rank was lost of: it says so and leaves no process; returns all that was said."""
-        code, error = self.end(within=40)
+        code, error = self.end(within=240)
         assert code == 75 and all(words in error for words in said), error
         assert self.left() == []
         return error

@@ -108,5 +108,5 @@ def slowed(pid: int, share: float) -> Iterator[None]:
 
 def worker_of(launcher: int, rank: int) -> int:
     """Returns the id of a rank's worker among the children of a launcher, when it is there."""
-    until(lambda: rank in workers_of(launcher), seconds=60)
+    until(lambda: rank in workers_of(launcher), seconds=240)
     return workers_of(launcher)[rank].pid

@@ -79,7 +79,7 @@ class SlurmLab:
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs one of Slurm's programs."""
         return subprocess.run(
-            words, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=60, check=check
+            words, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=240, check=check
         )
 
     def job(self, number: str) -> dict[str, str]:

@@ -24,13 +24,50 @@ from sft_play.config.layers import Override, config_path, explain_mismatch, pres
 from sft_play.config.load import LoadedConfig, load_config, override_config, read_config
 from sft_play.config.names import VARIABLES
 from sft_play.config.yaml_files import is_writable, scalar_text
-from sft_play.errors import UserError, mask, raise_all, without_secret
+from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
 from sft_play.files import is_file_name
 from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
 from sft_play.runs.gate import check_run
+from sft_play.runs.origin import has_unsloth
 
 LARGEST_PORT = 65_535
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
+
+
+NO_UNSLOTH = "the package `unsloth`"
+UNSLOTH_HINT = "`make install-unsloth` installs it, into an environment of its own; `tuning.backend: bnb` needs none"
+WITHOUT_UNSLOTH = ("kubernetes", "train-cluster", "cluster-check", "cluster-install")
+"""Commands that start images or environments which do not hold it."""
+TRAINING = ("resume", "profile", "bench", "soak", "sweep")
+"""Commands that train, beside `train` and its kin."""
+
+
+class OtherEnvironment(Exception):
+    """The environment in which the whole command is to run again."""
+
+    def __init__(self, python: Path) -> None:
+        super().__init__(str(python))
+        self.python = python
+
+
+def enter_unsloth(command: str) -> None:
+    """Have a command run in the environment of `make install-unsloth`: Unsloth wants older versions of transformers and datasets.
+
+    It lies beside this one, whose name it bears: `.venv-unsloth`. Raise `OtherEnvironment`; `UserError` for a command that starts others,
+    and `HardwareError` for a training where there is none.
+    """
+    if command in WITHOUT_UNSLOTH:
+        raise UserError(
+            f"`tuning.backend` is `unsloth`, and `{command}` starts environments without it",
+            hint="`tuning.backend: bnb`; or type make train-distributed on each machine, or make slurm, with NUM_NODES",
+        )
+    python = Path(f"{sys.prefix}-unsloth", "bin", "python")
+    if has_unsloth():
+        return
+    if python.is_file():
+        raise OtherEnvironment(python)
+    if command.startswith("train") or command in TRAINING:
+        raise HardwareError(f"`tuning.backend: unsloth` needs {NO_UNSLOTH}", hint=UNSLOTH_HINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +121,8 @@ class Call:
             folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
             path = check_run(RunFolder(folder)).config
             loaded = override_config(read_config(path), self.overrides)
+        if loaded.config.tuning.backend == "unsloth":
+            enter_unsloth(self.command)
         for notice in loaded.notices:
             print(f"note: {notice}", file=sys.stderr)
         note_consent(loaded)

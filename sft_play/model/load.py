@@ -29,6 +29,7 @@ from transformers import (
 )  # fmt: skip
 from transformers.utils import logging
 
+from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora
@@ -37,7 +38,8 @@ from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisatio
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import TEXT_WITHIN, WITHOUT_SDPA, fuses_adapters
-from sft_play.plan.strategies import NO_UNSLOTH, UNSLOTH_HINT, conflict_for
+from sft_play.plan.strategies import conflict_for
+from sft_play.runs.origin import has_unsloth
 from sft_play.runs.prepared import Prepared
 
 
@@ -415,8 +417,8 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
     The tokenizer stays ours: Unsloth's would be changed on the way. Raise `HardwareError` when Unsloth or the GPU is missing
     and `UserError` for what Unsloth does not do.
     """
-    lacking = [] if importlib.util.find_spec("unsloth") else [NO_UNSLOTH]
-    if not torch.cuda.is_available() or torch.version.cuda is None:
+    lacking = [] if has_unsloth() else [NO_UNSLOTH]
+    if plan.device == "cuda" and (not torch.cuda.is_available() or torch.version.cuda is None):
         lacking.append("an NVIDIA GPU (none is seen here)")
     if lacking:
         raise HardwareError(f"`tuning.backend: unsloth` needs {' and '.join(lacking)}", hint=UNSLOTH_HINT)

@@ -1,7 +1,8 @@
 """A model in numbers, what adapters can be on, and what its family can do: layouts without a mask, attention kernels. Pure.
 
-What families can do are facts of the pinned transformers, so that the plan knows them without importing it. `tests/numerics/test_layouts.py`
-compares them with what a tiny model of every family computes, both ways: a wrong name fails, and so does a missing one.
+What families can do are facts of the pinned transformers and of the oldest supported, so that the plan knows them without importing it.
+`tests/numerics/test_layouts.py` compares them with what a tiny model of every family computes, both ways: a wrong name fails, and so does a
+missing one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 from sft_play.config.schema import Config, TuningConfig
@@ -236,6 +238,9 @@ class ModelShape:
         return r * sum(one.count * (one.inputs + one.outputs) for one in self.adapter_targets(targets))
 
 
+NEWER = {"lfm2", "lfm2_moe", "llama4_text"} if tuple(map(int, version("transformers").split(".")[:2])) < (5, 23) else set[str]()
+"""Families whose rows in one line are mixed by an older transformers."""
+
 UNMASKED_MODEL_TYPES = frozenset({
     "afmoe", "apertus", "arcee", "bamba", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
     "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma", "gemma2", "gemma3",
@@ -249,7 +254,7 @@ UNMASKED_MODEL_TYPES = frozenset({
 })  # fmt: skip
 """No token of theirs sees the padding behind its row. Others were not tried."""
 
-FLATTENED_MODEL_TYPES = UNMASKED_MODEL_TYPES - {
+FLATTENED_MODEL_TYPES = UNMASKED_MODEL_TYPES - NEWER - {
     "afmoe", "bamba", "bloom", "deepseek_v4", "falcon", "falcon_h1", "falcon_mamba", "gpt_oss", "granitemoehybrid", "jamba", "kimi_linear",
     "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "mpt", "nemotron_h", "olmo_hybrid", "opt", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
@@ -267,7 +272,7 @@ VARLEN = "varlen"
 BY_LENGTHS = frozenset({VARLEN, "flash_attention_2"})
 """Attention that tells the rows of a line apart by their lengths, without a mask."""
 
-VARLEN_MODEL_TYPES = UNMASKED_MODEL_TYPES - {
+VARLEN_MODEL_TYPES = UNMASKED_MODEL_TYPES - NEWER - {
     "bloom", "deepseek_v32", "deepseek_v4", "falcon", "falcon_mamba", "gemma2", "glm_moe_dsa", "gptj", "jamba", "llama4_text", "mamba",
     "mamba2", "minimax", "mpt", "nemotron", "phimoe", "qwen2_moe", "stablelm",
 }  # fmt: skip

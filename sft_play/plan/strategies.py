@@ -17,7 +17,7 @@ from typing import cast
 from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config, TuningConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.hardware import GIB, Hardware
+from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import host_bytes
 from sft_play.plan.network import GATHERING, gathering_arithmetic, may_quantise, slow_network
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
@@ -58,6 +58,8 @@ def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
     else:
         chosen, why = wanted, "`launch.strategy`"
     reasons.append(f"strategy {chosen}: {why}")
+    if config.tuning.backend == "unsloth" and request.hardware.kind == "cpu":
+        reasons.append("unsloth has no kernels for CPUs: transformers and PEFT compute, row by padded row (slow)")
     _check(request, chosen)
     return cast(Strategy, chosen)
 
@@ -70,10 +72,9 @@ def _check(request: Request, chosen: str) -> None:
         request.config.launch.tensor_parallel,
         len(request.ranks.devices),
     )
-    needs_backend = config.tuning.mode == "qlora" or config.tuning.backend == "unsloth"
-    # What is installed here says nothing about a machine that is only described.
-    if needs_backend and not hardware.described and (missing := missing_for(config.tuning.backend, hardware)):
-        raise HardwareError(missing, hint=UNSLOTH_HINT if config.tuning.backend == "unsloth" else None)
+    # What is installed here says nothing about a machine that is only described; Unsloth has an environment of its own.
+    if config.tuning.mode == "qlora" and config.tuning.backend == "bnb" and not hardware.described and not has_bitsandbytes():
+        raise HardwareError("`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing")
     if conflict := conflict_for(config.tuning, chosen):
         raise UserError(conflict)
     if tensor > 1 and chosen.startswith("zero"):
@@ -219,7 +220,7 @@ def _small_optimizer(
 ) -> tuple[Setup, tuple[int, ...]]:
     """Return setup and rows with 8-bit Adam where its states alone are what does not fit."""
     replicas = setup.device == "cuda" and setup.strategy in ("single", "ddp") and setup.optim.startswith("adamw_torch")
-    if not replicas or (not request.hardware.described and missing_for("bnb", request.hardware)):
+    if not replicas or not (request.hardware.described or has_bitsandbytes()):
         return setup, fitting
     smaller, wanted = replace(setup, optim=SMALL_OPTIMIZER), request.wanted_rows
     rows = request.largest(smaller)
@@ -288,27 +289,9 @@ def _rename_strategy(plan: Plan, strategy: str, why: str) -> Plan:
     return replace(plan, reasons=tuple(named))
 
 
-NO_UNSLOTH = "the package `unsloth`"
-UNSLOTH_HINT = (
-    "`tuning.backend: bnb` runs everywhere; no release of Unsloth installs with these versions of transformers and datasets "
-    "(docs/models.md#unsloth-tuningbackend-unsloth)"
-)
-
-
-def missing_for(backend: str, hardware: Hardware) -> str | None:
-    """Return what `tuning.backend` lacks on this hardware, as the text of an error, or `None` when nothing is missing."""
-    if backend == "bnb":
-        return (
-            None
-            if importlib.util.find_spec("bitsandbytes")
-            else "`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing"
-        )
-    lacking = []
-    if not importlib.util.find_spec("unsloth"):
-        lacking.append(NO_UNSLOTH)
-    if hardware.kind != "cuda":
-        lacking.append("an NVIDIA GPU (none is seen here)")
-    return f"`tuning.backend: unsloth` needs {' and '.join(lacking)}" if lacking else None
+def has_bitsandbytes() -> bool:
+    """Return whether bitsandbytes is installed."""
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def conflict_for(tuning: TuningConfig, strategy: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from sft_play import __version__
 from sft_play.files import file_sha256, text_sha256
 
-OPTIONAL = ("flash-attn", "liger-kernel", "unsloth")
+OPTIONAL = ("flash-attn", "liger-kernel", "unsloth", "unsloth-zoo")
 """Packages that no installation of ours brings; a plan that found them on one machine is carried out by all."""
 PACKAGES = (
     "torch",
@@ -37,6 +37,11 @@ SOURCES = frozenset({".py", ".json", ".yaml", ".txt", ".jinja"})
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
 """A repository may name a program for git to start as its file monitor; that one is never started."""
 GIT_SECONDS = 20
+
+
+def has_unsloth() -> bool:
+    """Return whether Unsloth is installed in this environment; a folder of its name in the working one is not it."""
+    return any(importlib.metadata.distributions(name="unsloth"))
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:

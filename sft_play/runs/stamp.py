@@ -127,7 +127,7 @@ RULES: Mapping[str, Rule] = {
     "global_batch_size": Rule("refuse", "every update would change: set `train.global_batch_size` back"),
     "strategy": Rule("warn", "losses will differ in the last digits; the states are rearranged"),
     "world_size": Rule("warn", "losses will differ in the last digits, with dropout by its draws; the states are rearranged"),
-    "versions": Rule("warn", "install the pinned versions with `make install`", "warn"),
+    "versions": Rule("warn", "install the pinned versions with `make install`, Unsloth's with `make install-unsloth`", "warn"),
     "recoveries": Rule("allow", "nothing: how a batch is divided changes no update"),
     "optimizer": Rule("refuse", "its states are of another kind: set `train.optim` to the one before"),
     "template": Rule("warn", "the chat template writes conversations otherwise: look for its change", "warn", "warn", "warn"),

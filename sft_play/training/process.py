@@ -21,7 +21,7 @@ from sft_play.files import is_gone, open_own, write_json
 from sft_play.launch.process import Console
 from sft_play.plan.choices import GPU_ONLY_OPTIMIZERS
 from sft_play.plan.plan import Plan
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 
 RESERVED_BYTES = 64 * 2**10
@@ -216,6 +216,10 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
     again walks over what was imported.
     """
     gc.disable()
+    if config.tuning.backend == "unsloth":
+        os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # it asks the hub for a file that counts its users
+        os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth"))  # else a folder in the working one
+        import unsloth  # noqa: F401 - it changes what is imported after it
     os.environ.setdefault(
         "COMET_DISABLE_AUTO_LOGGING", "1"
     )  # transformers imports Comet if it is there, and it would follow MLflow's runs

@@ -1,10 +1,13 @@
-"""`make accept-gpu`: its steps run on a CPU with small models, its trainings fit an H200 by the plan, and its page says what is unverified."""
+"""`make accept-gpu`: its steps run on a CPU with small models, keep what they have when they end, and its page says what is unverified."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.acceptance import main, page
@@ -13,6 +16,7 @@ from benchmarks.acceptance_steps import TINY_SHAPE
 from sft_play.files import read_json
 from tests.conftest import ROOT, Done, called, environment, on_machine
 from tests.nvml_double import emulated
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -37,13 +41,13 @@ def test_a_smaller_card_skips_what_does_not_fit_it(cache: Path, tmp_path: Path) 
         assert main(words) == 0
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "NVIDIA GeForce RTX 4090, 24.0 GiB, driver 580.65.06, " in text
-    assert "skipped: needs a card of 100 GiB (0 of 240 s, " in text and ", commit abc)" in text
+    assert "skipped: needs a card of 70 GiB (0 s, " in text and ", commit abc)" in text
 
 
 @pytest.mark.slow
 def test_a_failed_step_is_reported_and_a_later_call_adds_to_the_page(accept, tiny: Path, tmp_path: Path) -> None:
     work, written = tmp_path / "work", tmp_path / "page.md"
-    done = accept("STEPS=11", f"SMALL={tiny}")
+    done = accept("STEPS=11", f"SMALL={tiny}", "SECONDS=200")
     assert done.code == 1 and "8b.yaml" in written.read_text(encoding="utf-8"), "no step has made the model yet"
     make(work, tiny, TINY_SHAPE, batch=4)
     assert accept("STEPS=10", f"SMALL={tiny}").code == 0
@@ -51,14 +55,44 @@ def test_a_failed_step_is_reported_and_a_later_call_adds_to_the_page(accept, tin
     assert {number: step["state"] for number, step in results["steps"].items()} == {"10": "holds", "11": "failed"}
     text = written.read_text(encoding="utf-8")
     assert "| 8B full: tokens/s | " in text and "| 8B full: most GiB allocated | " in text
+    assert f" Small model: {tiny.name}." in text
     assert "## 10. " in text and "; 9 8B" in text and "; 10 8B" not in text and "Unverified" not in text
+
+
+@pytest.mark.slow
+def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(cache: Path, tiny: Path, tmp_path: Path) -> None:
+    places = [f"FOLDER={tmp_path / 'work'}", f"WRITE={tmp_path / 'page.md'}", f"SMALL={tiny}", "STEPS=0,4,5"]
+    env, kept = environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""}), tmp_path / "work" / "results.json"
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.acceptance", *places], env=env, stderr=subprocess.PIPE, text=True
+    ) as call:
+
+        def trains() -> list[psutil.Process]:
+            ours = [(one, " ".join(one.info["cmdline"] or ())) for one in psutil.process_iter(["cmdline"])]
+            return [one for one, words in ours if "sft_play.train" in words and str(tmp_path) in words]
+
+        until(lambda: kept.is_file() and trains(), process=call, seconds=300)
+        family = [*trains(), *psutil.Process(call.pid).children()]
+        call.terminate()
+        _, said = call.communicate(timeout=240)
+    assert call.returncode == 143, said
+    assert not psutil.wait_procs(family, timeout=240)[1]
+    steps = json.loads(kept.read_text(encoding="utf-8"))["steps"]
+    assert steps["0"]["rows"] and "5" not in steps
+
+
+def test_a_step_without_time_is_not_begun_and_what_an_earlier_call_measured_stays(accept, tiny: Path, tmp_path: Path) -> None:
+    done = accept("STEPS=9,10", f"SMALL={tiny}", "SECONDS=1")
+    assert done.code == 1 and "10  8B: every weight: not begun, no time is left" in done.err
+    assert not (tmp_path / "page.md").exists()
+    assert accept("SECONDS=soon").code == 2
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_steps_run_on_a_cpu(accept, tiny: Path, tmp_path: Path) -> None:
     """Those that need neither a GPU nor another package; their bounds are those of a card."""
-    done = accept("STEPS=1,6,10,13,15", f"SMALL={tiny}")
+    done = accept("STEPS=1,4,6,10,13,15", f"SMALL={tiny}", "SECONDS=3000")
     results = json.loads((tmp_path / "work" / "results.json").read_text(encoding="utf-8"))
     steps = results["steps"].values()
     assert not [step["reason"] for step in steps if step["state"] == "failed"], done.err

@@ -48,6 +48,7 @@ def test_any_text_survives_make_and_shell(value: str) -> None:
     assert not (ROOT / "pwned").exists()
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("words", [("config", "CONFIG=configs/quickstart.yaml"), ("gpu-info",)], ids=["config", "gpu-info"])
 def test_quick_commands_answer_within_half_a_second(program, words: tuple[str, ...]) -> None:
     """By their processor time: `import torch` takes 1.8 s on a quiet machine, and more on a busy one, as they do."""

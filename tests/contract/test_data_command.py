@@ -219,7 +219,7 @@ def test_two_processes_prepare_the_same_rows_at_once(data: Data, tiny: Path, tmp
     for child in children:
         child.start()
     for child in children:
-        child.join(timeout=120)
+        child.join(timeout=240)
     assert [child.exitcode for child in children] == [0, 0]
     assert len(list((tmp_path / "cache" / "data").iterdir())) == 2, "nothing is left aside"
     found = data(*lines)
@@ -334,8 +334,8 @@ class Running:
 
     def end(self) -> tuple[int, str]:
         """Waits for its end, and for that of its processes."""
-        err = self.process.communicate(timeout=60)[1]
-        assert not psutil.wait_procs(self.workers, timeout=10)[1], "its processes end with it"
+        err = self.process.communicate(timeout=240)[1]
+        assert not psutil.wait_procs(self.workers, timeout=240)[1], "its processes end with it"
         return self.process.returncode, err
 
     def left(self) -> int:

@@ -66,7 +66,7 @@ def make(*words: str, before: Callable[[], object] | None = None) -> subprocess.
     installed = ["-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench"]
     return subprocess.run(
         ["make", *installed, *words],
-        cwd=ROOT, env=CLEAN, capture_output=True, text=True, timeout=60, check=False, preexec_fn=before,
+        cwd=ROOT, env=CLEAN, capture_output=True, text=True, timeout=240, check=False, preexec_fn=before,
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value:
     done = [] if goal == "install" else ["-o", "v/.runtime", "-o", "v/.dev", "-o", "v/.bench"]
     for words, environ in (([f"{name}={value}"], CLEAN), ([], {**CLEAN, name: value})):
         command = ["make", goal, "VENV=v", *done, *words]
-        subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=30, check=True)
+        subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=240, check=True)
         arguments = (tmp_path / "said").read_text().split("\0")
         assert {"ROWS": f"rows={value}"}.get(name, value) in arguments
         (tmp_path / "said").unlink()

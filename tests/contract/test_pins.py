@@ -28,6 +28,7 @@ def test_every_line_pins_one_version_and_no_package_twice() -> None:
     assert len({canonicalize_name(one.name) for one in found}) == len(found) > 100
 
 
+@pytest.mark.pinned
 def test_everything_that_is_needed_is_pinned_and_installed_so() -> None:
     pins = {canonicalize_name(one.name): one for one in pinned()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -55,6 +55,7 @@ def test_json_is_plan_json(in_process: Program, tiny_config: Path) -> None:
     assert value["ranks"][3]["device"] == "cuda:1"
 
 
+@pytest.mark.quiet
 def test_it_answers_in_less_time_than_torch_is_imported_in(program: Program) -> None:
     words = ("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=2x24GB")
     assert seconds_of(lambda: program(*words))[0] < importing("torch")

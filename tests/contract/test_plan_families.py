@@ -13,6 +13,7 @@ from tests.families import tiny_model
 PLAN = ("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=cpu", "MODEL_MAX_SEQ_LEN=64")
 
 
+@pytest.mark.pinned
 def test_a_model_as_its_family_saves_it_is_counted_and_traced(program: Program, tmp_path: Path) -> None:
     """transformers saves nemotron_h without `num_hidden_layers`."""
     model = tiny_model("nemotron_h", "meta")

@@ -32,7 +32,7 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def typed(runs: Path, *words: str, hub: Repository | None = None, token: str = TOKEN) -> Done:
     where = hub.url if hub else "http://127.0.0.1:9"
     online = {"HF_ENDPOINT": where, "HF_HUB_OFFLINE": "0", "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
-    done = run_program(list(words), environment(runs / "cache", runs, online), timeout=120)
+    done = run_program(list(words), environment(runs / "cache", runs, online), timeout=240)
     assert "Traceback" not in done.err, done.err
     return done
 

@@ -126,7 +126,7 @@ def test_stop_asks_the_process_that_holds_the_lock_be_it_suspended_and_says_that
         process.send_signal(signal.SIGSTOP)
     try:
         done = program("stop", "RUN=now")
-        assert process.wait(10) == 143 and done.code == 0, done.err
+        assert process.wait(240) == 143 and done.code == 0, done.err
     finally:
         process.kill()
     assert ("was suspended; it is continued" in done.err) != by_script
@@ -168,7 +168,7 @@ def test_logs_of_a_rank_and_what_is_added(in_process: Program, tmp_path: Path) -
             stream.write("second\n")
         assert follower.stdout.readline() == "second\n"
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(10) == 143 and follower.wait(10) == 0
+        assert launcher.wait(240) == 143 and follower.wait(240) == 0
     finally:
         for process in (launcher, follower):
             process.kill()

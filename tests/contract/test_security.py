@@ -247,7 +247,7 @@ def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, program: Program, tmp_path: Path) -> None:
     """Not unasked, nor for a copied run whose configuration trusts its base's code."""
     mark, config = with_code / "ran", trainable(tmp_path, with_code)
-    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", stdin="y\ny\ny\n", timeout=120)
+    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", stdin="y\ny\ny\n", timeout=240)
     done.refused(4, "comes with its own Python code")
     assert "accelerate launch" not in done.out
     assert not mark.exists(), "not even when somebody answers `y` to whatever is asked"
@@ -259,11 +259,11 @@ def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, progra
     stranger = cache | {"SFT_PLAY_CACHE": str(tmp_path / "another-users-cache"), "SFT_PLAY_CONSENT": "model"}
     infer = ("infer", "RUN=demo", "PROMPT=a")
     for command in (infer, ("merge", "RUN=demo"), ("data", f"CONFIG={tmp_path}/runs/demo/config.json")):
-        done = program(*command, env=stranger, timeout=120)
+        done = program(*command, env=stranger, timeout=240)
         done.refused(4, "MODEL_TRUST_REMOTE_CODE=true")
         assert not mark.exists(), command
-    assert program(*infer, env=cache, timeout=120).code == 0, "the same code as the user's own YAML trusted"
-    done = program(*infer, "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=120)
+    assert program(*infer, env=cache, timeout=240).code == 0, "the same code as the user's own YAML trusted"
+    done = program(*infer, "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=240)
     assert done.code == 0 and mark.exists(), done.err
 
 
@@ -331,7 +331,7 @@ def test_pickled_weights_run_nothing(model: Path, program: Program, tmp_path: Pa
     torch.save({"model.embed_tokens.weight": Evil(mark)}, model / "pytorch_model.bin")
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
         (model / name).write_bytes(pickle.dumps(Evil(mark)))
-    done = program("train", f"CONFIG={trainable(tmp_path, model)}", "RUN_NAME=demo", timeout=120)
+    done = program("train", f"CONFIG={trainable(tmp_path, model)}", "RUN_NAME=demo", timeout=240)
     done.refused(5, "a pickle that holds more than tensors")
     assert not mark.exists()
 

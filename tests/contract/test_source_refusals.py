@@ -26,7 +26,7 @@ def prepare(
     config.write_text(json.dumps({"model": {"name": str(model), "max_seq_len": 256}, "data": {"sources": sources}}))
     variables, typed = environment(folder / "cache", folder / "runs", env), ["data", f"CONFIG={config}", *words]
     # The hub's library reads its variables when it is imported.
-    return run_program(typed, variables, timeout=120) if env else call_program(typed, variables)
+    return run_program(typed, variables, timeout=240) if env else call_program(typed, variables)
 
 
 def write(path: Path, content: bytes | list[dict[str, Any]]) -> str:

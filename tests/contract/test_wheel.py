@@ -32,12 +32,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    subprocess.run([*words, str(source)], timeout=120, check=True)
+    subprocess.run([*words, str(source)], timeout=240, check=True)
     venv.create(folder / "venv")
     python = str(folder / "venv" / "bin" / "python")
     [wheel] = folder.glob("sft_play-*.whl")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, timeout=120, check=True)
+    subprocess.run(install, timeout=240, check=True)
     site = folder / "venv" / "lib" / Path(sysconfig.get_path("purelib")).relative_to(Path(sys.prefix) / "lib")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # not its own `.pth`, by which the clone is found
     return folder / "venv" / "bin"

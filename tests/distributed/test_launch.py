@@ -33,7 +33,7 @@ def test_a_tb_command_trains_and_leaves_its_curves_open(launcher: Launcher, comm
         done = launcher(command, f"CONFIG={launcher.config}", "RUN_NAME=one", f"TENSORBOARD_PORT={port}")
         assert done.code == 0 and "TensorBoard keeps running" in done.err, done.err
         assert [event["event"] for event in launcher.events("one")] == ["started", "finished"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=20) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=240) as response:
             assert response.status == 200
     finally:
         assert launcher("tensorboard-stop").code == 0

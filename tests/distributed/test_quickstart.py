@@ -36,7 +36,7 @@ def test_learning_rate_0_gains_nothing(program: Program, tmp_path: Path) -> None
         assert part in done.out + done.err, part
     assert done.out.count("wanted   ") == 5
     assert str(after / "predictions.jsonl") in done.out and "make infer RUN=q" in done.out
-    again = program("quickstart", "RUN_NAME=q", timeout=60)
+    again = program("quickstart", "RUN_NAME=q", timeout=240)
     assert again.code == 2 and "the run `q` exists already" in again.err
 
 

@@ -69,7 +69,7 @@ def training(run: RunFolder, console: Path) -> Iterator[subprocess.Popen[str]]:
         for one in [*family(process.pid), process]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        process.wait(60)
+        process.wait(240)
 
 
 def wait(found: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05) -> None:
@@ -173,7 +173,7 @@ def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_befor
         wait(lambda: steps(run), process, run)
         wait(lambda: partials(run), process, run, pause=0.0005)
         family(process.pid, "sft_play.train")[0].kill()
-        process.wait(60)
+        process.wait(240)
     left = partials(run)
     newest, skipped = newest_valid(run)
     assert newest is not None and not skipped

@@ -23,7 +23,7 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     sweep.run = launcher.runs / "demo-rates-02"
     sweep.wait_for_step(2)
     sweep.process.send_signal(signal.SIGTERM)
-    code, said = sweep.end(within=120)
+    code, said = sweep.end(within=240)
     assert code == 143 and "the same command continues the sweep" in said, said
     assert "sweep of 4 runs\n" in said and "demo-rates-04  0.05" in said and not (launcher.runs / "demo-rates-03").exists()
 

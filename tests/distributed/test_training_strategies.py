@@ -230,7 +230,7 @@ def test_fewer_processes_than_planned_are_refused(tiny: Path, tmp_path: Path) ->
     _, variables = command(run)
     done = subprocess.run(
         [sys.executable, "-m", "sft_play.train", "--run", str(run.path)],
-        env=variables, capture_output=True, text=True, timeout=120, check=False,
+        env=variables, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 3
     assert on_page("process-group-not-initialized", done.stdout + done.stderr)

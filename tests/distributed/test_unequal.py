@@ -122,6 +122,7 @@ def whole_steps(run: RunFolder) -> list[dict[str, Any]]:
     return [row for row in rows(run) if sum(row["rank_rows"]) == ROWS]
 
 
+@pytest.mark.quiet
 def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone: RunFolder) -> None:
     """What is trained stays what one process trains, in unequal shares from the first step on, and in others later."""
     run, planned = half_speed, list(spans(ROWS, PLANNED))
@@ -143,11 +144,10 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     assert re.search(wanted, said), said
 
 
-def test_a_run_goes_on_in_mid_epoch_with_other_shares(half_speed: RunFolder, heavy_alone: RunFolder, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_mid_epoch_with_other_shares(heavier: Path, heavy_alone: RunFolder, tmp_path: Path) -> None:
     """With those of its plan, until ranks are measured again."""
+    unequal = must_train(make_run(tmp_path / "unequal", heavier, heavy(named=False)))
     slots = ((2, 8), (1, 1))
-    again = resume_from(
-        half_speed, tmp_path / "again", 15, replace(heavy(named=False, ranks=slots), plan=heavy(named=False).plan)
-    )
+    again = resume_from(unequal, tmp_path / "again", 15, replace(heavy(named=False, ranks=slots), plan=heavy(named=False).plan))
     same_curves(again.path, heavy_alone.path)
     assert all(row["rank_rows"] == list(spans(ROWS, slots)) for row in whole_steps(again) if row["step"] > 15)

@@ -171,7 +171,7 @@ def test_wrong_calls(place: Place, merged: Path, command: str, words: str, code:
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.load(answer)
 
 
@@ -190,7 +190,7 @@ def served(place: Place, *words: str) -> Iterator[tuple[subprocess.Popen[str], d
         yield server, facts
     finally:
         server.kill()
-        server.communicate(timeout=30)
+        server.communicate(timeout=240)
 
 
 def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place, merged: Path) -> None:
@@ -224,7 +224,7 @@ def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place, mer
         long.start()
         time.sleep(1)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) == 143
+        assert server.wait(timeout=240) == 143
         long.join(30)
         with pytest.raises(urllib.error.URLError):
             ask(f"{facts['url']}/models")

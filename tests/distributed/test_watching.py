@@ -42,7 +42,7 @@ class Terminal:
                 self.text += data.decode(errors="replace")
 
     def wait(self, there: Callable[[], object], process: subprocess.Popen[Any]) -> None:
-        until(there, process=process, seconds=90, pause=0.1, said=lambda: self.text[-4000:])
+        until(there, process=process, seconds=240, pause=0.1, said=lambda: self.text[-4000:])
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, s
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.wait(240)
 
 
 def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path, tiny: Path) -> None:
@@ -81,11 +81,11 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
             watched = launcher.start("watch", "RUN=live")
             stopped = launcher("stop", "RUN=live")
             assert stopped.code == 0, stopped.err
-        code, said = watched.end(within=60)
+        code, said = watched.end(within=240)
         assert code == 0 and SLOW.search(said) and said.endswith("`live`: stopped\n"), said
-        process.wait(60)
+        process.wait(240)
     with on_a_terminal(launcher, "eval", "RUN=live", f"DATA={launcher.folder / 'rows.jsonl'}") as (other, process):
-        assert process.wait(120) == 0, other.text
+        assert process.wait(240) == 0, other.text
         assert re.search(r"held-out loss.*of \d+ rows", other.text) and re.search(r"answers.*of \d+ batches", other.text)
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert SLOW.search(page) and '"state":"stopped"' in page.replace(" ", "")

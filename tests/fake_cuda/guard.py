@@ -23,6 +23,6 @@ def compiled(cache: Path) -> Path:
         made = library.with_suffix(f".{os.getpid()}")
         libraries = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
         command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", str(SOURCE), "-o", str(made), *libraries]
-        subprocess.run(command, check=True, timeout=120)
+        subprocess.run(command, check=True, timeout=240)
         made.rename(library)
     return library

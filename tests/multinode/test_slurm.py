@@ -41,7 +41,7 @@ class Site:
         """Types `make slurm SUBMIT=1`, or another command, with these words."""
         submit = () if "SUBMIT=0" in words else ("SUBMIT=1",)
         words = (command, f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", "JSON=1", *submit, *words)
-        return run_program(list(words), self.environment, cwd=self.folder, timeout=120)
+        return run_program(list(words), self.environment, cwd=self.folder, timeout=240)
 
     def submit(self, name: str, *words: str) -> str:
         """Returns the number of the job."""

@@ -184,7 +184,7 @@ def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
     process = machines.train("orphan", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
     machines.until_step("orphan", 2)
     os.killpg(process.pid, signal.SIGKILL)
-    machines.all_free(0, 1, seconds=30)
+    machines.all_free(0, 1, seconds=240)
     assert list(machines.run("orphan").checkpoints.glob("step-*")), "the launchers had it saved"
 
 
@@ -206,7 +206,7 @@ def test_an_ssh_connection_that_breaks_ends_no_run(machines: Home) -> None:
     assert worlds(machines.run("loose")) == [2]
     here, there = (machines.run("loose", k).rank_log(1) for k in (0, 1))
     assert here.read_text() == there.read_text() != "", "logs come at the end"
-    machines.all_free(0, 1, seconds=30)
+    machines.all_free(0, 1, seconds=240)
 
 
 @pytest.mark.long

@@ -67,6 +67,7 @@ def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
         assert allocated(formula) == pytest.approx(allocated(exact), rel=0.05)
 
 
+@pytest.mark.quiet
 @pytest.mark.slow
 def test_a_model_of_70_billion_is_traced_in_little_time_and_known_in_less(program: Program, tmp_path: Path) -> None:
     """By processor time beside that of the imports which a trace begins with; what is known needs no torch."""

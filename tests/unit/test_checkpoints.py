@@ -147,6 +147,6 @@ def test_what_a_live_process_writes_is_left_alone_until_it_has_ended(run: RunFol
         assert {path.name for path in run.checkpoints.glob(".*")} == {".step-000004.replaced", ".step-000008.partial"}
         assert claim(run) is None, "one writer at a time"
         writer.kill()
-        writer.wait(30)
+        writer.wait(240)
     assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]
     assert newest_valid(run) == (run.checkpoint(4), [])

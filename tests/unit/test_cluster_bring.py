@@ -187,7 +187,7 @@ def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / odd).write_text("x")
     (tmp_path / ".gitignore").write_text("*.log\n")
     for words in (["init", "-q"], ["add", "-f", *names, odd]):
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, timeout=30)
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, timeout=240)
     (tmp_path / "gone.py").unlink()
     (tmp_path / "kept.py").write_text("modified")
     monkeypatch.setattr(bring, "project", lambda: tmp_path)
@@ -201,7 +201,7 @@ def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty list would send nothing, and compare nothing without a word; an installed package is in no checkout."""
-    subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True, timeout=30)
+    subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True, timeout=240)
     (tmp_path / "empty" / "new.py").write_text("x")
     for place, why in ((tmp_path / "empty", "nothing was added"), (tmp_path, "not a git repository")):
         monkeypatch.setattr(bring, "project", lambda place=place: place)

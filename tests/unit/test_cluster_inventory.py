@@ -146,7 +146,7 @@ def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
     assert words[:2] == ["ssh", "-T"]
     assert {"BatchMode=yes", "StrictHostKeyChecking=yes", "ConnectTimeout=5"} <= set(words)
     assert words[words.index("--") + 1] == "192.0.2.1"
-    done = subprocess.run(["sh", "-c", words[-1]], capture_output=True, text=True, check=True, timeout=10)
+    done = subprocess.run(["sh", "-c", words[-1]], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout == "".join(f"{word}|" for word in odd)
 
 

@@ -77,7 +77,7 @@ def test_a_signal_while_it_waits_ends_it_at_once() -> None:
     waiting = subprocess.Popen(command, env=environ, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert waiting.stderr is not None and "waiting up to" in waiting.stderr.readline()
     waiting.send_signal(signal.SIGTERM)
-    waiting.communicate(timeout=60)
+    waiting.communicate(timeout=240)
     assert waiting.returncode == 143
 
 
@@ -89,5 +89,5 @@ def test_a_signal_reaches_the_program() -> None:
     process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 75

@@ -120,11 +120,11 @@ pool.submit(int)
 def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, thread: str, found: set[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", f"{BEGIN}{thread}\nend(0)", str(tmp_path)], cwd=ROOT)
     try:
-        until(lambda: (tmp_path / "ready").exists() or child.poll() is not None, seconds=120)
-        assert child.wait(timeout=60) == 0
+        until(lambda: (tmp_path / "ready").exists() or child.poll() is not None, seconds=240)
+        assert child.wait(timeout=240) == 0
     finally:
         child.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=240)
     assert {path.name for path in tmp_path.iterdir()} - {"ready"} == found
 
 

@@ -79,7 +79,7 @@ def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(death: str, c
     words = [str(tmp_path / "worker.py"), str(tmp_path / "run"), death, PREFIX.format(rank=0) + REMOTE, "-m", "sft_play.train"]
     process = subprocess.run(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "run"), *words],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.returncode == code, process.stdout + process.stderr
     assert said in process.stdout

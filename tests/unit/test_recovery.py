@@ -124,6 +124,6 @@ def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool
         if freed:
             assert said.startswith("waiting until the memory of the processes that have ended is free")
             becomes(tmp_path, replace(pair, cards=(replace(first, free=1.0), second)))
-        _, rest = process.communicate(timeout=30)
+        _, rest = process.communicate(timeout=240)
     assert process.returncode == 0
     assert ("still held after 0 s" in said + rest) is not freed

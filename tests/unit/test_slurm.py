@@ -59,7 +59,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     slurm = SlurmConfig(array="3", setup=["if true; then", "  :", "fi"])
     script = render(batch_job(slurm=slurm, tasks={3: ("demo-03", ["MODEL_NAME=a b"])}))
     words = ["shellcheck", "--shell=bash", "-"]
-    done = subprocess.run(words, input=script, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(words, input=script, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout
 
 
@@ -124,7 +124,7 @@ class Bench:
             "SLURM_NNODES": str(job.nodes), "SLURM_JOB_NODELIST": "n[1-2]", **variables,
         }  # fmt: skip
         done = subprocess.run(
-            ["bash", script], check=False, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, timeout=30
+            ["bash", script], check=False, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, timeout=240
         )  # fmt: skip
         assert (done.returncode, "\nrequeue 1234567" in f"\n{self.asked()}") == (code, requeued), done.stdout
         assert not list(self.logs.glob("*.??????")), "codes are left behind"

@@ -53,7 +53,7 @@ def test_other_rows_of_the_hub_are_refused_with_the_commit_to_pin() -> None:
 
 def run_git(folder: Path, *words: str) -> str:
     names = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *names, *words], cwd=folder, capture_output=True, text=True, timeout=30, check=True).stdout
+    return subprocess.run(["git", *names, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
 def test_the_git_state_is_the_commit_and_a_hash_of_what_differs_and_a_repository_starts_no_program(tmp_path: Path) -> None:

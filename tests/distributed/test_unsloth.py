@@ -1,0 +1,53 @@
+"""`tuning.backend: unsloth`, typed in the main environment, is carried out in that of `make install-unsloth`.
+
+On a CPU Unsloth computes with transformers and PEFT: environment, arguments, saving and resuming are proven here, and no kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import metrics
+from tests.launcher import Launcher
+from tests.programs import unavailable
+
+STEPS = 12
+WORDS = ("NUM_GPUS=2", f"TRAIN_MAX_STEPS={STEPS}", "TRAIN_SAVE_STEPS=2", "TRAIN_LOGGING_STEPS=1", "TRAIN_BF16=false")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, tiny: Path) -> Launcher:
+    if not Path(f"{sys.prefix}-unsloth", "bin", "python").is_file():
+        unavailable("`make install-unsloth` was not typed")
+    found = Launcher(tmp_path, tiny)
+    found.environment["CUDA_VISIBLE_DEVICES"] = ""
+    return found
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in metrics(run)]
+
+
+def test_it_trains_on_two_ranks_continues_after_a_kill_and_is_used_as_any_run(launcher: Launcher) -> None:
+    words = (f"CONFIG={launcher.config}", *WORDS)
+    assert (plain := launcher("train-distributed", *words, "RUN_NAME=plain", "TRAIN_PACKING=off")).code == 0, plain.err
+    unsloth, run = ("TUNING_BACKEND=unsloth",), launcher.runs / "killed"
+    with launcher.start("train-distributed", *words, *unsloth, name="killed") as started:
+        started.wait_for_step(5)
+        started.workers()
+    resumed = launcher("resume", "RUN=killed")
+    assert resumed.code == 0, resumed.err
+    assert losses(run) == pytest.approx(losses(launcher.runs / "plain"), abs=5e-6) and len(losses(run)) == STEPS
+
+    stamp = json.loads(launcher("stamp", "RUN=killed", "JSON=1").out)
+    assert "unsloth" in json.dumps(stamp) and "5.17.0" in json.dumps(stamp)
+    for command, more in (("merge", ("OUT=merged",)), ("infer", ("PROMPT=say 1",)), ("eval", ("EVAL_SAMPLES=2",))):
+        done = launcher(command, "RUN=killed", *more)
+        assert done.code == 0, (command, done.err)
+    assert list((launcher.folder / "merged").glob("*.safetensors"))
+    other = launcher("resume", "RUN=plain", "TUNING_BACKEND=unsloth")
+    assert other.code != 0 and "backend" in other.err, other.err
