@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from sft_play.config import data_rules, metrics, schedulers, trackers
+from sft_play.config import data_rules, metrics, optimizers, schedulers, trackers
 from sft_play.config.reader import Conflict, quoted
 from sft_play.config.schema import Config, ProfileSettings
 from sft_play.errors import HUB_LOGIN, TOKEN, UserError, without_tokens
@@ -296,5 +296,5 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     names, precision, profile, notify, evaluation, launch, warmup, slow_network, stages, layers, slices, paths, tokens, code, *data_rules.RULES,
-    *metrics.RULES, trackers.known_trackers,
+    *metrics.RULES, *optimizers.RULES, trackers.known_trackers,
 )  # fmt: skip

@@ -24,7 +24,6 @@ from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
-from sft_play.errors import DataError
 from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, use_our_settings
 from sft_play.evaluation.scores import (
     DEFAULT_METRICS,
@@ -268,7 +267,7 @@ def score_by_generation(
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
     is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is called with the batches of this rank, `alive` of every forward
     pass. `stop` may end it on all ranks with an exception. All ranks must call this together and get the same result.
-    Raise `ValueError` when there are no rows, `DataError` when a metric fails.
+    Raise `ValueError` when there are no rows.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -324,7 +323,7 @@ def score_by_generation(
         scores=scored.intervals,
         asked=len(rows),
         seconds=max(generated - started, 1e-9),
-        warnings=_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds),
+        warnings=(*scored.warnings, *_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds)),
     )
 
 
@@ -332,15 +331,10 @@ def _score(metrics: Sequence[str], references: Sequence[str], texts: Sequence[st
     """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
     found: dict[str, Any] = {}
     if ranks.first:
-        try:
-            found = {"scored": asdict(score_answers(metrics, references, texts))}
-        except DataError as error:  # the others wait for it
-            found = {"problem": {"message": error.message, "place": error.place, "hint": error.hint}}
+        found = asdict(score_answers(metrics, references, texts))
     found = ranks.broadcast(found)
-    if "problem" in found:
-        raise DataError(**found["problem"])
-    intervals = {name: Interval(**interval) for name, interval in found["scored"]["intervals"].items()}
-    return Scored(each=tuple(found["scored"]["each"]), intervals=intervals)
+    intervals = {name: Interval(**interval) for name, interval in found["intervals"].items()}
+    return Scored(each=tuple(found["each"]), intervals=intervals, warnings=tuple(found["warnings"]))
 
 
 def _warnings(predictions: Sequence[Prediction], metrics: Sequence[str], *, asked: int, seconds: float | None) -> tuple[str, ...]:

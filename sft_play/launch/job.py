@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
+from sft_play.config.optimizers import missing_optimizer
+from sft_play.config.schema import Config
 from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, load_user_json, refuse_contradictions
@@ -105,7 +107,7 @@ def read_options(
         deepspeed=deepspeed,
         fsdp=choices.fsdp,
         accelerate_config=path,
-        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing_trackers(loaded.config) if rehearsal)),
+        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing_packages(loaded.config) if rehearsal)),
     )
     if not rehearsal:
         _check(options, asked_strategy, node_rank_given=node_rank is not None)
@@ -267,7 +269,7 @@ class Job:
             source = "formula"
         try:
             return plan_by_source(request, source)
-        except HardwareError as error:
+        except UserError as error:
             raise explain_refusal(self.loaded, self.hardware, error) from None
 
     def world_size(self, before: Plan) -> int:
@@ -294,6 +296,11 @@ class Job:
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
 
 
+def missing_packages(config: Config) -> list[HardwareError]:
+    """Return each package that the configuration asks for and this environment lacks."""
+    return [*missing_trackers(config), *missing_optimizer(config)]
+
+
 def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
     """Return what a call asks for, on this machine."""
     node = _node(options)  # before a name is looked up for the model
@@ -305,7 +312,7 @@ def refuse_early(job: Job) -> None:
 
     Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
     """
-    raise_all(missing_trackers(job.loaded.config))
+    raise_all(missing_packages(job.loaded.config))
     try:
         plan = job.plan(None)
         refuse_contradictions(job.options.deepspeed, plan, job.loaded.config, job.shape)

@@ -76,6 +76,7 @@ def _decide(request: Request) -> Plan:
     division = divide(request, setup, rows_that_fit, reasons)
     batch, setup = division.batch, division.setup
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
+    choices.check_schedule(config, rate)
     costs = costs_of(request, division, max(batch.micro_batches))
     rank_plans = _rank_plans(request, division, costs)
     reasons += _explain_memory(request, setup, batch.accumulation, rank_plans)
@@ -96,7 +97,11 @@ def _decide(request: Request) -> Plan:
 
     eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(rows_that_fit)))
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
-    notice = explain_global_batch(config.train, len(request.data_devices), request.unit)
+    notices = [notice] if (notice := explain_global_batch(config.train, len(request.data_devices), request.unit)) else []
+    if config.train.optim not in ("auto", setup.optim):
+        notices.append(
+            f"`train.optim: {config.train.optim}` does not run: its states cannot be sharded by {setup.strategy}; {setup.optim} does"
+        )
     return Plan(
         **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.nodes if len(set(ranks.nodes)) > 1 else (), backend=cast(Any, backend),
         ranks=rank_plans, source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy),
@@ -106,7 +111,7 @@ def _decide(request: Request) -> Plan:
         seconds_per_step=seconds, total_seconds=total, epoch_seconds=seconds * per_epoch if seconds and per_epoch else None,
         energy_kwh=energy_kwh(ranks.devices, total), communication_share=speed.communication_share,
         communication_seconds=speed.communication_seconds, exchanges=network.exchanges(request, setup, speed.computing_seconds),
-        reasons=tuple(reasons), remedies=tuple(host_remedies), notices=(notice,) if notice else (),
+        reasons=tuple(reasons), remedies=tuple(host_remedies), notices=tuple(notices),
     )  # fmt: skip
 
 
