@@ -24,7 +24,7 @@ from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
-from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, use_our_settings
+from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, settings_for, use_our_settings
 from sft_play.evaluation.scores import (
     DEFAULT_METRICS,
     ROUGE,
@@ -37,6 +37,7 @@ from sft_play.evaluation.scores import (
     without_words,
 )
 from sft_play.files import remove_half_written, write_json, write_text
+from sft_play.model.rope import switch_length
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
@@ -281,6 +282,7 @@ def score_by_generation(
     if stop:
         stop.begin_evaluation()
     with _ready_to_generate(model, synced=synced, alive=alive) as ready:
+        settings = settings_for(ready, settings, longest=max(map(len, prompts)))
         together = share_size(len(rows), settings.batch_size) if refills(ready, settings, synced=synced) else settings.batch_size
         lengths = [len(prompt) for prompt in prompts]
         mine, rounds = share_batches(lengths, together, *ranks.model, spread_by=spread_by)
@@ -453,6 +455,7 @@ def score_run(
         chunk_head(model, plan.loss_chunk)
     batch_size = int(settings["batch_size"])
     layout = "unmasked" if plan.attn_implementation == VARLEN else plan.layout  # here it is sdpa, whose mask would be quadratic
+    layout = "padded" if switch_length(model) else layout  # only then it sees each row's length
 
     scored = 0
 

@@ -182,8 +182,12 @@ def choose_layout(request: Request, setup: Setup, rows: int, row_tokens: int, re
 
 
 def padded_layout(request: Request) -> Layout:
-    """Return how rows are padded: without an attention mask where a test proves that it changes nothing; unsloth's kernels need one."""
-    masked = request.config.tuning.backend == "unsloth" or request.shape.model_type not in UNMASKED_MODEL_TYPES
+    """Return how rows are padded: without an attention mask where a test proves that it changes nothing.
+
+    Unsloth's kernels need one, and LongRoPE each row's length (`model.rope`).
+    """
+    shape = request.shape
+    masked = request.config.tuning.backend == "unsloth" or shape.model_type not in UNMASKED_MODEL_TYPES or shape.moving_rope
     return "padded" if masked else "unmasked"
 
 

@@ -180,7 +180,9 @@ def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) ->
     most = min(request.shape.max_positions, LONGEST_ROW)
     cases = [setup]
     if setup.layout == "flattened" and not setup.pack_tokens:
-        cases.append(replace(setup, layout="unmasked"))  # what flattened rows turn into where their mask would not fit
+        cases.append(
+            replace(setup, layout=choices.padded_layout(request))
+        )  # what flattened rows turn into where their mask would not fit
     kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
     return min(max(request.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
 
