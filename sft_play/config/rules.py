@@ -256,6 +256,10 @@ def stages(config: Config) -> Iterator[Conflict]:
     for other, value in (("sequence_parallel", launch.sequence_parallel), ("tensor_parallel", launch.tensor_parallel)):
         if value > 1:
             yield Conflict(key, f", but `launch.{other}` is {value}", "omit one of the two")
+    if config.train.extra.get("neftune_noise_alpha"):
+        yield Conflict(
+            key, ", but with `train.neftune_noise_alpha` each row's noise is drawn where it is embedded", "omit one of the two"
+        )
     if tuning.backend == "unsloth" or config.model.trust_remote_code:
         who = "`tuning.backend: unsloth`" if tuning.backend == "unsloth" else "`model.trust_remote_code: true`"
         yield Conflict(key, f", but with {who} the model's layers cannot be shared out", "omit one of the two")

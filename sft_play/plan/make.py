@@ -24,6 +24,7 @@ EXPANDABLE = (
     "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
 )
 NATIVE = "allocator: no expandable_segments, for which WSL2's driver fails at the first allocation; more is lost between blocks"
+ROUTER_LOSS = "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: micro-batches cannot add up to that of the global batch"
 LONGEST_ROW = 2**22
 """Where the search for the longest row ends, for models that know no limit of positions."""
 
@@ -98,6 +99,8 @@ def _decide(request: Request) -> Plan:
     eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(rows_that_fit)))
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
     notices = [notice] if (notice := explain_global_batch(config.train, len(request.data_devices), request.unit)) else []
+    if shape.router_loss:
+        notices.append(ROUTER_LOSS)
     if config.train.optim not in ("auto", setup.optim):
         notices.append(
             f"`train.optim: {config.train.optim}` does not run: its states cannot be sharded by {setup.strategy}; {setup.optim} does"

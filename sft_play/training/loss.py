@@ -20,7 +20,7 @@ from sft_play.training.balance import turns_of
 from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.stop_request import ignore_stops
 
-NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
+NOT_FOR_THE_MODEL = ("targets", "rows", "lengths", "tokens")
 
 
 def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:

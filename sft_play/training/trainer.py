@@ -35,6 +35,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.balance import Balancer, together, turns_of
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
+from sft_play.training.noise import NEFTUNE, RowNoise
 from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of, uses_cpu_flag
 from sft_play.training.saving import Saver
@@ -88,7 +89,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     """Return every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
-    own = ("report_to", "disable_tqdm")  # read by `training.trackers` and by the progress line
+    own = ("report_to", "disable_tqdm", NEFTUNE)  # read by `training.trackers`, the progress line and `training.noise`
     extra = {name: value for name, value in train.extra.items() if name not in own}
     # Between two micro-steps that FSDP2 does not reduce, every rank would hold the gradient of all weights in fp32.
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
@@ -213,6 +214,8 @@ class SftTrainer(Trainer):
         super().__init__(**arguments)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
         self.watch = Stopwatch(context.ranks.device)
+        alpha = context.config.train.extra.get(NEFTUNE)
+        self.noise = RowNoise(self.model, alpha, self.args.seed, context.ranks.part) if alpha else None
         self.spikes, self.balancer = SpikeGuard(context), Balancer(context, sampler, self.watch)
         self.saver = Saver(context, self, self.counters)
         self.finite = Finite(context, self, self.saver)
@@ -326,6 +329,8 @@ class SftTrainer(Trainer):
         """
         assert num_items_in_batch is not None and not return_outputs
         self.context.activity.next_batch(inputs["rows"])
+        if self.noise is not None:
+            self.noise.begin(inputs, self.state.global_step)
         total = token_loss_sum(model, inputs)
         self.watch.passed(total)
         sums = [total.detach().double(), label_tokens(inputs).double()]

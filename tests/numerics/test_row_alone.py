@@ -12,6 +12,7 @@ from sft_play.data.batches import Collator
 from sft_play.evaluation.generation import AnswerSettings, answer_all
 from sft_play.model.rope import choose_factors_by_row, switch_length
 from sft_play.training.loss import token_loss_sum
+from sft_play.training.noise import RowNoise
 from tests.families import VOCAB, tiny_model
 
 SWITCH = 24
@@ -94,3 +95,31 @@ def test_longrope_answers_do_not_depend_on_their_batch(rows: list[dict[str, Any]
     assert [answer.tokens for answer in together] == [len([t for t in one if t != tokenizer.eos_token_id]) for one in alone]
     texts = [tokenizer.decode(one, skip_special_tokens=True).strip() for one in alone]
     assert [answer.text.strip() for answer in together] == texts
+
+
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+def test_noise_goes_by_each_row_and_is_of_neftunes_size(layout: str, rows: list[dict[str, Any]]) -> None:
+    embedding = torch.nn.Embedding(VOCAB, 32)
+    holder = torch.nn.Module()
+    holder.get_input_embeddings = lambda: embedding  # type: ignore[assignment]
+    noise, collate = RowNoise(holder, 5.0, 1, (0, 1)), Collator(layout, 0)
+
+    def added(batch: list[dict[str, Any]], step: int = 3) -> list[torch.Tensor]:
+        made = collate(batch)
+        noise.begin(made, step)
+        found = embedding(made["input_ids"]) - embedding.weight[made["input_ids"]]
+        lengths = [len(row["input_ids"]) for row in batch]
+        lines = (
+            found[0].split(lengths)
+            if layout == "flattened"
+            else [line[:length] for line, length in zip(found, lengths, strict=True)]
+        )
+        return [line.detach() for line in lines]
+
+    for row, together in zip(rows, added(rows), strict=True):
+        torch.testing.assert_close(together, added([row])[0])
+        most = 5.0 / (len(row["input_ids"]) * 32) ** 0.5  # transformers' size, of a row that is alone in its pass
+        assert 0.9 * most < float(together.abs().max()) <= most * (1 + 1e-6)
+        assert not torch.equal(together, added([row], step=4)[0])
+    embedding.eval()
+    assert not any(line.any() for line in added(rows))

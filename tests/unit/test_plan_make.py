@@ -164,3 +164,11 @@ def test_no_typed_micro_batch_is_faster_than_the_automatic_one(hardware: str, ch
 def test_more_micro_steps_than_rows_are_refused() -> None:
     text = message(UserError, grad_accum=1_000_000)
     assert "a step has 32 rows: 999968 micro-steps would be empty" in text and "TRAIN_GRAD_ACCUM=32 at most" in text
+
+
+def test_a_balancing_loss_that_is_asked_for_is_said_to_be_off() -> None:
+    from sft_play.plan.architecture import asks_for_router_loss
+
+    assert asks_for_router_loss({"text_config": {"output_router_logits": True}}) and not asks_for_router_loss({})
+    plan = plan_of(more={"shape": replace(SHAPE, router_loss=True)})
+    assert "balancing loss" in plan.notices[0] and not plan_of().notices
