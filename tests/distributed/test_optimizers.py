@@ -109,7 +109,8 @@ def test_an_optimizer_is_refused_by_name_or_with_its_package(word: str, tiny: Pa
     elif start and importlib.util.find_spec(PACKAGES[start][0]):
         assert in_process("plan", f"CONFIG={config}").code == (3 if word == "galore_adamw_8bit" else 0)
     else:
-        in_process("train", f"CONFIG={config}").refused(3, f"`train.optim` is `{word}`, which needs", f"install -c constraints.txt {PACKAGES[start or ''][1]}")  # fmt: skip
+        said = f"install -c constraints.txt {PACKAGES[start or ''][1]}"
+        in_process("train", f"CONFIG={config}").refused(3, f"`train.optim` is `{word}`, which needs", said)
     assert not (tmp_path / "runs").exists()
 
 
