@@ -87,6 +87,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
     activity.enter("saving", step=trainer.state.global_step)  # from here on a stop lets the model be written
     trainer.shard_proof.save(context)
     saver.tidy(wait_seconds=END_SECONDS)
+    trainer.show_scored_weights()
     model_step = publish_model(context, trainer)
     if context.ranks.first:
         facts = summary(trainer, time.time() - started, resumed=checkpoint is not None)

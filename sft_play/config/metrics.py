@@ -125,7 +125,7 @@ def best_model(config: Config) -> Iterator[Conflict]:
         return
     if bare.partition("/")[0] not in OF_LOSS and train.predict_with_generate is not True:
         yield Conflict(BEST, ", but no answers are generated while training", "set `train.predict_with_generate: true`")
-    if bare != "loss" and (why := _never_evaluated(config)):  # loss is the default, and no sign that anybody waits for it
+    if bare != "loss" and (why := never_evaluated(config)):  # loss is the default, and no sign that anybody waits for it
         yield Conflict(BEST, f", but nothing is evaluated while training: {why}", VALIDATE)
     better, said = higher_is_better(bare), train.extra.get("greater_is_better")
     if better is None and said is None:
@@ -137,7 +137,7 @@ def best_model(config: Config) -> Iterator[Conflict]:
 
 def needs_evaluation(config: Config) -> Iterator[Conflict]:
     """What `train.load_best_model_at_end` and stopping early need."""
-    train, why = config.train, _never_evaluated(config)
+    train, why = config.train, never_evaluated(config)
     for key in ("load_best_model_at_end", "early_stopping_patience"):
         if getattr(train, key) not in (False, None) and why:
             yield Conflict(f"train.{key}", f", but nothing is evaluated while training: {why}", VALIDATE)
@@ -148,7 +148,7 @@ def needs_evaluation(config: Config) -> Iterator[Conflict]:
         yield Conflict("train.early_stopping_threshold", text, "TRAIN_EARLY_STOPPING_PATIENCE=3")
 
 
-def _never_evaluated(config: Config) -> str:
+def never_evaluated(config: Config) -> str:
     """Return why nothing is evaluated while training; empty where something is."""
     if config.train.eval_strategy == "no":
         return "`train.eval_strategy` is `no`"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from sft_play.config import data_rules, metrics, schedulers, trackers
+from sft_play.config import data_rules, metrics, optimizers, schedulers, trackers
 from sft_play.config.reader import Conflict, quoted
 from sft_play.config.schema import Config, ProfileSettings
 from sft_play.errors import HUB_LOGIN, TOKEN, UserError, mask, without_tokens
@@ -240,6 +240,10 @@ def stages(config: Config) -> Iterator[Conflict]:
     for other, value in (("sequence_parallel", launch.sequence_parallel), ("tensor_parallel", launch.tensor_parallel)):
         if value > 1:
             yield Conflict(key, f", but `launch.{other}` is {value}", "omit one of the two")
+    if config.train.extra.get("neftune_noise_alpha"):
+        yield Conflict(
+            key, ", but with `train.neftune_noise_alpha` each row's noise is drawn where it is embedded", "omit one of the two"
+        )
     if tuning.backend == "unsloth" or config.model.trust_remote_code:
         who = "`tuning.backend: unsloth`" if tuning.backend == "unsloth" else "`model.trust_remote_code: true`"
         yield Conflict(key, f", but with {who} the model's layers cannot be shared out", "omit one of the two")
@@ -280,5 +284,5 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     names, precision, profile, notify, evaluation, launch, warmup, slow_network, stages, layers, slices, paths, tokens, code, *data_rules.RULES,
-    *metrics.RULES, trackers.known_trackers,
+    *metrics.RULES, *optimizers.RULES, trackers.known_trackers,
 )  # fmt: skip

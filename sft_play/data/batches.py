@@ -190,7 +190,8 @@ class Collator:
     Where `attention` tells rows apart by their lengths, a flattened batch has them (`lengths_of`).
 
     An empty micro-batch gives one dummy line with one ignored target: its loss is 0 and its gradients are 0, but every
-    collective operation of a step still happens. `rows` keeps the rows' ids and `tokens` counts theirs; neither reaches the model.
+    collective operation of a step still happens. `rows` and `lengths` keep the rows' ids and lengths, `tokens` counts theirs; none reaches
+    the model.
 
     `part` (i, N): of a flattened line, made longer by a row of padding where N does not divide it, only slice i of N equal ones, its
     targets and tokens; the lengths stay those of the whole line (`model.parallel`).
@@ -213,6 +214,7 @@ class Collator:
         parts = [(list(row["input_ids"]), list(row["labels"])) for row in rows]
         batch = self._flattened(parts) if self.layout == "flattened" else self._padded(parts)
         batch["rows"] = [int(row.get("row", -1)) for row in rows]
+        batch["lengths"] = [len(tokens) for tokens, _ in parts]
         whole, (which, number) = sum(len(tokens) for tokens, _ in parts), self.part
         width = batch["input_ids"].shape[1]
         batch["tokens"] = whole if number == 1 else len(range(whole)[which * width : (which + 1) * width])

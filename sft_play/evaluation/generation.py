@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from sft_play.data.answers import Said, marks_of, parts_of
 from sft_play.data.chat import check_written, has_tools
 from sft_play.data.turns import Message
 from sft_play.errors import DataError
+from sft_play.model.rope import switch_length, switches_within
 from sft_play.model.tokenizer import ends_of_answers, write_chat
 from sft_play.text import Show
 
@@ -103,6 +104,7 @@ def answer_all(
 ) -> list[Answer]:
     """Answers prompts (lists of tokens) in batches of similar length, padded on the left; return answers in the given order."""
     use_our_settings(model)
+    settings = settings_for(model, settings, longest=max(map(len, prompts), default=0))
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     answers: dict[int, Answer] = {}
     for start in range(0, len(order), settings.batch_size):
@@ -111,6 +113,11 @@ def answer_all(
         if progress:
             progress(len(answers), len(prompts))
     return [answers[index] for index in range(len(prompts))]
+
+
+def settings_for(model: Any, settings: AnswerSettings, *, longest: int) -> AnswerSettings:
+    """Return the settings for prompts of at most `longest` tokens: one at a time where rotary factors may change within an answer."""
+    return replace(settings, batch_size=1) if switches_within(model, longest + settings.max_new_tokens) else settings
 
 
 def answer_batch(
@@ -150,9 +157,10 @@ def answer_batch(
 def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
     """Whether prompts take the places of answers that have ended, and may therefore be given in more than a batch.
 
-    Not where ranks must take equally many steps, where beams need each other, nor with Unsloth's own `generate`.
+    Not where ranks must take equally many steps, where beams need each other, where the model's own `generate` changes rotary factors, nor
+    with Unsloth's.
     """
-    return not synced and settings.num_beams == 1 and "generate" not in vars(model)
+    return not synced and settings.num_beams == 1 and "generate" not in vars(model) and switch_length(model) is None
 
 
 def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:

@@ -25,8 +25,7 @@ from sft_play.config.schema import Config
 from sft_play.data.answers import Said, compare_parts
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
-from sft_play.errors import DataError
-from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, use_our_settings
+from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, settings_for, use_our_settings
 from sft_play.evaluation.scores import (
     DEFAULT_METRICS,
     ROUGE,
@@ -39,6 +38,7 @@ from sft_play.evaluation.scores import (
     without_words,
 )
 from sft_play.files import remove_half_written, write_json, write_text
+from sft_play.model.rope import switch_length
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
@@ -270,7 +270,7 @@ def score_by_generation(
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
     is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is called with the batches of this rank, `alive` of every forward
     pass. `stop` may end it on all ranks with an exception. All ranks must call this together and get the same result.
-    Raise `ValueError` when there are no rows, `DataError` when a metric fails.
+    Raise `ValueError` when there are no rows.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -284,6 +284,7 @@ def score_by_generation(
     if stop:
         stop.begin_evaluation()
     with _ready_to_generate(model, synced=synced, alive=alive) as ready:
+        settings = settings_for(ready, settings, longest=max(map(len, prompts)))
         together = share_size(len(rows), settings.batch_size) if refills(ready, settings, synced=synced) else settings.batch_size
         lengths = [len(prompt) for prompt in prompts]
         mine, rounds = share_batches(lengths, together, *ranks.model, spread_by=spread_by)
@@ -327,7 +328,7 @@ def score_by_generation(
         scores=scored.intervals,
         asked=len(rows),
         seconds=max(generated - started, 1e-9),
-        warnings=_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds),
+        warnings=(*scored.warnings, *_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds)),
     )
 
 
@@ -335,15 +336,10 @@ def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ra
     """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
     found: dict[str, Any] = {}
     if ranks.first:
-        try:
-            found = {"scored": asdict(score_said(metrics, pairs))}
-        except DataError as error:  # the others wait for it
-            found = {"problem": {"message": error.message, "place": error.place, "hint": error.hint}}
+        found = asdict(score_said(metrics, pairs))
     found = ranks.broadcast(found)
-    if "problem" in found:
-        raise DataError(**found["problem"])
-    intervals = {name: Interval(**interval) for name, interval in found["scored"]["intervals"].items()}
-    return Scored(each=tuple(found["scored"]["each"]), intervals=intervals)
+    intervals = {name: Interval(**interval) for name, interval in found["intervals"].items()}
+    return Scored(each=tuple(found["each"]), intervals=intervals, warnings=tuple(found["warnings"]))
 
 
 def _warnings(predictions: Sequence[Prediction], metrics: Sequence[str], *, asked: int, seconds: float | None) -> tuple[str, ...]:
@@ -462,6 +458,7 @@ def score_run(
         chunk_head(model, plan.loss_chunk)
     batch_size = int(settings["batch_size"])
     layout = "unmasked" if plan.attn_implementation == VARLEN else plan.layout  # here it is sdpa, whose mask would be quadratic
+    layout = "padded" if switch_length(model) else layout  # only then it sees each row's length
 
     scored = 0
 

@@ -74,7 +74,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval.around(float(array.mean()), means, n=len(array))
 
 
-Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float] | None, Interval]]
+Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float | None] | None, Interval]]
 """Gives, of references and answers in the order of the rows, a score for each answer alone (`None` where one has none), and the score of all."""
 
 
@@ -203,17 +203,33 @@ class LibraryMetric:
             raise DataError(f"the metric `{self.metric}` cannot score texts: {said}", hint=hint) from error
         return self._number(found or {})
 
-    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float] | None, Interval]:
-        """Return the metric of each answer alone, where their mean is the metric of all, and that with its interval."""
-        single = [self.compute([reference], [answer]) for reference, answer in zip(references, answers, strict=True)]
-        total = self.compute(references, answers)
-        if math.isclose(sum(single) / len(single), total, rel_tol=1e-6, abs_tol=1e-9):
-            return single, mean_interval(single)
+    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float | None] | None, Interval]:
+        """Return the metric of each answer alone, where their mean is the metric of all, and that with its interval.
+
+        Where all answers together cannot be scored, those that cannot be scored alone are left out; the interval's `n` counts the others.
+        Raise `DataError` where none can be.
+        """
+        single = [self._score_of([one], [answer]) for one, answer in zip(references, answers, strict=True)]
+        total = self._score_of(references, answers)
+        if total is None:
+            scored = [index for index, value in enumerate(single) if value is not None] or range(len(answers))
+            references, answers = [references[i] for i in scored], [answers[i] for i in scored]
+            total = self.compute(references, answers)
+        values = [value for value in single if value is not None]
+        if len(values) == len(answers) and math.isclose(sum(values) / len(values), total, rel_tol=1e-6, abs_tol=1e-9):
+            return single, mean_interval(values)
         again = [
-            self.compute([references[i] for i in picks], [answers[i] for i in picks])
+            self._score_of([references[i] for i in picks], [answers[i] for i in picks])
             for picks in resamples(len(answers), times=FEW_RESAMPLES)
         ]
-        return None, Interval.around(total, again, n=len(answers))
+        return None, Interval.around(total, [value for value in again if value is not None] or [total], n=len(answers))
+
+    def _score_of(self, references: Sequence[str], answers: Sequence[str]) -> float | None:
+        """Return the metric, `None` where it fails or is no finite number: of an answer without words, for one."""
+        try:
+            return self.compute(references, answers)
+        except DataError:
+            return None
 
     def _number(self, found: Mapping[str, Any]) -> float:
         numbers = {}
@@ -276,7 +292,9 @@ class Scored:
     each: tuple[Mapping[str, float], ...]
     """For each answer: metric -> its score; a metric that has none for a single answer is left out."""
     intervals: Mapping[str, Interval]
-    """Metric -> score of all answers."""
+    """Metric -> score of all answers that it could score."""
+    warnings: tuple[str, ...] = ()
+    """What is not measured, or not of all answers, and why."""
 
 
 def scorer_of(name: str) -> Score:
@@ -290,7 +308,7 @@ def scorer_of(name: str) -> Score:
 def score_answers(
     names: Sequence[str], references: Sequence[str], answers: Sequence[str], *, other_calls: Sequence[bool] = ()
 ) -> Scored:
-    """Return what the metrics of these names (`eval.metrics`) say of `answers`. Raise `ValueError` for no answers.
+    """Return what the metrics of these names (`eval.metrics`) say of `answers`; one that fails is a warning. Raise `ValueError` for no answers.
 
     `other_calls`: which answers call otherwise than their references. They match none, however alike their words are once normalised.
     """
@@ -298,14 +316,23 @@ def score_answers(
         raise ValueError("no answers to score")
     each: list[dict[str, float]] = [{} for _ in answers]
     intervals: dict[str, Interval] = {}
-    for name, score in [(short_name(name), scorer_of(name)) for name in names]:
-        single, intervals[name] = score(references, answers)
-        if name == "exact_match" and single and any(other_calls):
+    warnings: list[str] = []
+    for entry in names:
+        name = short_name(entry)
+        try:
+            single, intervals[name] = scorer_of(entry)(references, answers)
+        except DataError as error:
+            warnings.append(f"`{name}` is left out: {error.message}")
+            continue
+        if short_name(entry) == "exact_match" and single and any(other_calls):
             single = [0.0 if other else value for value, other in zip(single, other_calls, strict=True)]
-            intervals[name] = mean_interval(single)
+            intervals[name] = mean_interval([value for value in single if value is not None])
+        if (skipped := len(answers) - intervals[name].n) > 0:
+            warnings.append(f"`{name}` is of {intervals[name].n} of {len(answers)} answers: it cannot score the other {skipped}")
         for row, value in zip(each, single or (), strict=single is not None):
-            row[name] = value
-    return Scored(each=tuple(each), intervals=intervals)
+            if value is not None:
+                row[name] = value
+    return Scored(each=tuple(each), intervals=intervals, warnings=tuple(warnings))
 
 
 def score_said(names: Sequence[str], pairs: Sequence[tuple[Said, Said]]) -> Scored:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from sft_play.data.batches import Batch
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 from sft_play.evaluation.held_out import (
     GenerationResult,
     HeldOut,
@@ -25,9 +25,10 @@ from sft_play.evaluation.held_out import (
 from sft_play.files import side_file
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.text import tell
+from sft_play.training.faults import ran_out_of_memory
 from sft_play.training.ranks import TrainContext
 from sft_play.training.states.layout import ShardProof
-from sft_play.training.stopping import StopOnRequest
+from sft_play.training.stopping import EvaluationStopped, StopOnRequest
 
 SHARDED = ("zero3", "fsdp2")
 """Strategies under which every forward pass is a collective operation."""
@@ -70,8 +71,7 @@ class WhileTraining:
         if how_fast and step:
             print(f"evaluation: {reason}", flush=True)
         said = f"evaluation speed: loss {held_out.rows_per_second:,.1f} rows/s"
-        if generate:
-            result = self._answers(trainer, rows, ready, held_out)
+        if generate and (result := self._try_answers(trainer, rows, ready, held_out)):
             metrics |= result.metrics()
             slower = held_out.rows_per_second / metrics["eval_answers_per_second"]
             said += f", answers {metrics['eval_answers_per_second']:,.2f} rows/s (1 for {slower:,.1f} of loss alone)"
@@ -103,6 +103,22 @@ class WhileTraining:
         model.train()
         self.shard_proof.rows_scored = scored
         return found
+
+    def _try_answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult | None:
+        """Return the answers and their scores; `None`, with a warning, where they failed: nothing that only scores ends a training.
+
+        Of several ranks one alone may have failed, and the others wait for it; a shortage of memory has its own remedy.
+        """
+        try:
+            return self._answers(trainer, rows, ready, held_out)
+        except EvaluationStopped:
+            raise
+        except Exception as error:
+            if self.context.ranks.world > 1 or ran_out_of_memory(error):
+                raise
+            said = f"{type(error).__name__}: {first_line(error)}"
+            tell(f"evaluation: the answers after step {trainer.state.global_step} are not scored: {said}; training continues")
+            return None
 
     def _answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
         context, config, step = self.context, self.context.config, trainer.state.global_step

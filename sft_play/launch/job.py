@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
+from sft_play.config.optimizers import missing_optimizer
 from sft_play.config.schema import Config
 from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
@@ -110,7 +111,7 @@ def read_options(
         fsdp=choices.fsdp,
         accelerate_config=path,
         cpu=choices.cpu,
-        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing_trackers(loaded.config) if rehearsal)),
+        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing_packages(loaded.config) if rehearsal)),
     )
     if choices.cpu:
         leave_gpus(path)
@@ -283,7 +284,7 @@ class Job:
             source = "formula"
         try:
             return plan_by_source(request, source)
-        except HardwareError as error:
+        except UserError as error:
             raise explain_refusal(self.loaded, self.hardware, error) from None
 
     def world_size(self, before: Plan) -> int:
@@ -310,6 +311,11 @@ class Job:
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
 
 
+def missing_packages(config: Config) -> list[HardwareError]:
+    """Return each package that the configuration asks for and this environment lacks."""
+    return [*missing_trackers(config), *missing_optimizer(config)]
+
+
 def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
     """Return what a call asks for, on this machine."""
     node = _node(options)  # before a name is looked up for the model
@@ -321,7 +327,7 @@ def refuse_early(job: Job) -> None:
 
     Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
     """
-    raise_all(missing_trackers(job.loaded.config))
+    raise_all(missing_packages(job.loaded.config))
     try:
         plan = job.plan(None)
         refuse_files(job.options, plan, job.loaded.config, job.shape)

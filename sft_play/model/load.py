@@ -35,6 +35,7 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora
 from sft_play.model.parallel import all_layers, freeze_others, keep_outline, stage_class
 from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisation_of, refuse_embedded_adapter, runs_code
+from sft_play.model.rope import choose_factors_by_row
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import TEXT_WITHIN, WITHOUT_SDPA, fuses_adapters
@@ -233,6 +234,7 @@ def read_model(
     if quantization_config is not None and device in (None, "cpu"):
         let_go_of_files(model)
     kernels.keep_rows_apart(model)
+    choose_factors_by_row(model)
     return model
 
 

@@ -183,7 +183,8 @@ def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = F
         if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
             return shape_from_config(config)
         try:
-            return replace(_count_model(config, place), moving_rope=has_moving_rope(config))
+            counted = _count_model(config, place)
+            return replace(counted, moving_rope=has_moving_rope(config), router_loss=asks_for_router_loss(config))
         except DataError:
             if not (trusts_code and config.get("auto_map")):
                 raise
@@ -241,6 +242,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         sliding_window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0,
         moving_rope=has_moving_rope(config),
+        router_loss=asks_for_router_loss(config),
     )
 
 
@@ -250,6 +252,11 @@ def has_moving_rope(config: Mapping[str, Any]) -> bool:
     settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
     found = [str(one.get("rope_type") or one.get("type")) for one in (settings, *settings.values()) if isinstance(one, Mapping)]
     return any(kind in ("longrope", "su") or "dynamic" in kind for kind in found)
+
+
+def asks_for_router_loss(config: Mapping[str, Any]) -> bool:
+    """Return whether a parsed `config.json` adds the router's balancing loss to the loss."""
+    return any(bool(part.get("output_router_logits")) for part in (config, config.get("text_config") or {}))
 
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:

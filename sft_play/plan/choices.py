@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, cast
 
+from sft_play.config.optimizers import BITSANDBYTES, OPTIM, TWO_FACED, WHOLE_PARAMETERS, WITHOUT_WARMUP, begins, lr_settings
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Device
@@ -29,13 +30,8 @@ from sft_play.plan.shape import (
     WITHOUT_SDPA,
     ModelShape,
 )
-from sft_play.text import gib
+from sft_play.text import gib, plural
 
-GPU_ONLY_OPTIMIZERS = frozenset({
-    "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw", "adamw_8bit", "adamw_bnb_8bit", "adamw_apex_fused", "paged_lion_8bit",
-    "paged_lion_32bit", "lion_8bit", "lion_32bit", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit", "ademamix", "rmsprop_bnb",
-    "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
-})  # fmt: skip
 LARGE_STATES = 0.03
 """Share of a card's memory above which adapters' states are worth bitsandbytes' paged ones, which wait for the card after every tensor."""
 ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
@@ -186,24 +182,25 @@ def choose_layout(request: Request, setup: Setup, rows: int, row_tokens: int, re
 
 
 def padded_layout(request: Request) -> Layout:
-    """Return how rows are padded: without an attention mask where a test proves that it changes nothing; unsloth's kernels need one."""
-    masked = request.config.tuning.backend == "unsloth" or request.shape.model_type not in UNMASKED_MODEL_TYPES
+    """Return how rows are padded: without an attention mask where a test proves that it changes nothing.
+
+    Unsloth's kernels need one, and LongRoPE each row's length (`model.rope`).
+    """
+    shape = request.shape
+    masked = request.config.tuning.backend == "unsloth" or shape.model_type not in UNMASKED_MODEL_TYPES or shape.moving_rope
     return "padded" if masked else "unmasked"
 
 
 def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
-    """Return the optimizer that runs; one that needs a GPU becomes the nearest one elsewhere."""
+    """Return the optimizer that runs. Raise for one that cannot run here as typed."""
     config, strategy = request.config, setup.strategy
     wanted, replicas = config.train.optim, strategy in ("single", "ddp")
     # The fused kernel needs no copies of the weights. It takes a loss scaler's tensors beside shards of others only without FSDP2.
     fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
     chosen, why = "adamw_torch_fused" if fused else "adamw_torch", "AdamW"
-    if wanted != "auto" and (wanted not in GPU_ONLY_OPTIMIZERS or (replicas and setup.device == "cuda")):
+    if wanted != "auto" and (replicas or wanted not in BITSANDBYTES):
+        _check_optimizer(config, setup)
         return wanted
-    if wanted != "auto" and setup.device == "cpu":
-        nearest = "rmsprop" if wanted.startswith("rmsprop") else "adamw_torch"
-        reasons.append(f"optimizer {nearest} instead of {wanted}, which needs a GPU")
-        return nearest
     if wanted != "auto":
         reasons.append(f"optimizer {chosen} instead of {wanted}: its states cannot be sharded by {strategy}")
         return chosen
@@ -214,6 +211,23 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
         why = f"AdamW's states of these adapters are {states / GIB:.1f} GiB, more than {LARGE_STATES:.0%} of the memory"
     reasons.append(f"optimizer {chosen}: {why}")
     return chosen
+
+
+def _check_optimizer(config: Config, setup: Setup) -> None:
+    """Raise `UserError` or `HardwareError` for a typed optimizer that this strategy or device does not allow."""
+    wanted, whole = config.train.optim, setup.strategy in ("single", "ddp") and setup.tensor_parallel == 1
+    if begins(wanted, WHOLE_PARAMETERS) and not whole:
+        raise UserError(
+            f"`{OPTIM}` is `{wanted}`, which needs every parameter in one piece, and {setup.strategy} shares parameters out",
+            place=OPTIM, hint="`make train` or `make train-distributed`, or `train.optim: auto`",
+        )  # fmt: skip
+    if begins(wanted, (TWO_FACED,)) and config.launch.local_steps > 1:
+        raise UserError(
+            f"`{OPTIM}` is `{wanted}`, which averages weights itself, and so does `launch.local_steps: {config.launch.local_steps}`",
+            place=OPTIM, hint="omit one of the two",
+        )  # fmt: skip
+    if wanted == "galore_adamw_8bit" and setup.device == "cpu":
+        raise HardwareError(f"`{OPTIM}` is `{wanted}`, which needs a GPU", place=OPTIM, hint="TRAIN_OPTIM=galore_adamw")
 
 
 def choose_learning_rate(config: Config, reasons: Reasons) -> float:
@@ -257,10 +271,36 @@ def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons:
 
 
 def warmup(config: Config, steps: int | None) -> int | None:
-    """Return the steps over which the learning rate rises."""
-    if config.train.warmup_steps is not None:
-        return config.train.warmup_steps
-    return None if steps is None else math.ceil(config.train.warmup_ratio * steps)
+    """Return the steps over which the learning rate rises. Raise `UserError` for more than there are."""
+    train, schedule = config.train, config.train.lr_scheduler_type
+    if schedule in WITHOUT_WARMUP and not begins(train.optim, (TWO_FACED,)):
+        return 0
+    spare = schedule == "polynomial"  # it divides by the steps that are left
+    if train.warmup_steps is None:
+        return None if steps is None else min(math.ceil(train.warmup_ratio * steps), steps - spare)
+    if steps is not None and train.warmup_steps > steps - spare:
+        raise UserError(
+            f"`train.warmup_steps` is {train.warmup_steps}, but the run has {plural(steps, 'step')}"
+            + (", and `polynomial` needs one to decay" if spare else ""),
+            place="train.warmup_steps", hint=f"TRAIN_WARMUP_STEPS={steps // 10}, or leave it out",
+        )  # fmt: skip
+    return train.warmup_steps
+
+
+def check_schedule(config: Config, rate: float) -> None:
+    """Raise `UserError` for a schedule that cannot come down from this learning rate."""
+    train = config.train
+    settings = lr_settings(config)
+    if train.lr_scheduler_type == "polynomial" and rate <= (end := float(settings.get("lr_end", 1e-7))):
+        raise UserError(
+            f"`train.lr_scheduler_type` is `polynomial`, which ends at {end:g}, but the learning rate is {rate:g}",
+            place="train.lr_scheduler_type", hint="a larger TRAIN_LEARNING_RATE, or `lr_scheduler_kwargs: {lr_end: 0}`",
+        )  # fmt: skip
+    if settings.get("min_lr") and "cosine" in train.lr_scheduler_type and not rate:
+        raise UserError(
+            f"`train.lr_scheduler_kwargs.min_lr` is {settings['min_lr']:g}, but the learning rate is 0",
+            place="train.lr_scheduler_kwargs", hint="a TRAIN_LEARNING_RATE above 0, or `min_lr_rate` instead",
+        )  # fmt: skip
 
 
 def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"]:

@@ -34,6 +34,9 @@ EXPANDABLE = (
     "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
 )
 NATIVE = "allocator: no expandable_segments, for which WSL2's driver fails at the first allocation; more is lost between blocks"
+ROUTER_LOSS = (
+    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is no sum over micro-batches"
+)
 LONGEST_ROW = 2**22
 """Where the search for the longest row ends, for models that know no limit of positions."""
 
@@ -86,6 +89,7 @@ def _decide(request: Request) -> Plan:
     division = divide(request, setup, rows_that_fit, reasons)
     batch, setup = division.batch, division.setup
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
+    choices.check_schedule(config, rate)
     costs = costs_of(request, division, max(batch.micro_batches))
     rank_plans = _rank_plans(request, division, costs)
     reasons += _explain_memory(request, setup, batch.accumulation, rank_plans)
@@ -110,6 +114,12 @@ def _decide(request: Request) -> Plan:
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
     if notice := explain_global_batch(config.train, len(request.data_devices), request.unit):
         warnings.append(notice)
+    if shape.router_loss:
+        warnings.append(ROUTER_LOSS)
+    if config.train.optim not in ("auto", setup.optim):
+        warnings.append(
+            f"`train.optim: {config.train.optim}` does not run: its states cannot be sharded by {setup.strategy}; {setup.optim} does"
+        )
     return Plan(
         **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.nodes if len(set(ranks.nodes)) > 1 else (), backend=cast(Any, backend),
         ranks=rank_plans, source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy),
@@ -188,7 +198,9 @@ def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) ->
     most = min(request.shape.max_positions, LONGEST_ROW)
     cases = [setup]
     if setup.layout == "flattened" and not setup.pack_tokens:
-        cases.append(replace(setup, layout="unmasked"))  # what flattened rows turn into where their mask would not fit
+        cases.append(
+            replace(setup, layout=choices.padded_layout(request))
+        )  # what flattened rows turn into where their mask would not fit
     kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
     return min(max(request.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from sft_play.config.optimizers import BITSANDBYTES
 from sft_play.config.schema import Config
 from sft_play.plan.plan import Setup
 from sft_play.plan.shape import BY_LENGTHS, ModelShape, fuses_adapters, quantises_experts
@@ -35,7 +36,8 @@ OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
     "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0, "adafactor": 0.1, "sgd": 0.0,
     "paged_adamw_32bit": 8.0, "ademamix": 12.0, "paged_ademamix_32bit": 12.0, "adagrad": 4.0,
-    "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
+    "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02, "adamw_torch_8bit": 2.1,
+    "adamw_torch_4bit": 1.1, "grokadamw": 12.0, "schedule_free_sgd": 4.0,
 }  # fmt: skip
 """State per trained weight (bitsandbytes holds its 32-bit moments in fp32 whatever the weights are; AdEMAMix has three); everything
 else is taken for Adam: two moments in the type of the weights."""
@@ -143,7 +145,10 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
     weights, gradients = float(trained * width), float(trained * gradient_bytes(config, setup))
     # DeepSpeed steps fp32 master weights and moments, whatever the weights are.
     step_width = 4 if setup.zero else width
-    optimizer = trained * OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
+    each = OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
+    optimizer = trained * (
+        4 * round(each) if setup.device == "cpu" and setup.optim in BITSANDBYTES and "8bit" in setup.optim else each
+    )
     if setup.zero:
         optimizer += trained * 4
     buffers = slow_network_bytes(config, setup, trained, width)

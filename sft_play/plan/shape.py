@@ -113,6 +113,8 @@ class ModelShape:
     """Tokens that a token sees in most layers, itself included; 0 for all before it."""
     moving_rope: bool = False
     """Whether rotary angles depend on the longest position of a line (dynamic NTK, LongRoPE)."""
+    router_loss: bool = False
+    """Whether `config.json` asks for the router's balancing loss."""
     counted: Counted | None = None
     """What the model itself says where the formulas do not know the family."""
 

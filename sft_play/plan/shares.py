@@ -138,7 +138,7 @@ def _with_layout(request: Request, setup: Setup, batch: Batch, seconds: Seconds,
     """Return the setup with the layout of its rows: in one line where that is exact, fits, and is not slower than padding."""
     if setup.pack_tokens:
         return setup
-    padded, rows = replace(setup, layout="unmasked"), max(batch.micro_batches)
+    padded, rows = replace(setup, layout=choices.padded_layout(request)), max(batch.micro_batches)
     layout = choices.choose_layout(request, setup, rows, setup.row_tokens, reasons)
     flattened = replace(setup, layout=layout)
     if layout != "flattened" or rows == 1 or setup.attn_implementation in BY_LENGTHS:

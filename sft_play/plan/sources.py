@@ -17,7 +17,7 @@ from sft_play.config.call import Call
 from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
-from sft_play.errors import DataError, HardwareError, UserError
+from sft_play.errors import DataError, UserError
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.architecture import architecture_of, end_tracer, running_tracer, shape_of, versions
 from sft_play.plan.calibration import load_calibration
@@ -186,7 +186,7 @@ def hardware_of(call: Call) -> Hardware:
     return parse_hardware(described) if described else detect()
 
 
-def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: HardwareError) -> HardwareError:
+def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) -> UserError:
     """Return the refusal of a plan with where the key that it names was written.
 
     One of too little memory here gets the hardware that the preset is for: the file itself, or one that it extends.
@@ -214,7 +214,7 @@ def plan_for(
     )  # fmt: skip
     try:
         return plan_by_source(asked, source)
-    except HardwareError as error:
+    except UserError as error:
         raise explain_refusal(loaded, hardware, error) from None
 
 

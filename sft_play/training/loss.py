@@ -20,7 +20,7 @@ from sft_play.training.balance import turns_of
 from sft_play.training.loading import begin_loading, shorten_sockets
 from sft_play.training.ranks import Ranks, TrainContext
 
-NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
+NOT_FOR_THE_MODEL = ("targets", "rows", "lengths", "tokens")
 
 
 def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
+from sft_play.config.optimizers import BITSANDBYTES, LOW_RANK, begins
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.files import is_gone, open_own, write_json
 from sft_play.launch.process import Console
-from sft_play.plan.choices import GPU_ONLY_OPTIMIZERS
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
@@ -242,7 +242,7 @@ def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
     return (
         config.tuning.mode == "qlora"
         or config.tuning.backend == "unsloth"
-        or plan.optim in GPU_ONLY_OPTIMIZERS
-        or "8bit" in plan.optim
+        or plan.optim in BITSANDBYTES
+        or begins(plan.optim, LOW_RANK) is not None  # their packages import it
         or quantisation_of(Path(prepared.model.path)) is not None
     )

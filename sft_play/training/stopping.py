@@ -282,7 +282,7 @@ class StopOnRequest(TrainerCallback):
 
 
 class MissedEvaluation(TrainerCallback):
-    """Makes the evaluation that a request to stop ended, at the checkpoint from which a run continues.
+    """Takes up the evaluation that came after the checkpoint from which a run continues, or makes it where a stop or a fault ended it.
 
     `trainer` is the `SftTrainer`. Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone by then.
     """
@@ -294,22 +294,19 @@ class MissedEvaluation(TrainerCallback):
         if not state.global_step:
             return
         args.eval_on_start = False  # it was at the run's start; here it would be a second row of this step
-        if control.should_training_stop or not self.ends.evaluation_due(args, state):
+        known = any(row.get("step") == state.global_step and "eval_loss" in row for row in state.log_history)
+        if known or control.should_training_stop or not self.ends.evaluation_due(args, state):
             return
         trainer, context = self.trainer, self.trainer.context
         rows = rows_until(context.run.metrics, state.global_step)
-        if not context.ranks.broadcast(any(row["kind"] == "eval" and row["step"] == state.global_step for row in rows)):
-            trainer._determine_best_metric(trainer._evaluate(None, None), None)
-            trainer.saver.link_best()
+        made = [row for row in rows if row["kind"] == "eval" and row["step"] == state.global_step]
+        trainer.score(context.ranks.broadcast(made[-1] if made else None))
 
 
-def value_of(metrics: dict[str, Any], name: str) -> float:
-    """Return a metric of an evaluation. Raise `DataError` where it was not measured."""
-    key = name if name.startswith("eval_") else f"eval_{name}"
-    if metrics.get(key) is None:
-        known = ", ".join(f"`{one}`" for one in metrics if one.startswith("eval_"))
-        raise DataError(f"the evaluation has not measured `train.metric_for_best_model` (`{name}`)", hint=f"it measured {known}")
-    return float(metrics[key])
+def value_of(metrics: dict[str, Any], name: str) -> float | None:
+    """Return a metric of an evaluation; `None` where this one could not measure it, or it is no number."""
+    value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def is_better(value: float, best: float | None, *, greater: bool) -> bool:
@@ -342,6 +339,8 @@ class Patience(EarlyStoppingCallback):
             return
         name = args.metric_for_best_model
         value = value_of(metrics, name)
+        if value is None:
+            return
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter < self.patience:
             return

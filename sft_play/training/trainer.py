@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch import Tensor, distributed
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from sft_play.config.metrics import higher_is_better
+from sft_play.config.optimizers import BY_METRIC
 from sft_play.config.schema import Config
 from sft_play.config.trackers import OWN, trackers
 from sft_play.data.batches import Batch, GlobalBatchSampler
@@ -33,12 +35,14 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.balance import Balancer, together, turns_of
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
+from sft_play.training.noise import NEFTUNE, RowNoise
 from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of, uses_cpu_flag
 from sft_play.training.saving import Saver
 from sft_play.training.slow_network import LocalSteps, local_steps_of
 from sft_play.training.states import restore, restore_random
-from sft_play.training.states.layout import ShardProof
+from sft_play.training.states.facts import random_states_kept
+from sft_play.training.states.layout import ShardProof, inner_optimizer, whole_shape
 from sft_play.training.stopping import (
     EvaluationStopped,
     Finite,
@@ -66,23 +70,26 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
         _try_schedule(args)
     except ImportError as error:
         raise HardwareError(f"`train.` asks for a package that is not installed: {error}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(f"transformers refuses these settings of `train.`: {error}", place=str(run.config)) from error
     return args
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Make the learning rate's schedule once, only to try it: some need `train.lr_scheduler_kwargs`, and say so only then."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    """Make the learning rate's schedule once and ask it for every step, only to try it."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
     steps = {"num_warmup_steps": args.get_warmup_steps(args.max_steps), "num_training_steps": args.max_steps}
-    get_scheduler(args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    for rule in getattr(schedule, "lr_lambdas", ()):
+        for step in range(args.max_steps + 1):
+            rule(step)
 
 
 def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> dict[str, Any]:
     """Return every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
-    own = ("report_to", "disable_tqdm")  # read by `training.trackers` and by the progress line
+    own = ("report_to", "disable_tqdm", NEFTUNE)  # read by `training.trackers`, the progress line and `training.noise`
     extra = {name: value for name, value in train.extra.items() if name not in own}
     # Between two micro-steps that FSDP2 does not reduce, every rank would hold the gradient of all weights in fp32.
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
@@ -143,6 +150,8 @@ def reduce_in_fp32(plugin: Any) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
+UNDECAYED = re.compile(r"(?:^|\.)(?:A_log|D|time_mix_\w+)$")
+"""Of Mamba and its kin (`_no_weight_decay` in the authors' code), and RWKV's."""
 HISTORY = 16
 """Logged rows that transformers' state holds, in memory and in checkpoints; `metrics.jsonl` has all."""
 
@@ -205,6 +214,8 @@ class SftTrainer(Trainer):
         super().__init__(**arguments)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
         self.watch = Stopwatch(context.ranks.device)
+        alpha = context.config.train.extra.get(NEFTUNE)
+        self.noise = RowNoise(self.model, alpha, self.args.seed, context.ranks.part) if alpha else None
         self.spikes, self.balancer = SpikeGuard(context), Balancer(context, sampler, self.watch)
         self.saver = Saver(context, self, self.counters)
         self.finite = Finite(context, self, self.saver)
@@ -213,6 +224,7 @@ class SftTrainer(Trainer):
         self._micro_batches: list[Batch] = []
         """Of a step that a pipeline has not begun yet."""
         self._readings, self._lap, self._begun, self._logged_step = Readings(), Lap(self.watch), time.perf_counter(), 0
+        self._saved_step: int | None = None
         self._window = torch.zeros(4, dtype=torch.float64, device=context.ranks.device)
         """Since the last row of metrics: loss, label tokens, tokens, rows."""
 
@@ -307,6 +319,8 @@ class SftTrainer(Trainer):
         """
         assert num_items_in_batch is not None and not return_outputs
         self.context.activity.next_batch(inputs["rows"])
+        if self.noise is not None:
+            self.noise.begin(inputs, self.state.global_step)
         total = token_loss_sum(model, inputs)
         self.watch.passed(total)
         sums = [total.detach().double(), label_tokens(inputs).double()]
@@ -354,6 +368,11 @@ class SftTrainer(Trainer):
             model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient; the schedule goes on
         return norm
 
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Return what `train.weight_decay` applies to: matrices, without the state-space and time-mixing ones that their authors leave out."""
+        matrices = {name for name, one in model.named_parameters() if len(whole_shape(one)) > 1 and not UNDECAYED.search(name)}
+        return [name for name in super().get_decay_parameter_names(model) if name in matrices]
+
     def floating_point_ops(self, inputs: Batch) -> int:
         """Counted by the plan; the base class would walk over all parameters at every micro-step."""
         return 0
@@ -362,8 +381,15 @@ class SftTrainer(Trainer):
         """Nothing: the base class would add those zeros up over all ranks, and wait for that, at every log."""
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        """Log, save, then evaluate: nothing that only scores may cost a checkpoint. What evaluations change is taken up by a resumed run."""
         self.watch.enter("")
+        due, self.control.should_evaluate = self.control.should_evaluate, False
         super()._maybe_log_save_evaluate(*arguments, **named)
+        if due and not self.stop.stopped:
+            self.control.should_save = False
+            self.score()
+            if self.control.should_save:  # the best so far, or the last one
+                super()._maybe_log_save_evaluate(*arguments, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what each rank did since the last row, by one small collective operation."""
@@ -409,9 +435,29 @@ class SftTrainer(Trainer):
 
     # ---- Evaluation
 
+    def score(self, made: dict[str, Any] | None = None) -> None:
+        """Evaluate, or take up what `made`, a row of metrics, says of this step's evaluation: the best step, patience, the learning rate."""
+        if made is None:
+            metrics = self._evaluate(None, None, skip_scheduler=True)
+        else:
+            metrics = {name: value for name, value in made.items() if name.startswith("eval_")}
+            self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        value = value_of(metrics, self.args.metric_for_best_model or "loss")
+        if value is not None and self.args.lr_scheduler_type in BY_METRIC:
+            self.lr_scheduler.step(value)
+        self._determine_best_metric(metrics, None)
+        self.saver.link_best()
+
     def as_average(self) -> contextlib.AbstractContextManager[None]:
         """Within, the model has the weights that evaluations and checkpoints see: under local steps the ranks' average."""
         return contextlib.nullcontext() if self.local is None else self.local.averaged()
+
+    def show_scored_weights(self) -> None:
+        """Let an optimizer with two faces show the weights that are scored and saved; the next micro-step turns them again."""
+        inner = inner_optimizer(self.optimizer)
+        if callable(turn := getattr(inner, "eval", None)):
+            turn()
 
     def _evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Return the metrics, none where a request to stop ended the evaluation: the resumed run makes it again."""
@@ -428,7 +474,8 @@ class SftTrainer(Trainer):
         """Return token-weighted loss and perplexity of the validation rows, in all and per source, and scores of answers."""
         started = time.perf_counter()
         self.context.activity.enter("evaluating", step=self.state.global_step)
-        with self.as_average():
+        self.show_scored_weights()
+        with self.as_average(), random_states_kept():  # a run that continues from before it draws the same numbers
             metrics = self.evaluate_rows(self, self.eval_dataset if eval_dataset is None else eval_dataset)
         metrics["eval_seconds"] = time.perf_counter() - started
         self.log(dict(metrics))
@@ -442,7 +489,7 @@ class SftTrainer(Trainer):
         if name is None or not metrics:
             return False
         value = value_of(metrics, name)
-        if not is_better(value, self.state.best_metric, greater=bool(self.args.greater_is_better)):
+        if value is None or not is_better(value, self.state.best_metric, greater=bool(self.args.greater_is_better)):
             return False
         self.state.best_metric = value
         self.state.best_global_step = self.state.global_step
@@ -453,7 +500,11 @@ class SftTrainer(Trainer):
     # ---- Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save or begin to; a disk that cannot take it ends no run."""
+        """Save or begin to, once a step; a disk that cannot take it ends no run."""
+        if self._saved_step == self.state.global_step and self.saver.problem is None:
+            return
+        self._saved_step = self.state.global_step
+        self.show_scored_weights()
         self.saver.save()
         self._begun = time.perf_counter()
 

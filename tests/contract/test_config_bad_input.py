@@ -63,6 +63,25 @@ CASES = {
     "never evaluated": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=perplexity", "TRAIN_EVAL_STRATEGY=no"], "`train.eval_strategy` is `no`"),
     "local steps of shards": (GOOD + "launch: {strategy: zero3, local_steps: 2}\n", [], "`launch.local_steps` is 2"),
     "fp16 in local steps": (GOOD + "launch: {local_steps: 2}\n", ["TRAIN_FP16=true"], "with `train.fp16` each rank would skip other steps"),
+    "an optimizer per micro-batch": (GOOD + "train:\n  optim: lomo\n", [], "x.yaml:4: `train.optim` is `lomo`, which updates weights"),
+    "unsaved states": (GOOD, ["TRAIN_OPTIM=grokadamw"], "so no checkpoint can hold them\n\nhint: set `train.save_strategy: no`"),
+    "no targets": (GOOD, ["TRAIN_OPTIM=galore_adamw", "TRAIN_SAVE_STRATEGY=no"], "TRAIN_OPTIM_TARGET_MODULES=all-linear"),
+    "arguments of another": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=0.9,beta=1"], "has `beta`, which `sgd` does not take"),
+    "no argument": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum"], "which is no `name=value`"),
+    "a word for a number": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=much"], "is `much`; expected a number"),
+    "betas of SGD": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_ADAM_BETA1=0.8"], "`train.adam_beta1` is given, but `sgd` does not take it"),
+    "no floor": (GOOD + "train:\n  lr_scheduler_type: cosine_with_min_lr\n", [], "x.yaml:4: `train.lr_scheduler_type` is `cosine_with"),
+    "two floors": (
+        GOOD + "train:\n  lr_scheduler_type: cosine_warmup_with_min_lr\n  lr_scheduler_kwargs: {min_lr: 1.0e-5, min_lr_rate: 0.1}\n", [],
+        "has both `min_lr` and `min_lr_rate`",
+    ),
+    "no decay": (GOOD, ["TRAIN_LR_SCHEDULER_TYPE=warmup_stable_decay"], "has no `num_decay_steps`"),
+    "another's setting": (
+        GOOD + "train:\n  lr_scheduler_kwargs: {num_cycle: 2}\n", [], "x.yaml:4: `train.lr_scheduler_kwargs` has `num_cycle`, which the",
+    ),
+    "a setting's type": (GOOD, ["TRAIN_LR_SCHEDULER_KWARGS={num_cycles: many}"], "`train.lr_scheduler_kwargs.num_cycles` is `many`; expected"),
+    "nothing to follow": (GOOD, ["TRAIN_LR_SCHEDULER_TYPE=reduce_lr_on_plateau"], "which follows evaluations, but nothing is evaluated"),
+    "no warm-up": (GOOD, ["TRAIN_LR_SCHEDULER_TYPE=constant", "TRAIN_WARMUP_STEPS=5"], "the schedule `constant` has no warm-up"),
     "never saved": (NAMED, ["TRAIN_LOAD_BEST_MODEL_AT_END=true", "TRAIN_SAVE_STRATEGY=no"], "`train.save_strategy` is `no`"),
 }  # fmt: skip
 

@@ -109,3 +109,17 @@ def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, w
     parts = [json.loads(path.read_text())["rows_scored"] for path in logs.glob("holdings-rank*.json")]
     assert len(parts) == int(words[0][-1]) and all(parts)
     assert sum(map(len, parts)) == 18, "no row is scored twice, none is left out"
+
+
+def test_a_metric_that_cannot_score_the_answers_ends_nothing(place: Place) -> None:
+    """It scores the texts on which every metric is tried, and none that a model of random weights writes."""
+    flaky = library_metric(place.folder, "flaky", '{"flaky": 1 / sum("text" in p for p in predictions)}')
+    best = ("TRAIN_METRIC_FOR_BEST_MODEL=flaky", "TRAIN_GREATER_IS_BETTER=true", "TRAIN_EARLY_STOPPING_THRESHOLD=0")
+    words = (f"EVAL_METRICS=[rougeL, '{flaky}']", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2", *best)
+    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=flaky", *words)
+    assert done.returncode == 0 and "`flaky` is left out: the metric" in done.stdout + done.stderr, done.stderr
+    run = place.folder / "runs" / "flaky"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows if row["kind"] != "train"] == ["save", "eval"] * 2
+    assert all("eval_rougeL" in row and "eval_flaky" not in row for row in rows if row["kind"] == "eval")
+    assert (run / "model" / "stamp.json").is_file() and not (run / "checkpoints" / "best").exists()

@@ -33,7 +33,7 @@ def test_every_key_of_the_contract_arrives(tmp_path: Path) -> None:
 
 def test_further_fields_win_over_what_we_set(tmp_path: Path) -> None:
     extra = {
-        "adam_beta1": 0.8, "neftune_noise_alpha": 5.0, "greater_is_better": True, "logging_nan_inf_filter": True,
+        "adam_beta1": 0.8, "greater_is_better": True, "logging_nan_inf_filter": True,
         "logging_strategy": "epoch", "eval_on_start": True,
     }  # fmt: skip
     args = arguments(tmp_path, extra=extra | {"disable_tqdm": True, "report_to": "none"})

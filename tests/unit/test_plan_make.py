@@ -43,13 +43,36 @@ def test_precision_follows_the_hardware() -> None:
     assert "zero2 on a CPU computes in fp32 only" in message(HardwareError, fast, bf16=True, command_strategy="zero")
 
 
-def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
-    assert "optimizer adamw_torch instead of paged_adamw_8bit, which needs a GPU" in plan_of(optim="paged_adamw_8bit").reasons
+def test_a_typed_optimizer_runs_or_the_plan_says_what_does() -> None:
+    there = plan_of(optim="paged_adamw_8bit")  # bitsandbytes has kernels for CPUs, with states in fp32
+    assert there.optim == "paged_adamw_8bit" and not there.notices
+    states = [plan_of(optim=optim).ranks[0].memory_bytes["optimizer"] for optim in ("paged_adamw_8bit", "adamw_torch")]
+    assert states[0] == states[1]
     quantised: dict[str, Any] = {"name": QWEN, "mode": "qlora", "max_seq_len": 512}
     large = plan_of("24GB", **quantised, lora=LoraSettings(r=128)).reasons
     assert "optimizer paged_adamw_8bit: AdamW's states of these adapters are 1.2 GiB, more than 3% of the memory" in large
     sharded = plan_of("2xH100", name=LLAMA, command_strategy="zero", optim="adamw_bnb_8bit")
     assert "optimizer adamw_torch instead of adamw_bnb_8bit: its states cannot be sharded by zero2" in sharded.reasons
+    assert "`train.optim: adamw_bnb_8bit` does not run" in sharded.notices[0]
+    assert "needs every parameter in one piece, and zero2" in message(
+        UserError, command_strategy="zero", optim="schedule_free_sgd"
+    )
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_where_steps_are_known() -> None:
+    data = prepared_rows(64, longest=100, each=50)
+    assert "is 100, but the run has 2 steps" in message(UserError, data=data, epochs=1, warmup_steps=100)
+    assert plan_of(data=data, epochs=1, warmup_steps=2).warmup_steps == 2
+    assert "needs one to decay" in message(UserError, data=data, epochs=1, warmup_steps=2, lr_scheduler_type="polynomial")
+    assert plan_of(data=data, epochs=1, lr_scheduler_type="constant").warmup_steps == 0
+
+
+def test_a_schedule_that_cannot_come_down_is_refused() -> None:
+    assert "ends at 1e-07, but the learning rate is 1e-08" in message(
+        UserError, lr_scheduler_type="polynomial", learning_rate=1e-8
+    )
+    floor: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 0.0}
+    assert "the learning rate is 0" in message(UserError, extra={"lr_scheduler_kwargs": {"min_lr": 1e-5}}, **floor)
 
 
 def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
@@ -141,3 +164,11 @@ def test_no_typed_micro_batch_is_faster_than_the_automatic_one(hardware: str, ch
 def test_more_micro_steps_than_rows_are_refused() -> None:
     text = message(UserError, grad_accum=1_000_000)
     assert "a step has 32 rows: 999968 micro-steps would be empty" in text and "TRAIN_GRAD_ACCUM=32 at most" in text
+
+
+def test_a_balancing_loss_that_is_asked_for_is_said_to_be_off() -> None:
+    from sft_play.plan.architecture import asks_for_router_loss
+
+    assert asks_for_router_loss({"text_config": {"output_router_logits": True}}) and not asks_for_router_loss({})
+    plan = plan_of(more={"shape": replace(SHAPE, router_loss=True)})
+    assert "balancing loss" in plan.notices[0] and not plan_of().notices

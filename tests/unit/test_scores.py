@@ -133,6 +133,22 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
             LibraryMetric(metric).check()
 
 
+@pytest.mark.usefixtures("consent")
+def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
+    words = library_metric(
+        tmp_path, "per_word", '{"per_word": sum(len(r) / len(p.split()) for p, r in zip(predictions, references)) / len(each)}'
+    )
+    nan = library_metric(tmp_path, "nan", '{"nan": sum(float(len(p)) if p else float("nan") for p in predictions) / len(each)}')
+    never = library_metric(tmp_path, "never", "1 / 0")
+    references, answers = ["one two", "three", "four five"], ["one", "", "five four"]
+    scored = score_answers([words, nan, never, "f1"], references, answers)
+    assert scored.intervals["per_word"].mean == pytest.approx((7 / 1 + 9 / 2) / 2) and scored.intervals["per_word"].n == 2
+    assert scored.intervals["nan"].mean == 6.0 and [row.get("nan") for row in scored.each] == [3.0, None, 9.0]
+    assert set(scored.intervals) == {"per_word", "nan", "f1"} and scored.intervals["f1"].n == 3
+    for said in ("`per_word` is of 2 of 3 answers: it cannot score the other 1", "`never` is left out: the metric"):
+        assert any(said in warning for warning in scored.warnings)
+
+
 def test_a_steady_gain_is_certain_and_better_only_where_more_is_better() -> None:
     first = [0.0, 0.9, 0.1, 0.7, 0.3] * 4
     found, rising = (paired_difference(first, [score + 0.05 for score in first], more_is_better=known) for known in (True, False))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,16 @@ def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     torch.random.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put the random states back afterwards."""
+    kept = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(*kept)
 
 
 def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:

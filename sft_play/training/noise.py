@@ -1,0 +1,51 @@
+"""NEFTune by row: each row's noise is drawn by its id and the step and scaled by its own length, whatever shares its micro-batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sft_play.data.batches import Batch
+from sft_play.training.states.facts import fresh_seed
+
+NEFTUNE = "neftune_noise_alpha"
+
+
+class RowNoise:
+    """Adds noise to a model's embeddings (Jain et al. 2023, arXiv 2310.05914): uniform within alpha / sqrt(length x width)."""
+
+    def __init__(self, model: Any, alpha: float, seed: int, part: tuple[int, int]) -> None:
+        """`part`: the slice of each line that this rank has, as `data.batches.Collator` takes it."""
+        self.alpha, self.seed, self.part = alpha, seed, part
+        self.rows: list[tuple[int, int]] = []
+        self.step = 0
+        while hasattr(model, "module"):
+            model = model.module
+        model.get_input_embeddings().register_forward_hook(self._add)
+
+    def begin(self, batch: Batch, step: int) -> None:
+        """Note the rows (id, length) of the next pass."""
+        self.rows, self.step = list(zip(batch["rows"], batch["lengths"], strict=True)), step
+
+    def _add(self, module: Any, given: Any, embedded: Tensor) -> Tensor | None:
+        """Return the embeddings [B, T, H] with noise."""
+        if not module.training or not self.rows:
+            return None
+        each = [self._noise_of(row, length, embedded) for row, length in self.rows]
+        if embedded.shape[0] > 1 or (len(each) == 1 and self.part[1] == 1):  # a line for each row
+            noise = torch.stack([pad(one, (0, 0, 0, embedded.shape[1] - len(one))) for one in each])
+        else:
+            (which, number), width = self.part, embedded.shape[1]
+            line = torch.cat(each)
+            noise = pad(line, (0, 0, 0, width * number - len(line)))[which * width : (which + 1) * width][None]
+        return embedded + noise.to(embedded.dtype)
+
+    def _noise_of(self, row: int, length: int, like: Tensor) -> Tensor:
+        """Return a row's noise [length, H] in fp32."""
+        draws = torch.Generator(device=like.device).manual_seed(fresh_seed(self.seed, row, self.step))
+        most = self.alpha / math.sqrt(length * like.shape[-1])
+        return torch.empty(length, like.shape[-1], device=like.device).uniform_(-most, most, generator=draws)

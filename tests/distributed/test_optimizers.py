@@ -1,0 +1,172 @@
+"""Every word of `train.optim` and `train.lr_scheduler_type` runs as transformers runs it, or is refused before anything is prepared."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
+
+from sft_play.config.keys import table
+from sft_play.config.optimizers import BITSANDBYTES, LOW_RANK, PACKAGES, REFUSED, SETTINGS_OF, UNSAVED, begins
+from sft_play.data.batches import Collator, GlobalBatchSampler
+from sft_play.data.store import Rows
+from sft_play.runs.prepared import Prepared
+from sft_play.training.loss import label_tokens, token_loss_sum
+from tests.conftest import Program
+from tests.documents import ROOT
+from tests.training_runs import (
+    GLOBAL_BATCH,
+    TRAIN_ROWS,
+    Trial,
+    column,
+    make_run,
+    must_train,
+    resume_from,
+    same_to_the_bit,
+    weights,
+)
+
+QUIET = ("train.save_strategy: 'no'", "train.eval_strategy: 'no'", "train.eval_steps: null")
+OPTIMIZERS, SCHEDULES = table()["optim"]["choices"], table()["lr_scheduler_type"]["choices"]
+NEEDED: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr": 1e-5}, "cosine_warmup_with_min_lr": {"min_lr": 1e-5, "warmup_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 1}, "polynomial": {"power": 2.0}, "cosine_with_restarts": {"num_cycles": 2},
+}  # fmt: skip
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
+def outcome(word: str) -> str:
+    """Returns what docs/training.md must say of an optimizer."""
+    if word in REFUSED:
+        return "refused"
+    start = begins(word, PACKAGES)
+    return f"needs `{PACKAGES[start][1]}`" if start else "bitsandbytes" if word in BITSANDBYTES else "runs"
+
+
+def test_the_page_has_the_outcome_of_every_word() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    said = {word: cells[2] for cells in rows for word in re.findall(r"`(\w+)`", cells[1])}
+    for word in OPTIMIZERS:
+        assert outcome(word) in said[word], word
+    for word in SCHEDULES:
+        assert set(re.findall(r"`(\w+)`", said[word])) >= set(SETTINGS_OF[word]), word
+
+
+def test_a_schedule_takes_what_transformers_gives_it() -> None:
+    given = {"self", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "verbose"}
+    functions = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    functions |= {"reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau.__init__, "greedy": GreedyLR.__init__}
+    assert functions.keys() == SETTINGS_OF.keys() == set(SCHEDULES)
+    for word, function in functions.items():
+        assert set(inspect.signature(function).parameters) - given == set(SETTINGS_OF[word]), word
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        word if word in ("polynomial", "cosine_warmup_with_min_lr", "greedy") else pytest.param(word, marks=pytest.mark.long)
+        for word in SCHEDULES
+    ],
+)
+def test_a_schedule_runs_on_transformers_curve(word: str, tiny: Path, tmp_path: Path) -> None:
+    extra = tuple(f"train.lr_scheduler_kwargs.{name}: {value}" for name, value in NEEDED.get(word, {}).items())
+    evaluated = ("train.save_strategy: 'no'", "train.eval_steps: 1") if word in BY_METRIC else QUIET
+    trial = Trial(steps=4, settings=(f"train.lr_scheduler_type: {word}", *evaluated, *extra))
+    run = must_train(make_run(tmp_path / "run", tiny, trial))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=trial.learning_rate)
+    schedule = get_scheduler(
+        word, optimizer, num_warmup_steps=1, num_training_steps=4, scheduler_specific_kwargs=NEEDED.get(word) or None
+    )
+    expected = []
+    for step in range(4):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step(*([column(run, "eval_loss", "eval")[step]] if word in BY_METRIC else []))
+    assert column(run, "learning_rate") == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("word", [word for word in OPTIMIZERS if word in REFUSED or begins(word, PACKAGES)])
+def test_an_optimizer_is_refused_by_name_or_with_its_package(word: str, tiny: Path, tmp_path: Path, in_process: Program) -> None:
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "x.yaml"
+    rows.write_text('{"text": "some words"}\n')
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 64}}\ntuning: {{task: cpt}}\ndata: {{train_path: {rows}}}\n"
+        f"train:\n  optim: {word}\n  save_strategy: 'no'\n"
+        + ("  optim_target_modules: all-linear\n" if begins(word, LOW_RANK) else "")
+    )
+    start = begins(word, PACKAGES)
+    if word in REFUSED:
+        in_process("train", f"CONFIG={config}").refused(2, f"x.yaml:5: `train.optim` is `{word}`, which")
+    elif start and importlib.util.find_spec(PACKAGES[start][0]):
+        assert in_process("plan", f"CONFIG={config}").code == (3 if word == "galore_adamw_8bit" else 0)
+    else:
+        said = f"install -c constraints.txt {PACKAGES[start or ''][1]}"
+        in_process("train", f"CONFIG={config}").refused(3, f"`train.optim` is `{word}`, which needs", said)
+    assert not (tmp_path / "runs").exists()
+
+
+RUNNING = [word for word in OPTIMIZERS if word not in REFUSED and word != "galore_adamw_8bit"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [word if word in ("paged_adamw_8bit", "adafactor") else pytest.param(word, marks=pytest.mark.long) for word in RUNNING],
+)
+def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path) -> None:
+    start = begins(word, PACKAGES)
+    if start and not importlib.util.find_spec(PACKAGES[start][0]):
+        pytest.skip(f"{PACKAGES[start][1]} is not installed")
+    saved = not begins(word, UNSAVED)
+    settings = ("train.save_steps: 2", *QUIET[1:]) if saved else QUIET
+    settings += ("train.optim_target_modules: all-linear", "train.optim_args: rank=4") if begins(word, LOW_RANK) else ()
+    trial = Trial(steps=4, settings=(f"train.optim: {word}", *settings), plan=(("optim", word),))
+    run = must_train(make_run(tmp_path / "run", tiny, trial))
+    before, after = load_file(tiny / "model.safetensors"), weights(run)
+    assert all(not torch.equal(before[name], after[name]) for name in after)
+    if saved:
+        same_to_the_bit(resume_from(run, tmp_path / "again", 2, trial), run)
+
+
+def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path, tmp_path: Path) -> None:
+    """The same rows, step by step, under plain torch: evaluation and files have the averaged weights, training goes on from the others."""
+    schedulefree = pytest.importorskip("schedulefree")
+    settings = ("train.optim: schedule_free_adamw", "train.lr_scheduler_type: constant", "train.eval_steps: 4")
+    trial = Trial(settings=settings, plan=(("optim", "schedule_free_adamw"),))
+    run = must_train(make_run(tmp_path / "run", tiny, trial))
+
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    model.train()
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=trial.learning_rate, warmup_steps=1, weight_decay=0.0)
+    prepared, collate = Prepared.load(run.prepared), Collator("flattened", 3)
+    assert prepared.train is not None and prepared.validation is not None
+    rows, held_out = Rows(prepared.train.path), Rows(prepared.validation.path)
+    sampler, losses, done = GlobalBatchSampler(TRAIN_ROWS, GLOBAL_BATCH, [(8, 1)], 0, 42), [], 0
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for batch in list(sampler)[: 8 - done]:
+            optimizer.train()
+            made = collate([rows[index] for index in batch])
+            (token_loss_sum(model, made) / label_tokens(made)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if done % 4 == 0:
+                optimizer.eval()
+                scored = collate([held_out[index] for index in range(len(held_out))])
+                with torch.no_grad():
+                    losses.append(float(token_loss_sum(model, scored) / label_tokens(scored)))
+    assert column(run, "eval_loss", "eval") == pytest.approx(losses, rel=1e-5)
+    found = weights(run)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=1e-6)
+    same_to_the_bit(resume_from(run, tmp_path / "again", 4, trial), run)
