@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.model import kernels, lora
+from sft_play.model import kernels, lora, published
 from sft_play.model.parallel import all_layers, freeze_others, keep_outline, stage_class
 from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisation_of, refuse_embedded_adapter, runs_code
 from sft_play.model.tokenizer import load_tokenizer
@@ -53,6 +53,8 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         return _load_unsloth(config, plan, prepared), tokenizer
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
+    if carried := published.base_of(model).describe():
+        tell(carried)
     if len(tokenizer) > (rows := model.config.get_text_config().vocab_size):
         raise CheckpointError(
             f"the tokenizer of `{prepared.model.name}` has {len(tokenizer)} tokens, but the model's embeddings have {rows} rows",
@@ -227,6 +229,9 @@ def read_model(
             place=str(folder),
             hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
         )
+    existing = quantisation_of(folder)
+    plain = existing is None or quantisation_method(existing) == "bitsandbytes"
+    published.note_base(model, folder, takes_code=trust, stage=layers is not None, plain=plain)
     keep_quantised_weights(model)
     if quantization_config is not None and device in (None, "cpu"):
         let_go_of_files(model)

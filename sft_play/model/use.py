@@ -23,7 +23,7 @@ from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_path, write_json
 from sft_play.launch.environment import visible_cards
 from sft_play.launch.run_folder import find_run
-from sft_play.model import lora
+from sft_play.model import lora, published
 from sft_play.model.convert import embedded_folder
 from sft_play.model.load import (
     COMPUTE_TYPES,
@@ -35,7 +35,7 @@ from sft_play.model.load import (
     tell,
 )  # fmt: skip
 from sft_play.model.resolve import check_trained, count_numbers, quantisation_of, refuse_untrusted_code, resolve_model, runs_code
-from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer, with_chat, write_chat
+from sft_play.model.tokenizer import load_tokenizer, with_chat, write_chat
 from sft_play.plan.detect import compare_versions, detect
 from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
@@ -293,7 +293,7 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
         part.update({"use_cache": True} if "use_cache" in part else {})  # training turned it off
     write_json(partial / "config.json", config)
     settings = partial / "generation_config.json"
-    write_json(settings, read_object(settings) | _ends(tokenizer))
+    write_json(settings, read_object(settings) | published.ends(tokenizer))
     compared = dict.fromkeys(("difference", "saved_difference", "largest_logit"))
     return {"dtype": stored_dtype(weights), "parameters": count_numbers(weights), "size_bytes": _size(partial), **compared}
 
@@ -310,7 +310,7 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
     tell(f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed {EXACT * scale:.2e})")
     dtype = "float32" if quantisation_of(folder) else stored_dtype(folder)
     parameters = sum(p.numel() for p in model.parameters())
-    _save(model, tokenizer, folder, partial, dtype)
+    _save(model, tokenizer, partial, dtype)
     del model
     gc.collect()
     allowed = EXACT if dtype == "float32" else ROUNDED
@@ -359,8 +359,8 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     return read_model(folder, config.model, dtype=torch.float32).dequantize()
 
 
-def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> None:
-    """Write weights, configuration, tokenizer with template, generation settings, and the base's processor files."""
+def _save(model: Any, tokenizer: Any, partial: Path, dtype: str) -> None:
+    """Write weights, configuration, tokenizer with template, and what the base has beside them."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
@@ -368,21 +368,12 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)
-    model.generation_config.update(**_ends(tokenizer))
     hides = sys.modules.setdefault("deepspeed", None) is None  # type: ignore[arg-type]  # else it is imported, for seconds
     model.save_pretrained(partial)
     if hides:
         del sys.modules["deepspeed"]
     tokenizer.save_pretrained(partial)
-    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        if (base / name).is_file() and not (partial / name).exists():
-            shutil.copy2(base / name, partial / name)
-
-
-def _ends(tokenizer: Any) -> dict[str, Any]:
-    """Return generation settings that end an answer where the template ends a turn."""
-    stops = end_of_turn_ids(tokenizer)
-    return {"eos_token_id": list(stops), "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
+    published.complete(model, tokenizer, partial)
 
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:

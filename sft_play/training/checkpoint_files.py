@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.files import disk_problem, errno_of, sync_path, write_text
+from sft_play.model import published
 from sft_play.model.parallel import outline_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
@@ -223,6 +224,8 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
     model = outline_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
+    if context.config.tuning.mode == "full":
+        published.complete(model, trainer.processing_class, folder)
     write_text(folder / "README.md", model_card(context.stamp, context.run.name))
     usual = next(folder.glob("*.json")).stat().st_mode
     for path in folder.glob("*model*.safetensors"):
