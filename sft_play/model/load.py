@@ -55,11 +55,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     model = load_base(config, plan, prepared)
     if carried := published.base_of(model).describe():
         tell(carried)
-    if len(tokenizer) > (rows := model.config.get_text_config().vocab_size):
-        raise CheckpointError(
-            f"the tokenizer of `{prepared.model.name}` has {len(tokenizer)} tokens, but the model's embeddings have {rows} rows",
-            hint="tokenizer and weights are of different models: fetch both again",
-        )
+    require_embeddings(tokenizer, model.config.get_text_config().vocab_size, prepared)
     model.config.get_text_config().use_cache = False
     if plan.kernels == "liger":
         use_kernels(model)
@@ -90,6 +86,23 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     if plan.gradient_checkpointing and config.tuning.mode != "full":
         model.enable_input_require_grads()
     return model, tokenizer
+
+
+def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> None:
+    """Raise `DataError` where prepared rows hold a token that the model has no embedding for: a tokenizer may know more than it is used for."""
+    if max(tokenizer.get_vocab().values()) < embeddings:
+        return
+    from sft_play.data.store import Rows
+
+    for split in (prepared.train, prepared.validation):
+        if split is not None and (found := Rows(split.path).first_token_from(embeddings)):
+            token, source = found
+            raise DataError(
+                f"a row holds the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's embeddings have "
+                f"{embeddings} rows, and its tokenizer {len(tokenizer)} tokens",
+                place=split.sources[source].name if source < len(split.sources) else prepared.model.name,
+                hint="take that text out of the data; where many tokens are concerned, tokenizer and weights are of different models: fetch both again",
+            )
 
 
 def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
@@ -450,6 +463,7 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
         use_exact_model_name=True,
         local_files_only=True,
     )
+    published.note_base(model, folder, takes_code=config.model.trust_remote_code and runs_code(folder))
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         model = FastLanguageModel.get_peft_model(

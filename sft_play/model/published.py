@@ -207,7 +207,6 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
     """Give a whole model that was just saved in `folder` what its base's folder holds and saving leaves out."""
     base = base_of(model)
     carry(base, folder)
-    copy_code(base, folder)
     for name in PROCESSORS:
         if (base.folder / name).is_file() and not (folder / name).exists():
             shutil.copyfile(base.folder / name, folder / name)
@@ -234,14 +233,18 @@ def carry(base: Base, folder: Path) -> None:
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))})
 
 
-def copy_code(base: Base, folder: Path) -> None:
-    """Copy a custom model's code: all of it and nothing else, so that it is known to be the code that the user let run."""
-    if not base.takes_code:
-        return
+def copy_code(model: Any, folder: Path) -> None:
+    """Copy the code of a custom model's base: all of it and nothing else, so that it is known to be the code that the user let run."""
+    if base_of(model).takes_code:
+        copy_modules(base_of(model).folder, folder)
+
+
+def copy_modules(base: Path, folder: Path) -> None:
+    """Make the Python files of a folder those of another."""
     for path in folder.rglob("*.py"):
         path.unlink()
-    for path in base.folder.rglob("*.py"):
-        target = folder / path.relative_to(base.folder)
+    for path in base.rglob("*.py"):
+        target = folder / path.relative_to(base)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
 

@@ -285,6 +285,10 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
     _require_disk(partial, _size(weights))
     for path in model_files(weights):
         shutil.copy2(path, partial / path.name)
+    if not (settled.model.trust_remote_code and runs_code(weights)):
+        refuse_untrusted_code(weights, str(weights))
+    elif any(weights.rglob("*.py")):
+        published.copy_modules(weights, partial)
     tokenizer = tokenizer_of(partial, prepared.model, settled)
     if not has_tokenizer(partial):
         tokenizer.save_pretrained(partial)
@@ -373,6 +377,7 @@ def _save(model: Any, tokenizer: Any, partial: Path, dtype: str) -> None:
     if hides:
         del sys.modules["deepspeed"]
     tokenizer.save_pretrained(partial)
+    published.copy_code(model, partial)
     published.complete(model, tokenizer, partial)
 
 
@@ -415,6 +420,14 @@ def _size(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
 
 
+def _next_steps(out: Path) -> str:
+    """Return what can be done with a merged model; one with code of its own must be trusted with each command."""
+    coded = any(out.rglob("*.py"))
+    infer = f"make infer MODEL={out} PROMPT=..." + (" MODEL_TRUST_REMOTE_CODE=true" if coded else f", make serve MODEL={out}")
+    vllm, python = (" --trust-remote-code", ", trust_remote_code=True") if coded else ("", "")
+    return f'next: {infer}, `vllm serve {out}{vllm}`, or in Python `AutoModelForCausalLM.from_pretrained("{out}"{python})` of transformers'
+
+
 def main(call: Call) -> int:
     """Merge, shows the proof and where the model is."""
     if "RUN" not in call.options:
@@ -441,9 +454,5 @@ def main(call: Call) -> int:
         seconds = time.perf_counter() - started
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
-        print(
-            f"next: make infer MODEL={out} PROMPT=..., make serve MODEL={out}, `vllm serve {out}`, or in Python "
-            f'`AutoModelForCausalLM.from_pretrained("{out}")` of transformers',
-            file=sys.stderr,
-        )
+        print(_next_steps(out), file=sys.stderr)
     return 0
