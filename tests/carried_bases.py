@@ -70,7 +70,11 @@ def predicting_part(own: Tensors) -> Tensors:
 
 def layer_again(own: Tensors) -> Tensors:
     """Returns one more layer of the model's own kind."""
-    return {re.sub(r"\b(layers|h)\.1\.", r"\1.2.", name): t.clone() for name, t in own.items() if re.search(r"\b(layers|h)\.1\.", name)}
+    return {
+        re.sub(r"\b(layers|h)\.1\.", r"\1.2.", name): t.clone()
+        for name, t in own.items()
+        if re.search(r"\b(layers|h)\.1\.", name)
+    }
 
 
 def extra(name: str, *shape: int) -> Callable[[Tensors], Tensors]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import shutil
 import statistics
@@ -382,8 +381,8 @@ class Rows:
         """Return the first token of this number or a higher one in what is read or prompted, and the source of its row."""
         for name in {"input_ids", "prompt_ids"} & set(self.column_names):
             if (pc.max(pc.list_flatten(self._table.column(name))).as_py() or 0) >= number:
-                sources = self["source"] if "source" in self.column_names else itertools.repeat(0)
-                return next((token, source) for row, source in zip(self[name], sources) for token in row or () if token >= number)
+                rows = zip(self[name], self["source"], strict=True)
+                return next((token, source) for row, source in rows for token in row or () if token >= number)
         return None
 
     def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:

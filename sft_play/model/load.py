@@ -101,7 +101,7 @@ def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> N
                 f"a row holds the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's embeddings have "
                 f"{embeddings} rows, and its tokenizer {len(tokenizer)} tokens",
                 place=split.sources[source].name if source < len(split.sources) else prepared.model.name,
-                hint="take that text out of the data; where many tokens are concerned, tokenizer and weights are of different models: fetch both again",
+                hint="take that text out of the data; or fetch tokenizer and weights again, where they are of different models",
             )
 
 
@@ -288,7 +288,8 @@ def quantisation_method(quantisation: dict[str, Any]) -> str:
 def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
     """Return what to tell the user about a base that is already quantised.
 
-    Raise `UserError` for `full` tuning, which needs plain weights, and for a strategy that cannot hold quantised ones;
+    Raise `UserError` for `full` tuning, which needs plain weights, for a way of quantising that is not known to train, and for a
+    strategy that cannot hold quantised weights;
     `HardwareError` when the method's library is missing.
     """
     method = quantisation_method(quantisation)
@@ -297,8 +298,13 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
             f"the base model comes quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
             hint="use `tuning.mode: qlora`, or the model's unquantised version",
         )
-    library = _LIBRARIES.get(method)
-    if library and importlib.util.find_spec(library.split(".")[0]) is None:
+    if method not in _LIBRARIES:
+        raise UserError(
+            f"the base model comes quantised by `{method}`, over which adapters are not trained here",
+            hint="take the model's unquantised version; `tuning.mode: qlora` quantises it",
+        )
+    library = _LIBRARIES[method]
+    if importlib.util.find_spec(library.split(".")[0]) is None:
         raise HardwareError(
             f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
             hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",

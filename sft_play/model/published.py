@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import load_state_dict
 
 from sft_play.errors import CheckpointError
 from sft_play.files import read_json, read_object, write_json
@@ -81,7 +82,9 @@ def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False
         _untie(model, outline, files, folder, stage=stage)
     if getattr(model, "generation_config", None) is not None:  # transformers saves no settings that have no effect
         own = model.generation_config
-        model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
+        model.generation_config = GenerationConfig(
+            **{name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        )
     model.__dict__[BASE] = Base(folder=folder, carried=tuple(untaken), takes_code=takes_code)
 
 
@@ -102,25 +105,22 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _names_in(file: Path) -> list[str]:
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    return list(torch.load(file, map_location="meta", mmap=True, weights_only=True))
+    return list(load_state_dict(str(file), map_location="meta"))
 
 
 def _read(names: Iterable[str], files: Mapping[str, Path]) -> dict[str, Tensor]:
     """Return tensors by their names, as they lie in the files."""
-    found: dict[str, Tensor] = {}
-    wanted: dict[Path, list[str]] = {}
+    inside: dict[Path, list[str]] = {}
     for name in names:
-        wanted.setdefault(files[name], []).append(name)
-    for file, inside in wanted.items():
+        inside.setdefault(files[name], []).append(name)
+    found: dict[str, Tensor] = {}
+    for file, wanted in inside.items():
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                found |= {name: opened.get_tensor(name) for name in inside}
+                found |= {name: opened.get_tensor(name) for name in wanted}
         else:
-            loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            found |= {name: loaded[name].clone() for name in inside}
+            loaded = load_state_dict(str(file))
+            found |= {name: loaded[name].clone() for name in wanted}
     return found
 
 
@@ -213,7 +213,9 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
     own, whole = read_json(folder / "config.json"), read_json(base.folder / "config.json")
     if own["model_type"] != whole["model_type"] and own["model_type"] == (whole.get("text_config") or {}).get("model_type"):
         # Only the text part was trained, of a model whose tower is carried.
-        write_json(folder / "config.json", whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own})
+        write_json(
+            folder / "config.json", whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own}
+        )
     settings = folder / "generation_config.json"
     write_json(settings, (read_object(base.folder / settings.name) or read_object(settings)) | ends(tokenizer))
 

@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError
 from sft_play.model.load import read_model
 from sft_play.model.use import merge
-from tests.carried_bases import build_with, change_config, extra, layer_again, predicting_head, predicting_layer, predicting_part, weights
+from tests.carried_bases import (
+    build_with,
+    change_config,
+    extra,
+    layer_again,
+    predicting_head,
+    predicting_layer,
+    predicting_part,
+    weights,
+)
 from tests.families import tiny_config
 from tests.family_runs import travel
 from tests.tiny_models import build_tiny_llama, save_model
@@ -62,6 +72,28 @@ def test_a_merged_model_has_what_the_class_does_not_take(kind: str, tmp_path: Pa
         assert not torch.equal(plain(IDS).logits, AutoModelForCausalLM.from_pretrained(base)(IDS).logits)
 
 
+def test_tensors_of_pickled_and_divided_bases_are_carried(tmp_path: Path) -> None:
+    base = build_with(tmp_path / "base", "qwen3_5_text", predicting_head)
+    before = weights(base)
+    torch.save(before, base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+    run = make_run(tmp_path / "run", base)
+    merge(run, run.model, tmp_path / "out")
+    first = [name for name in before if "layers.0" in name]
+    index = {name: f"{int(name in first)}.safetensors" for name in before}
+    for file in set(index.values()):
+        save_file(
+            {name: tensor for name, tensor in before.items() if index[name] == file}, base / file, metadata={"format": "pt"}
+        )
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (base / "pytorch_model.bin").unlink()
+    again = make_run(tmp_path / "again", base)
+    merge(again, again.model, tmp_path / "out-again")
+    for folder in ("out", "out-again"):
+        after = weights(tmp_path / folder)
+        assert after.keys() == before.keys() and all(torch.equal(before[name], after[name]) for name in before if "mtp" in name)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_base_with_weights_that_would_change_its_answers_is_refused(kind: str, tmp_path: Path) -> None:
     family, more, said = REFUSED[kind]
@@ -106,7 +138,9 @@ def test_a_model_whose_text_part_was_trained_keeps_its_tower(tmp_path: Path) -> 
     config = tiny_config("qwen3_5")
     config.tie_word_embeddings = False
     base, ids = tmp_path / "base", IDS
-    whole = save_model(AutoModelForImageTextToText.from_config(config), base) and AutoModelForImageTextToText.from_pretrained(base)
+    whole = save_model(AutoModelForImageTextToText.from_config(config), base) and AutoModelForImageTextToText.from_pretrained(
+        base
+    )
     run = make_run(tmp_path / "run", base)
     merge(run, run.model, tmp_path / "out")
     merged, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -139,7 +173,14 @@ def test_a_head_of_its_own_is_said_to_be_one(mode: str, cache: Path, tmp_path: P
     assert torch.equal(plain.lm_head.weight, weights(folder)["lm_head.weight"])
 
 
-WITHOUT_EFFECT = {"do_sample": False, "temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.1, "eos_token_id": [2], "pad_token_id": 3}
+WITHOUT_EFFECT = {
+    "do_sample": False,
+    "temperature": 0.9,
+    "top_p": 0.8,
+    "repetition_penalty": 1.1,
+    "eos_token_id": [2],
+    "pad_token_id": 3,
+}
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
