@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -59,15 +59,16 @@ class Part:
 
 
 def prepare_data(
-    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any]
+    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], before: Prepared | None = None
 ) -> tuple[Prepared, dict[str, dict[str, Any]]]:
     """Return the prepared splits, from the cache when nothing that matters has changed, and their manifests. Raise `DataError`.
 
+    `before` is what a run that goes on was given: rows of files that are gone since are taken from the cache.
     `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds.
     """
     if not config.data.sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
-    parts = _parts(config, model)
+    parts = _parts(config, model, before)
     manifests = {part.name: read_manifest(part.folder) for part in parts}
     if missing := [part for part in parts if manifests[part.name] is None]:
         # Those of one fraction in one pass over their rows.
@@ -79,22 +80,25 @@ def prepare_data(
     return Prepared(model=model, train=train, validation=validation), named
 
 
-def _parts(config: Config, model: ResolvedModel) -> list[Part]:
+def _parts(config: Config, model: ResolvedModel, before: Prepared | None) -> list[Part]:
     """Return the splits that a configuration asks for, training first."""
     sources, validation = config.data.sources, config.data.validation
     fraction = 0.0 if isinstance(validation, list) else float(validation or 0.0)
     # What the rows of both splits depend on, next to their sources.
     versions = [version(package) for package in ("transformers", "tokenizers")]
     common = [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), *versions]
-    train = _part("train", sources, fraction, common)
+    splits = [split for split in (before.train, before.validation) if split] if before else []
+    known = {source.name: source.content for split in splits for source in split.sources}
+    train = _part("train", sources, fraction, common, known)
     if validation and isinstance(validation, list):
         # The training rows are in the key, since the manifest says how many rows of the validation data are among them.
-        return [train, _part("validation", validation, 0.0, [*common, train.folder.name])]
-    return [train, _part("validation", sources, fraction, common)] if fraction else [train]
+        return [train, _part("validation", validation, 0.0, [*common, train.folder.name], known)]
+    return [train, _part("validation", sources, fraction, common, known)] if fraction else [train]
 
 
-def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any]) -> Part:
-    keys, contents = zip(*map(identify, sources), strict=True)
+def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any], known: Mapping[str, str | None]) -> Part:
+    found = [identify(source, known.get(source.name or source.path)) for source in sources]
+    keys, contents = zip(*found, strict=True)
     digest = text_sha256(json.dumps([*common, name, fraction, *keys], ensure_ascii=False, sort_keys=True))[:24]
     return Part(
         name=name, sources=sources, contents=contents, fraction=fraction, folder=cache_folder() / "data" / f"{name}-{digest}"
