@@ -361,14 +361,24 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
 
 
 def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
-    """Return a row that ends with an answer: its own, or `TO_COME`."""
+    """Return a row that ends with an answer: its own, or `TO_COME`, also in place of one that is empty."""
     said = row[asks]
     if not answer:
-        name, words = ("role", "content") if asks == "messages" else ("from", "value")
-        last = said[-1] if isinstance(said, Sequence) and not isinstance(said, str) and said else None
-        ended = isinstance(last, Mapping) and last.get(name, last.get("role")) in ("assistant", "gpt", "model", "function_call")
-        return row if ended else {**row, asks: [*said, {name: "assistant", words: TO_COME}] if last else said}
+        return {**row, asks: _ended(said, *(("role", "content") if asks == "messages" else ("from", "value")))}
     found = row.get(answer)
-    if found is not None and not (isinstance(found, str) and not found.strip()):
+    if not isinstance(found, str) and found:
+        return {**row, answer: _ended(found, "role", "content")}
+    if isinstance(found, str) and found.strip():
         return row
     return {**row, answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}]}
+
+
+def _ended(turns: Any, name: str, words: str) -> Any:
+    """Return turns that end with an assistant's that says something."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns or not isinstance(last := turns[-1], Mapping):
+        return turns
+    if last.get(name, last.get("role")) not in ("assistant", "gpt", "model", "function_call"):
+        return [*turns, {name: "assistant", words: TO_COME}]
+    said = last.get(words)
+    empty = not (said.strip() if isinstance(said, str) else said) and not last.get("tool_calls")
+    return [*turns[:-1], {**last, words: TO_COME}] if empty else turns
