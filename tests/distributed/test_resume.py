@@ -75,7 +75,9 @@ def test_a_data_file_that_was_renamed_is_read_from_the_cache_or_under_its_new_na
     renamed = [path.rename(path.with_name(f"new-{path.name}")) for path in files]
     must_run(["resume", "RUN=run", "TRAIN_MAX_STEPS=3"], env)
     saved = (tmp_path / "run" / "config.json").read_bytes()
-    done = run_program(["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[1]}", f"DATA_VAL_PATH={renamed[0]}"], env)
+    done = run_program(
+        ["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[1]}", f"DATA_VAL_PATH={renamed[0]}"], env
+    )
     done.refused(5, "the training rows have changed")
     assert (tmp_path / "run" / "config.json").read_bytes() == saved
     must_run(["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[0]}", f"DATA_VAL_PATH={renamed[1]}"], env)
