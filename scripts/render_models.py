@@ -1,6 +1,6 @@
-"""`python -m scripts.render_models [FAMILY ...]`: writes the table of families in `docs/models.md` by running tiny models of them end to end.
+"""`python -m scripts.render_models [kept] [FAMILY ...]`: writes the tables of families in `docs/models.md` by running tiny models of them.
 
-All families take half an hour; with names, only theirs are made again.
+All families take half an hour; with names, only theirs are made again. `kept` makes the second table only, in two minutes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,26 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.families import FAMILIES
+from tests.family_facts import facts_of
 from tests.family_runs import Road, travel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- begin families -->\n", "\n<!-- end -->"
-HEAD = "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|"
+END = "\n<!-- end -->"
+
+
+class Table(NamedTuple):
+    """A table of the page."""
+
+    begin: str
+    head: str
+
+
+TUNED = Table("<!-- begin families -->\n", "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|")
+COLUMNS = ("families", "base's own, known to its class", "stops", "router loss", "rotary angles", "decayed without a matrix")
+KEPT = Table("<!-- begin kept -->\n", f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
 
 SHORT = {"MLP": "down_proj, gate_proj, up_proj", "attention": "k_proj, o_proj, q_proj, v_proj"}
 """Word of the table -> the layers that most families have."""
@@ -31,20 +44,28 @@ def cells(name: str) -> tuple[str, ...]:
         return rows, adapted_cell(lora), trained_cell(full)
 
 
-def read_table(page: str) -> dict[str, tuple[str, ...]]:
+def kept_cells(name: str) -> tuple[str, ...]:
+    """Return what the second table says of a family."""
+    with tempfile.TemporaryDirectory() as folder:
+        return facts_of(name, Path(folder))
+
+
+def read_table(page: str, table: Table = TUNED) -> dict[str, tuple[str, ...]]:
     """Return family -> its cells in the page."""
-    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    lines = page.partition(table.begin)[2].partition(END)[0].splitlines()[2:]
     split = [line.strip("| ").split(" | ") for line in lines]
     return {name: tuple(rest) for first, *rest in split for name in re.findall(r"`(\w+)`", first)}
 
 
-def table(known: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the table, one row for all families that are alike."""
+def write_table(table: Table, known: Mapping[str, tuple[str, ...]]) -> None:
+    """Write the table into the page, one row for all families that are alike."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
         if family in known:
-            alike.setdefault(known[family], []).append(f"`{family}`")
-    return "\n".join([HEAD, *(f"| {' | '.join([', '.join(names), *found])} |" for found, names in alike.items())])
+            alike.setdefault(tuple(known[family]), []).append(f"`{family}`")
+    rows = "\n".join([table.head, *(f"| {' | '.join([', '.join(names), *found])} |" for found, names in alike.items())])
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(table.begin)
+    PAGE.write_text(before + begin + rows + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def adapted_cell(road: Road) -> str:
@@ -75,14 +96,14 @@ def _stopped(road: Road) -> str:
     return f"{'refused' if road.at == 'plan' else f'fails ({road.at})'}: {said.replace('|', '/')[:160]}"
 
 
-def main(names: list[str]) -> None:
+def main(words: list[str]) -> None:
     """Make the rows of these families anew, each written as soon as it is known."""
+    names = [word for word in words if word != "kept"]
     for name in names or FAMILIES:
-        page = PAGE.read_text(encoding="utf-8")
-        known = read_table(page) | {name: cells(name)}
-        print(f"{name}: {' | '.join(known[name])}", flush=True)
-        before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-        PAGE.write_text(before + BEGIN + table(known) + END + after, encoding="utf-8")
+        for table, made in ((KEPT, kept_cells), *(() if "kept" in words else ((TUNED, cells),))):
+            known = read_table(PAGE.read_text(encoding="utf-8"), table) | {name: made(name)}
+            print(f"{name}: {' | '.join(known[name])}", flush=True)
+            write_table(table, known)
 
 
 if __name__ == "__main__":

@@ -385,16 +385,25 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
 
 
 def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
-    """Return a row that ends with an answer: its own, or `TO_COME`."""
+    """Return a row that ends with an answer: its own, or `TO_COME`, also in place of one that is empty."""
     said = row[asks]
     if not answer:
-        name, words = ("role", "content") if asks == "messages" else ("from", "value")
-        said = list_of(said, asks)
-        last = said[-1] if said else None
-        spoke = str(last.get(name, last.get("role"))).lower() if isinstance(last, Mapping) else ""
-        ended = ROLE_NAMES.get(spoke) in ("assistant", CALLS)
-        return row if ended else {**row, asks: [*said, {name: "assistant", words: TO_COME}] if last else said}
+        return {**row, asks: _ended(said, asks, *(("role", "content") if asks == "messages" else ("from", "value")))}
     found = row.get(answer)
-    if found is not None and not (isinstance(found, str) and not found.strip()):
+    if not isinstance(found, str) and found:
+        return {**row, answer: _ended(found, answer, "role", "content")}
+    if isinstance(found, str) and found.strip():
         return row
     return {**row, answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}]}
+
+
+def _ended(turns: Any, column: str, name: str, words: str) -> Any:
+    """Return turns that end with an assistant's that says something."""
+    turns = list_of(turns, column)
+    if not turns or not isinstance(last := turns[-1], Mapping):
+        return turns
+    if ROLE_NAMES.get(str(last.get(name, last.get("role"))).lower()) not in ("assistant", CALLS):
+        return [*turns, {name: "assistant", words: TO_COME}]
+    said = last.get(words)
+    empty = not (said.strip() if isinstance(said, str) else said) and not last.get("tool_calls")
+    return [*turns[:-1], {**last, words: TO_COME}] if empty else turns

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
-from sft_play.errors import UserError
+from sft_play.errors import DataError, UserError
 from sft_play.files import read_json, translate_disk_errors
 from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
@@ -91,15 +91,18 @@ def prepare_run(run: RunFolder, *, scored: bool = False, day: str | None = None)
         from sft_play.evaluation.scores import check_library_metrics
 
         check_library_metrics(config.eval.metrics)  # a name that is wrong is said before anything is downloaded or trained
-    prepared, _ = prepare(config, scored=scored, day=day)
+    before = Prepared.load(run.prepared) if run.prepared.is_file() else None
+    prepared, _ = prepare(config, scored=scored, day=day, before=before)
     prepared.save(run.prepared)
     return prepared
 
 
-def prepare(config: Config, *, scored: bool = False, day: str | None = None) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
+def prepare(
+    config: Config, *, scored: bool = False, day: str | None = None, before: Prepared | None = None
+) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
     """Resolve the model and prepare the data; return the facts, and the manifest of each split. Raise `DataError`.
 
-    `scored` says that the configuration's sources are for an evaluation: they are called so. `day` is that of `data.prepare.prepare_data`.
+    `scored` says that the configuration's sources are for an evaluation: they are called so. `day`, `before`: see `prepare_data`.
 
     `make plan` and `lookup` know it from then on.
     """
@@ -117,7 +120,7 @@ def prepare(config: Config, *, scored: bool = False, day: str | None = None) -> 
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)
-    prepared, manifests = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)), day)
+    prepared, manifests = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)), day, before)
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     remember(config, prepared)
@@ -142,7 +145,9 @@ def _offline_when_unreachable(config: Config) -> None:
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
-    wanted = any(not Path(name).expanduser().is_dir() for name in names) or any(is_hub(source) for source in sources)
+    wanted = any(not Path(name).expanduser().is_dir() for name in names)
+    with suppress(DataError):  # what is nothing is refused where it is read, unless it was prepared when it was there
+        wanted = wanted or any(is_hub(source) for source in sources)
     if wanted:
         offline_unless_reachable()
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -62,16 +62,19 @@ class Part:
 
 
 def prepare_data(
-    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], day: str | None = None
+    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], day: str | None = None, before: Prepared | None = None
 ) -> tuple[Prepared, dict[str, dict[str, Any]]]:
     """Return the prepared splits, from the cache when nothing that matters has changed, and their manifests. Raise `DataError`.
 
     `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds. `day`: the
-    date (ISO) that rows must have where the template writes one; without it that of their first preparation.
+    date (ISO) that rows must have where the template writes one; without it that of their first preparation. `before` is what a run
+    that continues was given: rows of files that are gone since are taken from the cache.
     """
     if not config.data.sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
-    parts, manifests = _of_day(config, model, tokenizer, day)
+    splits = [split for split in (before.train, before.validation) if split] if before else []
+    known = {source.name: source.content for split in splits for source in split.sources}
+    parts, manifests = _of_day(config, model, tokenizer, known, day)
     if missing := [part for part in parts if manifests[part.name] is None]:
         if writes_day(tokenizer()):
             there = (manifest["split"].get("day") for manifest in manifests.values() if manifest)
@@ -86,26 +89,30 @@ def prepare_data(
 
 
 Manifests = dict[str, dict[str, Any] | None]
+Known = Mapping[str, str | None]
+"""Source -> sha256 of its files at an earlier preparation."""
 
 
 def _manifests(parts: Sequence[Part]) -> Manifests:
     return {part.name: read_manifest(part.folder) for part in parts}
 
 
-def _of_day(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], day: str | None) -> tuple[list[Part], Manifests]:
+def _of_day(
+    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], known: Known, day: str | None
+) -> tuple[list[Part], Manifests]:
     """Return the splits, and their manifests where they are prepared: any day's, or those of `day`."""
-    parts = _parts(config, model)
+    parts = _parts(config, model, known)
     manifests = _manifests(parts)
     if day is None or all(manifest and manifest["split"].get("day") in (None, day) for manifest in manifests.values()):
         return parts, manifests
-    dated = _parts(config, model, day)
+    dated = _parts(config, model, known, day)
     found = _manifests(dated)
     if any(found.values()) or any(manifests.values()) or writes_day(tokenizer()):
         return dated, found
     return parts, manifests
 
 
-def _parts(config: Config, model: ResolvedModel, *day: str) -> list[Part]:
+def _parts(config: Config, model: ResolvedModel, known: Known, *day: str) -> list[Part]:
     """Return the splits that a configuration asks for, training first; those of a `day` other than that of their first preparation."""
     sources, validation = config.data.sources, config.data.validation
     fraction = 0.0 if isinstance(validation, list) else float(validation or 0.0)
@@ -113,15 +120,16 @@ def _parts(config: Config, model: ResolvedModel, *day: str) -> list[Part]:
     versions = [version(package) for package in ("transformers", "tokenizers")]
     stops = base_stops(Path(model.path))
     common = [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), stops, *versions, *day]
-    train = _part("train", sources, fraction, common)
+    train = _part("train", sources, fraction, common, known)
     if validation and isinstance(validation, list):
         # The training rows are in the key, since the manifest says how many rows of the validation data are among them.
-        return [train, _part("validation", validation, 0.0, [*common, train.folder.name])]
-    return [train, _part("validation", sources, fraction, common)] if fraction else [train]
+        return [train, _part("validation", validation, 0.0, [*common, train.folder.name], known)]
+    return [train, _part("validation", sources, fraction, common, known)] if fraction else [train]
 
 
-def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any]) -> Part:
-    keys, contents = zip(*map(identify, sources), strict=True)
+def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any], known: Mapping[str, str | None]) -> Part:
+    found = [identify(source, known.get(source.name or source.path)) for source in sources]
+    keys, contents = zip(*found, strict=True)
     digest = text_sha256(json.dumps([*common, name, fraction, *keys], ensure_ascii=False, sort_keys=True))[:24]
     return Part(
         name=name, sources=sources, contents=contents, fraction=fraction, folder=cache_folder() / "data" / f"{name}-{digest}"

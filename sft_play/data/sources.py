@@ -211,10 +211,18 @@ def _find_files(source: DataSource) -> list[Path] | None:
     return None
 
 
-def identify(source: DataSource) -> tuple[list[Any], str | None]:
-    """Return all that the rows of a source depend on, and a sha256 of its files, `None` for what is not files. Raise `DataError`."""
-    files = files_of(source)
-    content = files_sha256(files) if files else None
+def identify(source: DataSource, before: str | None = None) -> tuple[list[Any], str | None]:
+    """Return all that the rows of a source depend on, and a sha256 of its files, `None` for what is not files. Raise `DataError`.
+
+    `before` is the sha256 at an earlier preparation: of files that are gone it is taken.
+    """
+    try:
+        files = files_of(source)
+        content = files_sha256(files) if files else None
+    except DataError:
+        if before is None or Path(source.path).expanduser().exists():
+            raise
+        content = before
     # Of a built-in set the rows are the interpreter's own library, and transformers' own code.
     brought = [platform.python_version(), version("transformers")] if source.path.startswith(BUILTIN) else []
     return [asdict(replace(source, name=None, weight=None)), content, *brought], content  # neither changes a row

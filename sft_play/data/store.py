@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sft_play.config.schema import DataSource
@@ -382,6 +383,14 @@ class Rows:
         if isinstance(key, str):
             return (value.as_py() for value in self._table.column(key))
         return {name: column[key].as_py() for name, column in zip(self.column_names, self._table.columns, strict=True)}
+
+    def first_token_from(self, number: int) -> tuple[int, int] | None:
+        """Return the first token of this number or a higher one in what is read or prompted, and the source of its row."""
+        for name in {"input_ids", "prompt_ids"} & set(self.column_names):
+            if (pc.max(pc.list_flatten(self._table.column(name))).as_py() or 0) >= number:
+                rows = zip(self[name], self["source"], strict=True)
+                return next((token, source) for row, source in rows for token in row or () if token >= number)
+        return None
 
     def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""

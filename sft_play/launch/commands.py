@@ -153,9 +153,8 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
                 print(f"note: `{run.name}` ran with {had}, and continues with {world}; `NUM_GPUS` says how many", file=sys.stderr)
             refuse_early(job)
         home = job.home(run)
-        if job.shared:
-            save_config(loaded, home.config)
-        with restore_on_error(home.prepared):
+        with restore_on_error(home.config), restore_on_error(home.prepared):
+            save_config(loaded, home.config)  # the preparation goes by it
             obtain_prepared(home, day=job.day or day_of(home.prepared))
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:

@@ -1,4 +1,4 @@
-"""Models in other forms, written once as ordinary Hugging Face folders: the small one that needs no hub (a GGUF file), and weights in MXFP4."""
+"""Models in other forms, written once as ordinary Hugging Face folders: the small one that needs no hub (a GGUF file); MXFP4 and FP8."""
 
 from __future__ import annotations
 
@@ -267,27 +267,40 @@ def _q8_0(blocks: NDArray[np.uint8]) -> Array:
     return np.asarray(blocks[:, 2:].view(np.int8).astype(np.float32) * scale, dtype=np.float32).reshape(-1)
 
 
-# Weights in MXFP4, as OpenAI's gpt-oss come.
+# Weights in MXFP4, as OpenAI's gpt-oss come, and in FP8, as DeepSeek V3 comes.
 
 
-def expand_mxfp4(source: Path, weights: Sequence[Path], target: Path) -> None:
-    """Write the model in `source` with its experts in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
+SCALES_OF = ("weight_scale_inv", "scale", "qscale_weight")
+"""What the scales of a `weight` in FP8 are called, after the same name; `X_scale_inv` too for a weight that is called otherwise."""
+OF_ACTIVATIONS = ("activation_scale", "input_scale", "qscale_act")
+"""What serves a computation in FP8 only."""
 
-    One file per layer or so, so that memory holds one at a time; `config.json` comes last.
+
+def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
+    """Write the model in `source` in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
+
+    One file per layer or so, so that memory holds one at a time; `config.json` comes last. Raise `DataError` for what is packed otherwise.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    print(f"expanding the MXFP4 weights in {source} to bfloat16, this once", file=sys.stderr, flush=True)
+    config = read_json(source / "config.json")
+    parts = [part for part in (config, config.get("text_config") or {}) if part.get("quantization_config")]
+    settings = parts[0]["quantization_config"]
+    print(
+        f"expanding the {settings['quant_method'].upper()} weights in {source} to bfloat16, this once",
+        file=sys.stderr,
+        flush=True,
+    )
     target.mkdir()
     places: dict[str, Any] = {}
     for path in weights:
         file: Any = safe_open(path, framework="pt")
         places |= dict.fromkeys(file.keys(), file)
+    scales = _scales(places)
     shards: dict[str, list[str]] = {}
     for name in places:
-        if not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in places):
+        if name not in scales.values() and not name.endswith(OF_ACTIVATIONS):
             layer = re.search(r"layers\.(\d+)\.", name)
             shards.setdefault(f"model-{int(layer[1]):05}.safetensors" if layer else "model-rest.safetensors", []).append(name)
     index = {}
@@ -295,14 +308,46 @@ def expand_mxfp4(source: Path, weights: Sequence[Path], target: Path) -> None:
         tensors = {}
         for name in names:
             tensor, plain = places[name].get_tensor(name), name.removesuffix("_blocks")
-            if plain != name:
-                tensor = convert_moe_packed_tensors(tensor, places[f"{plain}_scales"].get_tensor(f"{plain}_scales"))
+            if name in scales:
+                tensor = _expanded(tensor, places[scales[name]].get_tensor(scales[name]), settings, name)
             tensors[plain], index[plain] = tensor, file
         save_file(tensors, target / file, metadata={"format": "pt"})
     write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     for path in source.iterdir():
         if path.is_file() and path not in weights and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
-    config = read_json(source / "config.json")
-    del config["quantization_config"]
+    for part in parts:
+        del part["quantization_config"]
     write_json(target / "config.json", config)
+
+
+def _scales(names: Mapping[str, Any]) -> dict[str, str]:
+    """Return weight -> its scales."""
+    found: dict[str, str] = {}
+    for name in names:
+        stem = name.removesuffix("weight")
+        candidates = [f"{stem}{scale}" for scale in SCALES_OF] if stem != name else [f"{name}_scale_inv"]
+        if name.endswith("_blocks"):
+            candidates = [f"{name.removesuffix('_blocks')}_scales"]
+        found.update((name, scale) for scale in candidates if scale in names)
+    return found
+
+
+def _expanded(tensor: Any, scales: Any, settings: Mapping[str, Any], name: str) -> Any:
+    """Return a packed weight in bfloat16."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    if settings["quant_method"] == "mxfp4":
+        return convert_moe_packed_tensors(tensor, scales)
+    if not str(tensor.dtype).startswith("torch.float8"):
+        raise DataError(
+            f"`{name}` is packed as {tensor.dtype}, not in FP8: it cannot be expanded", hint="take the model in bfloat16"
+        )
+    numbers = scales.float() if scales.dtype != torch.uint8 else (scales.float() - 127).exp2()  # exponents
+    for dim in (-2, -1) if numbers.numel() > 1 else ():
+        size, grid, block = tensor.shape[dim], numbers.shape[dim], (settings.get("weight_block_size") or (1, 1))[dim]
+        if -(-size // block) != grid:  # blocks of another size than the configuration's
+            block = size // grid
+        numbers = numbers.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return (tensor.float() * numbers).bfloat16()

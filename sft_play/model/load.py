@@ -32,7 +32,7 @@ from transformers.utils import logging
 from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.model import kernels, lora
+from sft_play.model import kernels, lora, published
 from sft_play.model.parallel import all_layers, freeze_others, keep_outline, stage_class
 from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisation_of, refuse_embedded_adapter, runs_code
 from sft_play.model.rope import choose_factors_by_row
@@ -56,11 +56,9 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         return _load_unsloth(config, plan, prepared), tokenizer
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
-    if len(tokenizer) > (rows := model.config.get_text_config().vocab_size):
-        raise CheckpointError(
-            f"the tokenizer of `{prepared.model.name}` has {len(tokenizer)} tokens, but the model's embeddings have {rows} rows",
-            hint="tokenizer and weights are of different models: fetch both again",
-        )
+    if carried := published.base_of(model).describe():
+        tell(carried)
+    require_embeddings(tokenizer, model.config.get_text_config().vocab_size, prepared)
     model.config.get_text_config().use_cache = False
     if plan.kernels == "liger":
         use_kernels(model)
@@ -91,6 +89,23 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     if plan.gradient_checkpointing and config.tuning.mode != "full":
         model.enable_input_require_grads()
     return model, tokenizer
+
+
+def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> None:
+    """Raise `DataError` where prepared rows hold a token that the model has no embedding for: a tokenizer may know more than it is used for."""
+    if max(tokenizer.get_vocab().values()) < embeddings:
+        return
+    from sft_play.data.store import Rows
+
+    for split in (prepared.train, prepared.validation):
+        if split is not None and (found := Rows(split.path).first_token_from(embeddings)):
+            token, source = found
+            raise DataError(
+                f"a row holds the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's embeddings have "
+                f"{embeddings} rows, and its tokenizer {len(tokenizer)} tokens",
+                place=split.sources[source].name if source < len(split.sources) else prepared.model.name,
+                hint="take that text out of the data; or fetch tokenizer and weights again, where they are of different models",
+            )
 
 
 def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
@@ -230,6 +245,9 @@ def read_model(
             place=str(folder),
             hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
         )
+    existing = quantisation_of(folder)
+    plain = existing is None or quantisation_method(existing) == "bitsandbytes"
+    published.note_base(model, folder, takes_code=trust, stage=layers is not None, plain=plain)
     keep_quantised_weights(model)
     if quantization_config is not None and device in (None, "cpu"):
         let_go_of_files(model)
@@ -274,7 +292,8 @@ def quantisation_method(quantisation: dict[str, Any]) -> str:
 def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
     """Return what to tell the user about a base that is already quantised.
 
-    Raise `UserError` for `full` tuning, which needs plain weights, and for a strategy that cannot hold quantised ones;
+    Raise `UserError` for `full` tuning, which needs plain weights, for a way of quantising that is not known to train, and for a
+    strategy that cannot hold quantised weights;
     `HardwareError` when the method's library is missing.
     """
     method = quantisation_method(quantisation)
@@ -283,8 +302,13 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
             f"the base model comes quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
             hint="use `tuning.mode: qlora`, or the model's unquantised version",
         )
-    library = _LIBRARIES.get(method)
-    if library and importlib.util.find_spec(library.split(".")[0]) is None:
+    if method not in _LIBRARIES:
+        raise UserError(
+            f"the base model comes quantised by `{method}`, over which adapters are not trained here",
+            hint="take the model's unquantised version; `tuning.mode: qlora` quantises it",
+        )
+    library = _LIBRARIES[method]
+    if importlib.util.find_spec(library.split(".")[0]) is None:
         raise HardwareError(
             f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
             hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",
@@ -449,6 +473,7 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
         use_exact_model_name=True,
         local_files_only=True,
     )
+    published.note_base(model, folder, takes_code=config.model.trust_remote_code and runs_code(folder))
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         model = FastLanguageModel.get_peft_model(

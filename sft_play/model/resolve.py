@@ -15,8 +15,8 @@ from sft_play.config.reader import misfit
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
-from sft_play.model.convert import embedded_folder, expand_mxfp4, is_embedded
-from sft_play.plan.architecture import hub_reachable, in_mxfp4
+from sft_play.model.convert import embedded_folder, expand, is_embedded
+from sft_play.plan.architecture import hub_reachable, is_expanded
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
 from sft_play.runs.prepared import ResolvedModel
@@ -58,15 +58,16 @@ def small_files(name: str, revision: str | None) -> Path:
 
 
 def _trainable(folder: Path) -> Path:
-    """Return the folder, or for weights in MXFP4 (gpt-oss) one in the cache with the same numbers in bfloat16, made on first use."""
-    if not in_mxfp4(read_json(folder / "config.json")):
+    """Return the folder, or for weights in MXFP4 or FP8 one in the cache with the same numbers in bfloat16, made on first use."""
+    if not is_expanded(read_json(folder / "config.json")):
         return folder
     files = weight_files(folder)
-    made_from = text_sha256("\n".join(weights_sha256(files) + tokenizer_sha256(folder)))
+    settings = [file_sha256(path) for path in sorted(folder.glob("*config.json"))]
+    made_from = text_sha256("\n".join([*weights_sha256(files), *tokenizer_sha256(folder), *settings]))
     return make_once(
-        cache_folder() / "models" / f"bfloat16-{made_from[:24]}-1",
+        cache_folder() / "models" / f"bfloat16-{made_from[:24]}-2",
         "config.json",
-        lambda target: expand_mxfp4(folder, files, target),
+        lambda target: expand(folder, files, target),
     )
 
 

@@ -23,7 +23,7 @@ from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_path, write_json
 from sft_play.launch.environment import visible_cards
 from sft_play.launch.run_folder import find_run
-from sft_play.model import lora
+from sft_play.model import lora, published
 from sft_play.model.convert import embedded_folder
 from sft_play.model.load import (
     COMPUTE_TYPES,
@@ -285,6 +285,10 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
     _require_disk(partial, _size(weights))
     for path in model_files(weights):
         shutil.copy2(path, partial / path.name)
+    if not (settled.model.trust_remote_code and runs_code(weights)):
+        refuse_untrusted_code(weights, str(weights))
+    elif any(weights.rglob("*.py")):
+        published.copy_modules(weights, partial)
     tokenizer = tokenizer_of(partial, prepared.model, settled)
     if not has_tokenizer(partial):
         tokenizer.save_pretrained(partial)
@@ -310,7 +314,7 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
     tell(f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed {EXACT * scale:.2e})")
     dtype = "float32" if quantisation_of(folder) else stored_dtype(folder)
     parameters = sum(p.numel() for p in model.parameters())
-    _save(model, tokenizer, folder, partial, dtype)
+    _save(model, tokenizer, partial, dtype)
     del model
     gc.collect()
     allowed = EXACT if dtype == "float32" else ROUNDED
@@ -359,8 +363,8 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     return read_model(folder, config.model, dtype=torch.float32).dequantize()
 
 
-def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> None:
-    """Write weights, configuration, tokenizer with template, generation settings, and the base's processor files."""
+def _save(model: Any, tokenizer: Any, partial: Path, dtype: str) -> None:
+    """Write weights, configuration, tokenizer with template, and what the base has beside them."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
@@ -368,15 +372,13 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)
-    model.generation_config.update(**ends_of_answers(tokenizer))
     hides = sys.modules.setdefault("deepspeed", None) is None  # type: ignore[arg-type]  # else it is imported, for seconds
     model.save_pretrained(partial)
     if hides:
         del sys.modules["deepspeed"]
     tokenizer.save_pretrained(partial)
-    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        if (base / name).is_file() and not (partial / name).exists():
-            shutil.copy2(base / name, partial / name)
+    published.copy_code(model, partial)
+    published.complete(model, tokenizer, partial)
 
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
@@ -418,6 +420,14 @@ def _size(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
 
 
+def _next_steps(out: Path) -> str:
+    """Return what can be done with a merged model; one with code of its own must be trusted with each command."""
+    coded = any(out.rglob("*.py"))
+    infer = f"make infer MODEL={out} PROMPT=..." + (" MODEL_TRUST_REMOTE_CODE=true" if coded else f", make serve MODEL={out}")
+    vllm, python = (" --trust-remote-code", ", trust_remote_code=True") if coded else ("", "")
+    return f'next: {infer}, `vllm serve {out}{vllm}`, or in Python `AutoModelForCausalLM.from_pretrained("{out}"{python})` of transformers'
+
+
 def main(call: Call) -> int:
     """Merge, shows the proof and where the model is."""
     if "RUN" not in call.options:
@@ -444,9 +454,5 @@ def main(call: Call) -> int:
         seconds = time.perf_counter() - started
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
-        print(
-            f"next: make infer MODEL={out} PROMPT=..., make serve MODEL={out}, `vllm serve {out}`, or in Python "
-            f'`AutoModelForCausalLM.from_pretrained("{out}")` of transformers',
-            file=sys.stderr,
-        )
+        print(_next_steps(out), file=sys.stderr)
     return 0

@@ -193,14 +193,22 @@ def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = F
         raise DataError(f"lacks {error}, so its memory cannot be planned", place=place) from None
 
 
-def in_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Whether the weights of a parsed `config.json` are in MXFP4, as OpenAI's gpt-oss come: the preparation expands them to bfloat16."""
-    return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+EXPANDED = frozenset({"mxfp4", "fp8", "mxfp8"})
+"""How weights may come that the preparation expands to bfloat16."""
+
+
+def is_expanded(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of a parsed `config.json` are expanded: in MXFP4, as OpenAI's gpt-oss come, or in FP8, as DeepSeek V3 comes."""
+    parts = (config, config.get("text_config") or {})
+    return any((part.get("quantization_config") or {}).get("quant_method") in EXPANDED for part in parts)
 
 
 def as_trained(config: dict[str, Any]) -> dict[str, Any]:
     """Return the `config.json` of the weights that are trained."""
-    return {**config, "quantization_config": None} if in_mxfp4(config) else config
+    if not is_expanded(config):
+        return config
+    text = {"text_config": {**config["text_config"], "quantization_config": None}} if config.get("text_config") else {}
+    return {**config, **text, "quantization_config": None}
 
 
 def _count_model(config: dict[str, Any], place: str) -> ModelShape:

@@ -20,9 +20,9 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.files import disk_problem, errno_of, read_object, sync_path, write_json, write_text
+from sft_play.files import disk_problem, errno_of, sync_path, write_text
+from sft_play.model import published
 from sft_play.model.parallel import outline_of
-from sft_play.model.tokenizer import ends_of_answers
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import describe, sync, sync_below, verify, write_part
@@ -192,6 +192,7 @@ def _write_model(
     else:
         for path in model_files(best):  # the states for resuming stay behind
             shutil.copy2(path, partial / path.name)
+        published.copy_code(_model_of(trainer), partial)  # never the checkpoint's, which may have come from elsewhere
         if not any(partial.glob("*.safetensors")):
             raise CheckpointError("the best checkpoint holds no weights", place=str(best))
     replace(context.stamp, step=step).save(partial)
@@ -221,16 +222,21 @@ def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> d
 
 def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str, Any], folder: Path) -> None:
     """Write weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raise `OSError`."""
-    model = outline_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+    model = _model_of(trainer)
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
-    settings = folder / "generation_config.json"
-    if settings.is_file():  # adapters have none
-        write_json(settings, read_object(settings) | ends_of_answers(trainer.processing_class))
+    published.copy_code(model, folder)
+    if context.config.tuning.mode == "full":
+        published.complete(model, trainer.processing_class, folder)
     write_text(folder / "README.md", model_card(context.stamp, context.run.name))
     usual = next(folder.glob("*.json")).stat().st_mode
     for path in folder.glob("*model*.safetensors"):
         path.chmod(usual & 0o777)  # safetensors writes aside, for its owner alone
+
+
+def _model_of(trainer: Trainer) -> Any:
+    """Return the model that writes its own files, without the engine's wrappers."""
+    return outline_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
 
 
 def model_card(stamp: Stamp, run: str) -> str:

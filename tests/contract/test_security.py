@@ -267,6 +267,33 @@ def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, progra
     assert done.code == 0 and mark.exists(), done.err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_merged_model_has_the_code_that_its_base_has(
+    with_code: Path, program: Program, tmp_path: Path, mode: str, best: bool
+) -> None:
+    config, out = trainable(tmp_path, with_code), tmp_path / "runs" / "demo" / "merged"
+    text = config.read_text().replace("max_seq_len: 64", "max_seq_len: 64, trust_remote_code: true").replace("lora", mode)
+    if best:
+        text = text.replace(
+            "eval_strategy: 'no'", "eval_strategy: steps, eval_steps: 1, save_steps: 1, load_best_model_at_end: true"
+        )
+        text = text.replace("data: {", f"data: {{val_path: {shutil.copy(tmp_path / 'd.jsonl', tmp_path / 'v.jsonl')}, ")
+    config.write_text(text)
+    (with_code / "part_of_mine.py").write_text("")  # that no class of the model is in
+    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", timeout=200)
+    assert done.code == 0, done.err
+    merged = program("merge", "RUN=demo", timeout=120)
+    assert merged.code == 0 and "make serve" not in merged.err, merged.err
+    assert {path.name: path.read_bytes() for path in out.glob("*.py")} == {
+        path.name: path.read_bytes() for path in with_code.glob("*.py")
+    }
+    step = next(word for word in merged.err.split("next: ")[1].split(", ") if "make infer" in word)
+    words = step.replace("make ", "").replace("PROMPT=...", "PROMPT=a").split()
+    assert program(*words, "TRAIN_GENERATION_MAX_NEW_TOKENS=2", timeout=120).code == 0
+
+
 @pytest.mark.parametrize(("name", "stamp"), [("config.json", False), ("mine.json", True), ("mine.yaml", True)])
 def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
     name: str, stamp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

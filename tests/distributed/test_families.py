@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.render_models import PAGE, adapted_cell, read_table, trained_cell
+from scripts.render_models import KEPT, PAGE, adapted_cell, kept_cells, read_table, trained_cell
 from tests.families import FAMILIES
 from tests.family_runs import Road, travel, weights
 
@@ -46,3 +46,9 @@ def test_a_family_goes_the_whole_road(name: str, mode: str, cache: Path, tmp_pat
         assert trained_cell(road) == ROWS[name][2]
     again = weights(road.resumed)
     assert all(torch.equal(tensor, again[key]) for key, tensor in weights(road.trained).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in IN_MAKE_TEST else pytest.mark.long) for one in FAMILIES])
+def test_what_a_family_keeps_is_what_its_row_says(name: str) -> None:
+    assert kept_cells(name) == read_table(PAGE.read_text(encoding="utf-8"), KEPT)[name]

@@ -61,3 +61,27 @@ def test_a_checkpoint_with_pickles_is_refused_before_anything_starts(config: Pat
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     done = run_program(["resume", "RUN=run"], environment(cache, tmp_path))
     done.refused(5, "an older version wrote it", "hint:")
+
+
+def test_a_data_file_that_was_renamed_is_read_from_the_cache_or_under_its_new_name(
+    config: Path, cache: Path, tmp_path: Path
+) -> None:
+    env, mine = environment(cache, tmp_path), tmp_path / "mine.yaml"
+    files = [tmp_path / name for name in ("train.jsonl", "val.jsonl")]
+    for name, path in zip(("train.jsonl", "val.jsonl"), files, strict=True):
+        shutil.copy(config.parent / name, path)
+    mine.write_text(config.read_text().replace(str(config.parent), str(tmp_path)))
+    must_run(["train", f"CONFIG={mine}", "RUN_NAME=run", "TRAIN_MAX_STEPS=2"], env)
+    renamed = [path.rename(path.with_name(f"new-{path.name}")) for path in files]
+    must_run(["resume", "RUN=run", "TRAIN_MAX_STEPS=3"], env)
+    saved = (tmp_path / "run" / "config.json").read_bytes()
+    done = run_program(
+        ["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[1]}", f"DATA_VAL_PATH={renamed[0]}"], env
+    )
+    done.refused(5, "the training rows have changed")
+    assert (tmp_path / "run" / "config.json").read_bytes() == saved
+    must_run(["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[0]}", f"DATA_VAL_PATH={renamed[1]}"], env)
+    assert len(metrics(tmp_path / "run")) == 4
+    empty = environment(tmp_path / "another-cache", tmp_path)
+    renamed[0].rename(files[0])
+    run_program(["resume", "RUN=run", "TRAIN_MAX_STEPS=5"], empty).refused(4, "there is no such file", str(renamed[0]))

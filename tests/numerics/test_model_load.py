@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
-from sft_play.errors import CheckpointError, UserError
+from sft_play.data.store import write_rows
+from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.model.load import check_quantised_base, load_for_training
 from sft_play.model.resolve import quantisation_of
+from sft_play.runs.prepared import SourceFacts
 from tests.families import build_family
-from tests.plans import prepared_model, simple_plan
+from tests.plans import prepared_model, prepared_rows, simple_plan
 from tests.tiny_models import build_tiny_llama, build_tokenizer
 
 
@@ -24,13 +27,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: build_family(folder / name, name) for name in ("llama", "mixtral", "gemma3")}
 
 
-def load(folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None, seed: int = 42, **tuning: Any) -> Any:
+def load(
+    folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None, seed: int = 42, train: Any = None, **tuning: Any
+) -> Any:
     config = Config(
         model=ModelConfig(name=str(folder)),
         tuning=TuningConfig(mode=mode, lora=LoraSettings(r=4), **tuning),  # type: ignore[arg-type]
         train=TrainConfig(seed=seed),
     )
-    model, tokenizer = load_for_training(config, simple_plan(**(plan or {})), prepared_model(folder))
+    model, tokenizer = load_for_training(config, simple_plan(**(plan or {})), prepared_model(folder, train))
     assert tokenizer.pad_token_id is not None
     assert model.config.get_text_config().use_cache is False
     return model
@@ -97,7 +102,12 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
     [
         ({"load_in_4bit": True}, "full", "single", "cannot train quantised weights"),
         ({"load_in_8bit": True}, "lora", "zero3", "comes quantised.*`CB`"),
-        ({"quant_method": "fp8"}, "lora", "zero3", "comes quantised.*was not tried"),
+        (
+            {"quant_method": "fbgemm_fp8"},
+            "lora",
+            "single",
+            "comes quantised by `fbgemm_fp8`, over which adapters are not trained",
+        ),
         ({"quant_method": "gptq", "bits": 4}, "qlora", "single", "the package `gptqmodel` that reads it is not installed"),
     ],
 )
@@ -114,11 +124,26 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path: Path) -> None:
-    build_tiny_llama(tmp_path, vocab=512)
-    build_tokenizer(tmp_path, vocab=1024)
-    with pytest.raises(CheckpointError, match="1024 tokens, but the model's embeddings have 512"):
-        load(tmp_path)
+@pytest.mark.parametrize("column", ["input_ids", "prompt_ids"])
+def test_a_tokenizer_may_know_tokens_that_no_row_holds(column: str, tmp_path: Path) -> None:
+    """As gemma-3-1b-it is published: 262,145 tokens for 262,144 embeddings."""
+    base = build_tiny_llama(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert tokenizer.add_tokens(["<image_soft_token>"]) == 1
+    tokenizer.save_pretrained(base)
+    for last in (1023, 1024):
+        rows = [{"input_ids": [5, 6], "prompt_ids": [5], "source": 0}] * 3 + [
+            {"input_ids": [5], "prompt_ids": [], "source": 1} | {column: [5, last]}
+        ]
+        write_rows(rows, tmp_path / str(last))
+    sources = tuple(SourceFacts(name=name, rows=3, tokens=6, label_tokens=3) for name in ("one.jsonl", "two.jsonl"))
+    unused, used = (prepared_rows(4, path=str(tmp_path / last), sources=sources).train for last in ("1023", "1024"))
+    load(base, train=unused)
+    with pytest.raises(
+        DataError, match=r"a row holds the token `<image_soft_token>` \(number 1024\), but the model's embeddings have 1024"
+    ) as caught:
+        load(base, train=used)
+    assert caught.value.place == "two.jsonl"
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])

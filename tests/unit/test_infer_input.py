@@ -57,6 +57,26 @@ def test_the_last_answer_of_a_training_row_stands_aside(
     assert found.tools == [{"type": "function"}] and not any("train" in turn for turn in found.messages)
 
 
+@pytest.mark.parametrize("empty", ["", " \n", None, []])
+def test_an_empty_last_answer_is_one_that_is_asked_for(tmp_path: Path, empty: Any) -> None:
+    turn = {"role": "assistant", "content": empty}
+    rows = [
+        {"messages": [*ASKED, turn]},
+        {"messages": [*ASKED, {"role": "assistant", "content": "5"}, *ASKED, turn]},
+        {"prompt": ASKED, "completion": [turn]},
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": empty}]},
+        {"prompt": "2+2?", "completion": empty},
+        {"prompt": ASKED, "completion": []},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_questions(path)
+    assert [(question.messages[-1]["role"], question.messages[-1]["content"], question.reference) for question in found] == [
+        ("user", "2+2?", None)
+    ] * len(rows)
+    assert [len(question.messages) for question in found] == [1, 3, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00bad"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "questions.txt"

@@ -1,0 +1,256 @@
+"""What a base's folder holds beside the weights that are trained, and what becomes of it in every whole model that is made from it.
+
+Tensors that the model's class does not take, as a head that predicts further tokens, are carried over unchanged; those with which the
+model would answer otherwise are refused, since `config.json` is of another model then. Code, settings of generation and of processors follow.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import load_state_dict
+
+from sft_play.errors import CheckpointError
+from sft_play.files import read_json, read_object, write_json
+from sft_play.model.tokenizer import ends_of_answers
+
+ALONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TRAINED, CARRIED = "model-trained.safetensors", "model-carried.safetensors"
+"""What `ALONE` becomes where there are carried tensors, and their own file; an index names both."""
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+COMPUTED = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$|\.masked_bias$")
+"""Buffers that old releases of transformers saved and that every release computes."""
+PREDICTS = re.compile(r"(?:^|\.)(?:mtp|nextn)")
+PREDICTS_IN_LAYER = re.compile(r"(.+?\.\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
+"""Parts of a layer that predicts further tokens, which follows the model's own layers in their list (DeepSeek V3, GLM 4.5)."""
+BASE = "_base"
+"""Attribute of a model that was read from a folder: its `Base`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The folder that a model was read from."""
+
+    folder: Path
+    carried: tuple[str, ...]
+    """Tensors that its class does not take, by their names in the files."""
+    takes_code: bool
+    """Whether the folder's code runs."""
+
+    def describe(self) -> str | None:
+        """Return what to tell of carried tensors, grouped by where they belong."""
+        if not self.carried:
+            return None
+        groups = Counter(_group(name) for name in self.carried)
+        shown = ", ".join(f"`{group}` ({number})" for group, number in list(groups.items())[:4])
+        more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
+        return (
+            f"{len(self.carried)} tensors of the base are no part of the model that is trained and go unchanged into every whole model "
+            f"that is published: {shown}{more}"
+        )
+
+
+def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False, plain: bool = True) -> None:
+    """Compare a model that was just read with the files of its folder, and keep what was found as its `Base`.
+
+    `stage`: the model has only some of its layers. Without `plain` the files are another program's, whose names are not known.
+    Raise `CheckpointError` for tensors that would change its answers.
+    """
+    untaken: dict[str, str] = {}
+    if plain:
+        with torch.device("meta"):  # whole where the model is a stage, and neither quantised nor shared out
+            outline = (type(model).__mro__[1] if stage else type(model))(copy.deepcopy(model.config))
+        files = tensor_files(folder)
+        untaken = _untaken(model, outline, files)
+        _refuse(outline, untaken, folder)
+        _untie(model, outline, files, folder, stage=stage)
+    if getattr(model, "generation_config", None) is not None:  # transformers saves no settings that have no effect
+        own = model.generation_config
+        model.generation_config = GenerationConfig(
+            **{name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        )
+    model.__dict__[BASE] = Base(folder=folder, carried=tuple(untaken), takes_code=takes_code)
+
+
+def base_of(model: Any) -> Base:
+    """Return what `note_base` kept, also of a model with adapters."""
+    found: Base = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, BASE)
+    return found
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return tensor -> file of the weights that transformers reads from a folder."""
+    for alone, index in ((ALONE, INDEX), PICKLED):
+        if (folder / alone).is_file():
+            return dict.fromkeys(_names_in(folder / alone), folder / alone)
+        if (folder / index).is_file():
+            return {name: folder / file for name, file in read_json(folder / index)["weight_map"].items()}
+    return {}
+
+
+def _names_in(file: Path) -> list[str]:
+    return list(load_state_dict(str(file), map_location="meta"))
+
+
+def _read(names: Iterable[str], files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Return tensors by their names, as they lie in the files."""
+    inside: dict[Path, list[str]] = {}
+    for name in names:
+        inside.setdefault(files[name], []).append(name)
+    found: dict[str, Tensor] = {}
+    for file, wanted in inside.items():
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in wanted}
+        else:
+            loaded = load_state_dict(str(file))
+            found |= {name: loaded[name].clone() for name in wanted}
+    return found
+
+
+# Which tensors a class takes.
+
+
+def _untaken(model: Any, outline: Any, files: Mapping[str, Path]) -> dict[str, str]:
+    """Return name in the files -> name in the model of tensors that the model has no place for."""
+    rules = get_model_conversion_mapping(outline, hf_quantizer=getattr(model, "hf_quantizer", None))
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    places = dict.fromkeys([*outline.state_dict(), *model.state_dict()], True)
+    found = {}
+    for name in files:
+        renamed, _ = rename_source_key(name, renamings, converters, outline.base_model_prefix, places)
+        if renamed not in places and name not in places:
+            found[name] = renamed
+    return found
+
+
+def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
+    """Raise `CheckpointError` for tensors that belong to the text model or its head, unless its family is known to go without them."""
+    modules = dict(outline.named_modules())
+    decoder = outline.get_decoder()
+    parts = (
+        outline.base_model if decoder is outline else decoder,
+        outline.get_output_embeddings(),
+    )  # Llama 4 calls itself its decoder
+    text = [name for name, module in modules.items() if any(module is part for part in parts)]
+    known = [re.compile(pattern) for pattern in getattr(outline, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    predicting = tuple(f"{match[1]}." for name in untaken if (match := PREDICTS_IN_LAYER.match(name)))
+
+    def is_refused(name: str, renamed: str) -> bool:
+        if COMPUTED.search(name) or PREDICTS.search(name) or name.startswith(predicting):
+            return False
+        if any(pattern.search(renamed) for pattern in known):
+            return False
+        owner = renamed
+        while owner not in modules:
+            owner = owner.rpartition(".")[0]
+        return any(not part or owner == part or owner.startswith(f"{part}.") for part in text)
+
+    refused = [name for name, renamed in untaken.items() if is_refused(name, renamed)]
+    if refused:
+        shown = ", ".join(f"`{name}`" for name in refused[:3]) + (f" and {len(refused) - 3} more" if len(refused) > 3 else "")
+        raise CheckpointError(
+            f"the weights hold {shown}, for which the model that `config.json` describes has no place: it would answer otherwise than "
+            "the one that was published",
+            place=str(folder),
+            hint=f"{_more_layers(outline, refused)}let `config.json` say what the files hold, or fetch the model again",
+        )
+
+
+def _more_layers(outline: Any, refused: Iterable[str]) -> str:
+    """Return which number of layers the files hold, where it is not that of the configuration."""
+    count = getattr(outline.config.get_text_config(), "num_hidden_layers", None)
+    numbers = [int(match[1]) for name in refused if (match := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
+    if count is None or max(numbers, default=0) < count:
+        return ""
+    return f"it says {count} layers and the files hold {max(numbers) + 1}: "
+
+
+def _group(name: str) -> str:
+    """Return the part of a tensor's name that says where it belongs."""
+    if match := re.match(r"(.*\.(?:layers|h)\.)(\d+)\.(.+)", name):
+        inner = match[3].rpartition(".")[0]
+        return f"{match[1]}{match[2]}" if "rotary_emb" not in inner else f"{match[1]}*.{match[3]}"
+    return ".".join(name.split(".")[: 2 if name.startswith(("model.", "transformer.")) else 1])
+
+
+def _untie(model: Any, outline: Any, files: Mapping[str, Path], folder: Path, *, stage: bool) -> None:
+    """Say in the configuration that the head is not the embedding, where the files hold both and they differ."""
+    for tied, own in getattr(outline, "all_tied_weights_keys", {}).items():
+        if not (tied in files and own in files) or torch.equal(*_read([tied, own], files).values()):
+            continue
+        if stage or model.get_parameter(tied) is model.get_parameter(own):  # ZeRO-3 compares nothing
+            raise CheckpointError(
+                f"`{tied}` and `{own}` differ, and `config.json` says `tie_word_embeddings: true`", place=str(folder / "config.json"),
+                hint="set it to false there",
+            )  # fmt: skip
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False
+
+
+# What is written beside weights.
+
+
+def complete(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Give a whole model that was just saved in `folder` what its base's folder holds and saving leaves out."""
+    base = base_of(model)
+    carry(base, folder)
+    for name in PROCESSORS:
+        if (base.folder / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(base.folder / name, folder / name)
+    own, whole = read_json(folder / "config.json"), read_json(base.folder / "config.json")
+    if own["model_type"] != whole["model_type"] and own["model_type"] == (whole.get("text_config") or {}).get("model_type"):
+        # Only the text part was trained, of a model whose tower is carried.
+        write_json(
+            folder / "config.json", whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own}
+        )
+    settings = folder / "generation_config.json"
+    write_json(settings, (read_object(base.folder / settings.name) or read_object(settings)) | ends_of_answers(tokenizer))
+
+
+def carry(base: Base, folder: Path) -> None:
+    """Write the carried tensors into a file of their own, and an index of all files."""
+    files = tensor_files(folder)
+    carried = _read([name for name in base.carried if name not in files], tensor_files(base.folder))
+    if not carried:
+        return
+    save_file({name: tensor.contiguous() for name, tensor in carried.items()}, folder / CARRIED, metadata={"format": "pt"})
+    if (folder / ALONE).is_file():
+        (folder / ALONE).rename(folder / TRAINED)
+        files = dict.fromkeys(files, folder / TRAINED)
+    places = {name: path.name for name, path in files.items()} | dict.fromkeys(carried, CARRIED)
+    size = sum((folder / name).stat().st_size for name in set(places.values()))
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))})
+
+
+def copy_code(model: Any, folder: Path) -> None:
+    """Copy the code of a custom model's base: all of it and nothing else, so that it is known to be the code that the user let run."""
+    if base_of(model).takes_code:
+        copy_modules(base_of(model).folder, folder)
+
+
+def copy_modules(base: Path, folder: Path) -> None:
+    """Make the Python files of a folder those of another."""
+    for path in folder.rglob("*.py"):
+        path.unlink()
+    for path in base.rglob("*.py"):
+        target = folder / path.relative_to(base)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)

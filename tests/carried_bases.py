@@ -1,0 +1,83 @@
+"""Bases whose files hold more than their class takes: heads that predict further tokens, biases, layers, scales."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.families import build_family
+
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(folder: Path) -> Tensors:
+    """Returns all tensors of a folder's safetensors files."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    """Changes keys of `config.json`; `None` removes one."""
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def build_with(folder: Path, family: str, more: Callable[[Tensors], Tensors], **config: Any) -> Path:
+    """Writes a tiny model of a family, adds the tensors that `more` makes of its own, and returns `folder`."""
+    build_family(folder, family, **config)
+    own = weights(folder)
+    torch.manual_seed(5)
+    save_file(own | more(own), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def predicting_layer(own: Tensors, layer: int = 2) -> Tensors:
+    """Returns a layer that predicts the token after the next, as DeepSeek V3 and GLM 4.5 have it, after `layer` layers."""
+    found = {name.replace(f"layers.{layer - 1}.", f"layers.{layer}."): torch.randn_like(tensor) * 0.1 for name, tensor in own.items()
+             if f"layers.{layer - 1}." in name}  # fmt: skip
+    here = f"model.layers.{layer}"
+    norms = {f"{here}.{name}.weight": 1 + torch.randn(64) * 0.1 for name in ("enorm", "hnorm", "shared_head.norm")}
+    shared = {
+        f"{here}.embed_tokens.weight": own["model.embed_tokens.weight"].clone(),
+        f"{here}.shared_head.head.weight": own["lm_head.weight"].clone(),
+    }
+    return found | norms | shared | {f"{here}.eh_proj.weight": torch.randn(64, 128) * 0.1}
+
+
+def predicting_head(own: Tensors) -> Tensors:
+    """Returns a head as Qwen 3.5 has it."""
+    return {
+        "mtp.fc.weight": torch.randn(64, 128),
+        "mtp.norm.weight": torch.randn(64),
+        "mtp.pre_fc_norm_embedding.weight": torch.randn(64),
+        "mtp.pre_fc_norm_hidden.weight": torch.randn(64),
+        "mtp.layers.0.self_attn.q_proj.weight": torch.randn(64, 64),
+    }
+
+
+def predicting_part(own: Tensors) -> Tensors:
+    """Returns a layer and what leads into it, as Mellum has them."""
+    layer = {name.replace("model.layers.1.", "mtp.layers.0."): torch.randn_like(tensor) * 0.1 for name, tensor in own.items()
+             if "model.layers.1." in name}  # fmt: skip
+    norms = {f"mtp.{name}.weight": 1 + torch.randn(64) * 0.1 for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return layer | norms | {"mtp.fc.weight": torch.randn(64, 128) * 0.1}
+
+
+def layer_again(own: Tensors) -> Tensors:
+    """Returns one more layer of the model's own kind."""
+    return {
+        re.sub(r"\b(layers|h)\.1\.", r"\1.2.", name): t.clone()
+        for name, t in own.items()
+        if re.search(r"\b(layers|h)\.1\.", name)
+    }
+
+
+def extra(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
+    """Returns what adds one tensor of this shape, or of each of two layers where the name has a `*`."""
+    names = [name.replace("*", str(layer)) for layer in range(2)] if "*" in name else [name]
+    return lambda _: {one: torch.randn(*shape) for one in names}
