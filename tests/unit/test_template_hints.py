@@ -26,9 +26,9 @@ LATE = (
 NO_END = "{% for m in messages %}" + TURN + "\n{% endfor %}" + ASK
 NO_PROMPT = "{{ messages[0]['content'] }}{% for m in messages %}" + TURN + "<|im_end|>\n{% endfor %}" + ASK
 NO_ROLE = (
-    "{% for m in messages %}{{ {'user': '<|im_start|>user\n', 'assistant': '<|im_start|>assistant\n'}[m['role']] + m['content'] }}<|im_end|>\n{% endfor %}"
-    + ASK
-)  # noqa: E501
+    "{% for m in messages %}{{ {'user': '<|im_start|>user\n', 'assistant': '<|im_start|>assistant\n'}[m['role']] + m['content'] }}"
+    "<|im_end|>\n{% endfor %}" + ASK
+)
 CALLS = (
     "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}"
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}" + ASK

@@ -41,7 +41,7 @@ def learnt(tokenizer: Any, found: Sequence[Encoded]) -> list[str]:
     ("data", "message", "hint"),
     [
         ({"chat_template": "chatlm"}, "is no template's name and no file", "did you mean `chatml`?"),
-        ({"chat_template": "nothing-like-it"}, "is no template's name and no file", "names are alpaca, chatml, gemma"),
+        ({"chat_template": "nothing-like-it"}, "is no template's name and no file", "names are alpaca, chatml, deepseek_r1"),
         ({"chat_template": "templates/absent.jinja"}, "cannot be read: No such file", "paths count from the folder"),
         ({"system": " "}, r"`data\.system` is empty", "leave it out"),
     ],
