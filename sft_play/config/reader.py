@@ -344,6 +344,11 @@ def kind_of(value: object) -> str:
     return KINDS.get(name, name)
 
 
+MOST_NAMES = 100
+
+
 def names_of(row: Iterable[str]) -> str:
-    """Return the names of a row's columns, in backticks."""
-    return ", ".join(f"`{name}`" for name in row) or "none"
+    """Return the names of a row's columns, in backticks; of very many the first."""
+    names = list(row)
+    more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+    return (", ".join(f"`{name}`" for name in names[:MOST_NAMES]) or "none") + more

@@ -13,14 +13,17 @@ from sft_play.data import IGNORED
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.turns import (
     ROLE_NAMES,
+    TOOL_NAMES,
     Message,
     calls_undescribed,
     chat_turns,
     describes_tools,
     end_at_answer,
     is_blank,
+    is_filled,
     is_list,
     list_of,
+    looks_like_a_mask,
     other_names,
     refuse_media,
     text_of,
@@ -50,6 +53,8 @@ class Example:
     """Descriptions of the functions that the conversation may call, for the chat template."""
     undescribed: bool = False
     """Whether it calls functions that neither `tools` nor a text describes."""
+    filled: bool = False
+    """Whether structs of Arrow's in its arguments or tools lost nulls that its row may have had."""
     text: str | None = None
     """A document, or a piece of plain text."""
     input_ids: list[int] | None = None
@@ -147,6 +152,9 @@ MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "assistant_toke
 OF_TOKENS = ("input_ids", "labels", "attention_mask", "special_tokens_mask", "token_type_ids", *MASKS)
 """Columns of token rows that are read, and those that a tokenizer adds to every row."""
 LIKE_A_MASK = re.compile("mask|label|target|loss|weight")
+LIKE_A_PART = re.compile(
+    "(?:prompt|source|context|completion|answer|response|target)(?:.*(?:len|start|end|offset|num|tokens|ids))"
+)
 LIKE_PACKED = re.compile("position_ids|seq_?len|segment|document_ids|sequence_ids")
 
 
@@ -186,13 +194,20 @@ def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
 def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
     """Raise `DataError` for a column that says which tokens are learnt, or that several rows are packed into one."""
     for name, value in row.items():
-        if name in OF_TOKENS or not is_list(value):
+        if name in OF_TOKENS or is_blank(value) or isinstance(value, (str, Mapping)):
             continue
+        packed, mask = LIKE_PACKED.search(name.lower()), LIKE_A_MASK.search(name.lower())
         unread = f"`columns: {{note: {name}}}` gives it a name that is not read"
-        alone = list(value) == list(range(len(ids))) or len(set(map(str, value))) < 2
-        if LIKE_PACKED.search(name.lower()) and not alone:
+        if LIKE_A_PART.search(name.lower()) and not (mask and is_list(value) and len(value) == len(ids)):
+            raise DataError(
+                f"`{name}` seems to say where what is learnt begins, and is not read",
+                hint=f"write `labels`, -100 for what is not learnt; {unread}",
+            )
+        if not (packed or mask) or not is_list(value):
+            continue
+        if packed and list(value) != list(range(len(ids))) and len(set(map(str, value))) > 1:
             raise DataError(f"`{name}` says that the row is several rows, which is not read", hint=f"unpack the rows; {unread}")
-        if LIKE_A_MASK.search(name.lower()) and len(value) == len(ids):
+        if mask and len(value) == len(ids):
             other = "loss_mask" if all(part in (0, 1) for part in value) else "labels"
             raise DataError(
                 f"`{name}` seems to say which tokens are learnt, and is not read",
@@ -317,6 +332,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         refuse_media(row)
         parts = FORMATS[form][1](row)
         if "messages" in parts:
+            _refuse_mask(row)
             parts |= _tools(row, parts["messages"])
         return Example(place=place, form=form, source=source, group=group, **parts)
     except DataError as error:
@@ -324,6 +340,16 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         raise
     except RecursionError:
         raise DataError("the row is nested too deep", place=place) from None
+
+
+def _refuse_mask(row: Row) -> None:
+    """Raise `DataError` for a column that seems to say of each turn whether it is learnt."""
+    for name, value in row.items():
+        if is_list(value) and len(value) > 0 and looks_like_a_mask(name) and all(flag in (0, 1) for flag in value):
+            raise DataError(
+                f"`{name}` seems to say which turns are learnt, and is not read",
+                hint=f"write `train: false` into the turns that are not; `columns: {{note: {name}}}` gives it a name that is not read",
+            )
 
 
 def _tools(row: Row, messages: list[Message]) -> Parts:
@@ -337,14 +363,16 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
         if described and tools not in (None, described):
             raise DataError("the row and its system turn describe tools, and not alike")
         tools = tools or described
-    if tools or not any(turn.get("tool_calls") for turn in messages):
-        return {"tools": tools}
+    called = any(turn.get("tool_calls") for turn in messages)
+    filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
+    if tools or not called:
+        return {"tools": tools, "filled": bool(filled)}
     if column := next((name for name, value in row.items() if describes_tools(value)), None):
         raise DataError(
             f"`{column}` describes tools, and is not read: calls would be learnt without them",
             hint=f"`columns: {{tools: {column}}}` reads it",
         )
-    return {"undescribed": calls_undescribed(messages)}
+    return {"undescribed": calls_undescribed(messages), "filled": bool(filled)}
 
 
 def group_of(row: Row, column: str) -> str:

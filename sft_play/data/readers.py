@@ -332,7 +332,7 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
         fields = {field.name: decoder(field.type) for field in kind}
         if len(fields) < kind.num_fields:
             raise DataError(f"a struct has two fields of one name; it has {names_of(field.name for field in kind)}")
-        return lambda value: value and {name: fields[name](part) for name, part in value.items() if part is not None}
+        return lambda value: value and _without_nulls({name: decode(value[name]) for name, decode in fields.items()})
     if types.is_map(kind):
         key_of, value_of = decoder(kind.key_type), decoder(kind.item_type)
         return lambda value: value if value is None else _once([(key_of(key), value_of(part)) for key, part in value])
@@ -340,6 +340,14 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
         part_of = decoder(kind.value_type)
         return (lambda value: value) if part_of is _as_it_is else (lambda value: value and [part_of(part) for part in value])
     return _as_it_is
+
+
+class Filled(dict[str, Any]):
+    """A struct without its nulls: its row may have had them, or not these keys, which Arrow cannot tell."""
+
+
+def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
+    return Filled({name: part for name, part in struct.items() if part is not None}) if None in struct.values() else struct
 
 
 def _as_it_is(value: Any) -> Any:

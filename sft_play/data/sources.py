@@ -9,7 +9,7 @@ import platform
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
-from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, splits_of_glob, visible_files
+from sft_play.data.layout import NO_SPLIT, WORDS, choose_split, splits_of_folder, splits_of_glob, visible_files
 from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
 from sft_play.data.turns import list_of
 from sft_play.errors import DataError, first_line
@@ -308,49 +308,48 @@ FILTERED = "not in the filter"
 NOT_CHOSEN = "not chosen by `rows`"
 
 
-JUDGED = {"label": True, "kto_tag": True, "desirable": True, "score": False, "rating": False, "reward": False}
-"""Columns that judge the row's answer -> whether they say yes or no; others are numbers."""
-YES_OR_NO = ("true", "false", "0", "1")
+def _yes_or_no(column: str, value: Any) -> str:
+    if isinstance(value, str) and value.lower() in ("true", "false", "0", "1"):
+        return f'{column} == "{"1" if value in ("0", "1") else {"t": "true", "f": "true"}.get(value[0], "True")}"'
+    return column if isinstance(value, bool) else f"{column} == 1" if value in (0, 1) else ""
+
+
+def _number(column: str, value: Any) -> str:
+    try:
+        known = value is not None and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        known = False
+    return f"number({column}) >= {value}" if known and isinstance(value, str) else f"{column} >= {value}" if known else ""
+
+
+def _held_out(column: str, value: Any) -> str:
+    held_out = isinstance(value, str) and any(WORDS[split].search(value) for split in ("validation", "test"))
+    return f'{column} == "train"' if held_out and not WORDS["train"].search(value) else ""
+
+
+JUDGED: Mapping[str, Callable[[str, Any], str]] = {
+    **dict.fromkeys(("label", "kto_tag", "desirable", "train"), _yes_or_no),
+    **dict.fromkeys(("score", "rating", "reward", "weight"), _number), "split": _held_out,
+}  # fmt: skip
+"""Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing where they do not."""
 
 
 def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Placed]:
-    """Yield rows; one whose answer a column judges, which no `filter` looks at, is an error: the wrong answers would be learnt."""
+    """Yield rows; one that a column judges, which no `filter` looks at, is an error: the wrong answers would be learnt."""
     heeded = Condition(source.filter).names if source.filter is not None else set()
-    judged = {column: yes_or_no for column, yes_or_no in JUDGED.items() if column not in heeded}
-    chats = [columns for form, (columns, _) in FORMATS.items() if form not in NO_CHAT and source.format in ("auto", form)]
+    judged = {column: keep for column, keep in JUDGED.items() if column not in heeded}
+    chats = [set(columns) for form, (columns, _) in FORMATS.items() if form not in NO_CHAT and source.format in ("auto", form)]
     for place, row in rows:
-        if not isinstance(row, DataError) and any(row.keys() >= set(columns) for columns in chats):
-            found = next((column for column, yes_or_no in judged.items() if _judges(row.get(column), yes_or_no)), None)
-            if found:
-                yield place, _judged(row, found, place)
+        if not isinstance(row, DataError) and (there := judged.keys() & row.keys()):
+            chat = any(row.keys() >= columns for columns in chats)
+            conditions = ((column, judged[column](column, row[column])) for column in sorted(there) if chat or column == "split")
+            if found := next((one for one in conditions if one[1]), None):
+                yield place, DataError(
+                    f"`{found[0]}` says whether the row is to be learnt, and is not read", place=place,
+                    hint=f"`filter: {found[1]}` keeps what is good, `filter: has({found[0]})` all",
+                )  # fmt: skip
                 continue
         yield place, row
-
-
-def _judges(value: Any, yes_or_no: bool) -> bool:
-    if yes_or_no:
-        return str(value).lower() in YES_OR_NO
-    try:
-        return value is not None and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def _judged(row: Mapping[str, Any], column: str, place: str) -> DataError:
-    value = row[column]
-    good = (
-        {"0": '"1"', "1": '"1"'}.get(value, f'"{value}"'.replace("alse", "rue").replace("F", "T"))
-        if isinstance(value, str)
-        else 1
-    )
-    if JUDGED[column]:
-        condition = column if isinstance(value, bool) else f"{column} == {good}"
-    else:
-        condition = f"number({column}) >= {value}" if isinstance(value, str) else f"{column} >= {value}"
-    return DataError(
-        f"`{column}` judges the answer, and preferences are not trained here", place=place,
-        hint=f"`filter: {condition}` keeps the good answers, `filter: has({column})` all of them",
-    )  # fmt: skip
 
 
 def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Iterator[Placed]:

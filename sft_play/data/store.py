@@ -54,6 +54,8 @@ class SourceTally:
     """Thoughts of learnt turns that the chat template left out."""
     calls_undescribed: int = 0
     """Rows whose calls are learnt, though neither tools nor a text describes the functions."""
+    nulls_unsure: int = 0
+    """Rows of Arrow files whose arguments or tools may have had nulls, which are read as missing keys."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -78,6 +80,7 @@ class SourceTally:
         self.answers_cut += outcome.answers_cut
         self.thoughts_left_out += outcome.thoughts
         self.calls_undescribed += outcome.undescribed
+        self.nulls_unsure += outcome.filled
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
@@ -190,6 +193,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(
             f"  calls are learnt, but no tool is described: {calls:,} rows; `columns: {{tools: NAME}}` names the column that does"
         )
+    if nulls := sum(source["nulls_unsure"] for source in sources):
+        lines.append(f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows")
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)

@@ -41,6 +41,8 @@ class Outcome:
     """Answers that lost their end: no token that ends a turn is learnt from them."""
     undescribed: bool = False
     """Whether calls are learnt of functions that nothing describes."""
+    filled: bool = False
+    """Whether nulls in its arguments or tools may be lost, since Arrow cannot tell them from missing keys."""
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
     overlong: int = 0
@@ -95,7 +97,9 @@ class Encoder:
         if isinstance(found, DataError):
             return Outcome(error=found)
         messages = example.messages or []
-        kept = Outcome(thoughts=lost_thoughts(messages, texts, self.loss_on), undescribed=example.undescribed)
+        kept = Outcome(
+            thoughts=lost_thoughts(messages, texts, self.loss_on), undescribed=example.undescribed, filled=example.filled
+        )
         rows = [without_tail(row) for row in found]
         length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:

@@ -6,6 +6,7 @@ and `reasoning_content`. Arguments of tool calls are mappings, as the templates 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
-from sft_play.data.readers import DECODER, LEAVE_OUT
+from sft_play.data.readers import DECODER, LEAVE_OUT, Filled
 from sft_play.errors import DataError
 
 Message = dict[str, Any]
@@ -43,6 +44,7 @@ WORDS = ("content", "value", "text", "body", "message", "utterance")
 """Keys of a turn in data sets; those after the first two are for hints."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which data sets keep what was thought before an answer."""
+READ = frozenset({*SPEAKERS[:2], *WORDS[:2], *REASONING, "name", "tool_calls", "tool_call_id", "function_call"})
 MASKS = ("train", "weight", "loss", "trainable", "is_trainable", "training", "loss_mask")
 """Names under which tools say of a turn whether it is learnt: true or 1, false or 0."""
 LIKE_A_MASK = re.compile(
@@ -114,9 +116,11 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
         if words not in message:
             raise _no_turn(message, name, [message])
         raise DataError(f"`{name}.{words}` is empty; expected text", hint=LEAVE_OUT)
-    refuse_media(message, name)
+    others = {key: value for key, value in message.items() if key not in READ and value is not None}
+    if others:
+        refuse_media(others, name)
     turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.{words}")}
-    if (train := _is_learnt(message, name, role)) is not None:
+    if (train := _is_learnt(others, name, role)) is not None:
         turn["train"] = train
     if calls:
         turn["tool_calls"] = calls
@@ -125,7 +129,7 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
         raise DataError(f"`{name}` has two different thoughts: {names_of(thoughts)}")
     given = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": next(iter(thoughts), "")}
     turn |= {key: text_of(message[old], f"{name}.{old}") for key, old in given.items() if message.get(old) is not None}
-    described = [key for key in TOOL_NAMES if not is_blank(message.get(key))]
+    described = [key for key in others if key in TOOL_NAMES and not is_blank(others[key])]
     if described and role == "system":
         turn["tools"] = tools_of(message, f"{name}.")
     elif described:
@@ -167,11 +171,16 @@ MEDIA = re.compile(
 MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|webm|mov|avi)$", re.IGNORECASE)
 
 
+@functools.lru_cache(4096)
+def _looks_like_media(key: str) -> bool:
+    return MEDIA.fullmatch(key) is not None
+
+
 def refuse_media(found: Mapping[str, Any], name: str = "") -> None:
     """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt blind."""
     for key, value in found.items():
         some = next(iter(value), None) if is_list(value) else value
-        named = bool(MEDIA.fullmatch(key)) and not is_blank(value) and not isinstance(some, (bool, int, float))
+        named = _looks_like_media(key) and not is_blank(value) and not isinstance(some, (bool, int, float))
         if key.lower() == "file_name":
             named = isinstance(value, str) and bool(MEDIA_FILE.search(value))
         if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
@@ -182,13 +191,17 @@ def refuse_media(found: Mapping[str, Any], name: str = "") -> None:
             )
 
 
-def _is_learnt(message: Mapping[str, Any], name: str, role: str) -> bool | None:
-    """Return what the turn says of itself under any name of `MASKS`, `None` where it says nothing. Raise `DataError`."""
+@functools.lru_cache(4096)
+def looks_like_a_mask(key: str) -> bool:
+    """Whether a key or column is named as if it said what is learnt."""
+    return LIKE_A_MASK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
+
+
+def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
+    """Return what a turn's other keys say under any name of `MASKS`, `None` where they say nothing. Raise `DataError`."""
     column = name.partition("[")[0]
     said: dict[str, bool] = {}
-    for key, value in message.items():
-        if value is None:
-            continue
+    for key, value in others.items():
         if key in MASKS:
             if not isinstance(value, (bool, int, float)):
                 raise DataError(f"`{name}.{key}` is {kind_of(value)}; expected true or false")
@@ -196,7 +209,7 @@ def _is_learnt(message: Mapping[str, Any], name: str, role: str) -> bool | None:
                 hint = "0 leaves the turn out of training, 1 trains it; nothing between"
                 raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
             said[key] = bool(value)
-        elif LIKE_A_MASK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()):
+        elif looks_like_a_mask(key):
             learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.train: {key}}}`; "
             hint = f"`columns: {{{column}.note: {key}}}` gives it a name that is not read"
             raise DataError(
@@ -318,6 +331,14 @@ def calls_undescribed(messages: Sequence[Message]) -> bool:
             return True
         said += turn["content"] if turn["role"] in ("system", "user") else ""
     return False
+
+
+def is_filled(value: Any, within: bool) -> bool:
+    """Whether arguments of calls in a value, or all of it (`within`), hold a struct of Arrow's that lost its nulls."""
+    if isinstance(value, Mapping):
+        lost = within and isinstance(value, Filled)
+        return lost or any(is_filled(part, within or key in ARGUMENTS) for key, part in value.items())
+    return is_list(value) and any(is_filled(part, within) for part in value)
 
 
 # Values of a row.

@@ -191,7 +191,8 @@ def test_a_falsy_list_is_refused_too(column: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("judged", "filtered"),
     [({"label": False}, "label"), ({"label": 0}, "label == 1"), ({"label": "False"}, 'label == "True"'), ({"label": "0"}, 'label == "1"'),
-     ({"score": 2.5}, "score >= 2.5"), ({"rating": "3"}, "number(rating) >= 3"), ({"kto_tag": True}, "kto_tag")],
+     ({"score": 2.5}, "score >= 2.5"),
+     ({"rating": "3"}, "number(rating) >= 3"), ({"kto_tag": True}, "kto_tag"), ({"weight": 0}, "weight >= 0"), ({"train": False}, "train")],
 )  # fmt: skip
 def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, tmp_path: Path) -> None:
     good = {**PAIR, next(iter(judged)): {"False": "True", "0": "1", "3": "3"}.get(str(next(iter(judged.values()))), 5)}
@@ -200,10 +201,22 @@ def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, 
     for row in ({**PAIR, **judged}, {"messages": [USER, ANSWER], **judged}):
         with pytest.raises(DataError) as caught:
             examples(tmp_path, [row])
-        assert "judges the answer" in caught.value.message and f"`filter: {filtered}`" in (caught.value.hint or "")
+        assert "says whether the row is to be learnt" in caught.value.message and f"`filter: {filtered}`" in (
+            caught.value.hint or ""
+        )
     assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=filtered)) in (1, 2)
     assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=f"has({next(iter(judged))})")) == 2
     assert len(examples(tmp_path, [{"text": "t", **judged}], format="text")) == 1, "a text has no answer"
+
+
+def test_rows_of_another_split_are_not_trained_without_a_word(tmp_path: Path) -> None:
+    rows = [{**PAIR, "split": split} for split in ("train", "test", "dev")]
+    assert len(examples(tmp_path, rows[:1])) == 1
+    with pytest.raises(DataError) as caught:
+        examples(tmp_path, rows)
+    assert caught.value.place == f"{tmp_path / 'rows.jsonl'}:2"
+    (kept, all_rows) = typed(caught.value.hint or "")
+    assert len(examples(tmp_path, rows, **kept)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
 def test_a_class_is_no_judgement(tmp_path: Path) -> None:
@@ -228,6 +241,9 @@ def test_a_mask_of_tokens_is_used(name: str, kind: type) -> None:
         ({"target_ids": [6, 7, 8]}, "`target_ids` seems to say which tokens are learnt"),
         ({"prompt_mask": [1, 1, 0]}, "`prompt_mask` seems to say"),
         ({"loss_weights": [0.0, 0.5, 1.0]}, "`loss_weights` seems to say"),
+        ({"prompt_length": 1}, "`prompt_length` seems to say where what is learnt begins"),
+        ({"completion_start": 0}, "`completion_start` seems to say where"),
+        ({"prompt_ids": [5]}, "`prompt_ids` seems to say where"),
         ({"position_ids": [0, 1, 0]}, "`position_ids` says that the row is several rows"),
         ({"seq_lengths": [1, 2]}, "`seq_lengths` says that the row is several rows"),
         ({"labels": [6, 7, -100]}, "`labels[0]` is 6 and `input_ids[0]` is 5"),
@@ -288,6 +304,8 @@ HINTS: dict[str, list[Row]] = {
     "score": [{**PAIR, "score": 4}],
     "mask of tokens": [{"input_ids": [5, 6, 7], "train_mask": [0, 1, 1]}],
     "labels of tokens": [{"input_ids": [5, 6, 7], "target_ids": [-100, 6, 7]}],
+    "where the answer begins": [{"input_ids": [5, 6, 7], "prompt_len": 2}],
+    "mask of the turns": [{"messages": [USER, ANSWER], "loss_mask": [0, 1]}],
     "packed": [{"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}],
 }  # fmt: skip
 

@@ -181,6 +181,21 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
     assert place.endswith("twice.parquet, row 1")
 
 
+def test_nulls_that_arrow_cannot_tell_from_missing_keys_are_told(tmp_path: Path) -> None:
+    def row(arguments: Row) -> Row:
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        return {"messages": [{"role": "user", "content": "q"}, call], "tools": [{"name": "f"}]}
+
+    for name, rows, wanted in (
+        ("same", [{"a": 1}, {"a": 2}], [False, False]),
+        ("other", [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}], [True, True, False]),
+    ):
+        parquet.write_table(pyarrow.Table.from_pylist(list(map(row, rows))), tmp_path / f"{name}.parquet")
+        found = [understand(placed, 0, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))]
+        assert [example.filled for example in found] == wanted
+        assert [example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in found if example.messages] == rows
+
+
 def reading(path: Path) -> int:
     """Return by how many MiB the memory of a process grows that reads a file."""
     code = f"""
