@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from sft_play.data.formats import Message, understand
 from sft_play.errors import DataError
+from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import base_stops, end_of_turn_ids, ends_of_answers, load_tokenizer
 from tests.chat_families import CHAT_FAMILIES, TOOL, asked, call, save_family
 from tests.chat_tokenizers import by_hand, learnt_runs, load_with, rows_of, save_tokenizer
@@ -111,3 +113,15 @@ def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_
     (row,) = rows_of(named, messages)
     text = "<s><\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n\u2039Two.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"
     assert (row.input_ids, row.labels) == by_hand(named, text)
+
+
+@pytest.mark.parametrize("ident", ["call_0123456789", "abcdefghi", None])
+def test_mistral_gets_ids_of_nine_letters_and_results_name_them(ident: str | None, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_family(tmp_path / "t", "mistral"))
+    made = {key: value for key, value in call(a=2).items() if key != "id"} | ({"id": ident} if ident else {})
+    result = {"role": "tool", "content": "4"} | ({"tool_call_id": ident} if ident else {})
+    messages = [*asked("2+2?", tool_calls=[made]), result, {"role": "assistant", "content": "Four."}]
+    text = tokenizer.decode(rows_of(tokenizer, messages, [TOOL])[-1].input_ids)
+    (named,) = re.findall(r'"id": "(\w{9})"', text)
+    assert f'"call_id": "{named}"' in text and named == (ident if ident == "abcdefghi" else named)
+    assert prompt_ids(tokenizer, messages[:-1], [TOOL]) == rows_of(tokenizer, messages, [TOOL])[-1].prompt_ids
