@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.access import TOKEN_VARIABLE, Guard, address_of, is_loopback, own_url, serve_token
 from sft_play.config.load import read_config
+from sft_play.data.answers import response_template
 from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError, UserError
 from sft_play.evaluation.evaluate import check_stamp
@@ -29,7 +30,7 @@ from sft_play.files import file_sha256, text_sha256
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run
 from sft_play.model.resolve import check_trained
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model.tokenizer import ends_of_answers, load_tokenizer
 from sft_play.runs.checkpoints import kind_of, label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.text import tell
@@ -66,9 +67,10 @@ def main(call: Call) -> int:
         if run and weights
         else _plain(call, plain or "")
     )
-    template_sha256(load_tokenizer(folder))  # in a request nothing would end a template that never does
+    tokenizer = load_tokenizer(folder)
+    template_sha256(tokenizer)  # in a request nothing would end a template that never does
     with _stop_on_signals() as stopped, _named(folder, name):
-        return _serve(name, Place(address, port, token), stopped, as_json=call.json)
+        return _serve(name, Place(address, port, token), stopped, ends=ends_of_answers(tokenizer), as_json=call.json)
 
 
 class Place(NamedTuple):
@@ -163,7 +165,7 @@ def _stop_on_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int:
+def _serve(name: str, place: Place, stopped: list[int], *, ends: dict[str, Any], as_json: bool) -> int:
     """Load the model into transformers' server and wait for the end; return 130 or 143 after a signal."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is here; the server would ask the hub for its revision
     from transformers.cli.serve import Serve
@@ -173,8 +175,9 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
 
         def start_server(self) -> None:
             only_model(self._model_manager, name)
+            know_marks(self._model_manager)
             for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-                limit_time(handler)
+                limit_handler(handler, ends)
                 check_template_keys(handler)
             config = self.server.config
             assert not config.loaded, "the application must not be in use yet"
@@ -210,13 +213,30 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
     return 128 + stopped[0] if stopped else 1
 
 
-def limit_time(handler: Any) -> None:
-    """End each answer of a handler after `LONGEST_ANSWER_SECONDS`, with what there is: answers wait for one another."""
+def know_marks(manager: Any) -> None:
+    """Make the server show thoughts apart from the text for families whose marks it does not know."""
+    from transformers.cli.serving.utils import get_response_template
+
+    load = manager.load_model_and_processor
+
+    def with_marks(*arguments: Any, **named: Any) -> tuple[Any, Any]:
+        model, processor = load(*arguments, **named)
+        if get_response_template(processor, model) is None:
+            tokenizer = getattr(processor, "tokenizer", processor)
+            tokenizer.response_template = response_template(tokenizer)
+        return model, processor
+
+    manager.load_model_and_processor = with_marks
+
+
+def limit_handler(handler: Any, ends: dict[str, Any]) -> None:
+    """End each answer of a handler where its turn ends, and after `LONGEST_ANSWER_SECONDS`, since answers wait for one another."""
     build = handler._build_generation_config
 
     def bounded(*arguments: Any, **named: Any) -> Any:
         config = build(*arguments, **named)
         config.max_time = LONGEST_ANSWER_SECONDS
+        config.eos_token_id = ends["eos_token_id"]
         return config
 
     handler._build_generation_config = bounded

@@ -115,6 +115,12 @@ class Renderer:
                     body = rest[: len(rest) - len(tail)]
                     if body in (words, words.strip()):  # proven on the row itself: prompt, words, end of turn
                         return prompt, body + tail[:end]
+        if not full.startswith(prompt):
+            # Harmony leaves the thoughts of calls out once the final answer is there: what it writes of that is seen without them.
+            bare = [without_thought(turn) for turn in messages[:index]]
+            bare_prompt, bare_full = self.render(bare, tools, prompt=True), self.render([*bare, message], tools)
+            if bare_full.startswith(bare_prompt):
+                return prompt, self._located([*bare, message], index, tools, bare_prompt, bare_full)[1]
         return self._located(messages, index, tools, prompt, full)
 
     def _located(
@@ -225,6 +231,12 @@ def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
         which = "the last answer has" if loss_on == "last" and answers else "every answer has"
         raise DataError(f"{which} `train: false`, so there is nothing to learn" if answers else "there is no answer to learn")
     return chosen
+
+
+def without_thought(turn: Message) -> Message:
+    """Return a turn without what was thought; templates that write a thought before calls take it from their words too."""
+    bare = {key: value for key, value in turn.items() if key != "reasoning_content"}
+    return {**bare, "content": ""} if turn.get("tool_calls") else bare
 
 
 def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:

@@ -328,13 +328,42 @@ def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: da
     Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
+    turns = list(messages)
+    if WANTS_NINE.search(str(tokenizer.chat_template)):
+        turns = _with_ids_of_nine(turns)
     limit = in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT)
     try:
         with on_day(day or getattr(tokenizer, DAY, None)), limit:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
     except (RecursionError, MemoryError) as error:
         what = "nests without end" if isinstance(error, RecursionError) else "asks for more memory than there is"
         raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
+
+
+WANTS_NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")
+"""In Mistral's templates, which refuse calls without an id of nine letters and digits; data sets have longer ones or none."""
+
+
+def _with_ids_of_nine(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return turns whose calls have such ids, and whose results name them; results without an id answer the calls in their order."""
+
+    def short(name: str) -> str:
+        return name if re.fullmatch("[a-zA-Z0-9]{9}", name) else text_sha256(name)[:9]
+
+    turns: list[Mapping[str, Any]] = []
+    waiting: list[str] = []
+    for turn in messages:
+        more: dict[str, Any] = {}
+        if calls := turn.get("tool_calls"):
+            waiting = [short(str(call.get("id") or f"{len(turns)}.{index}")) for index, call in enumerate(calls)]
+            more = {"tool_calls": [{**call, "id": name} for call, name in zip(calls, waiting, strict=True)]}
+        elif turn["role"] == "tool":
+            given = turn.get("tool_call_id")
+            name = short(given) if given else waiting[0] if waiting else short(str(len(turns)))
+            waiting = [other for other in waiting if other != name]
+            more = {"tool_call_id": name}
+        turns.append({**turn, **more})
+    return turns
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
         f"# {_plain(run.name)}\n",
         f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
         "## Use\n",
-        *_use(base, adapter, plan),
+        *_use(base, adapter, plan, weights),
         "## Data\n",
         "| split | source | rows | tokens | trained tokens |\n|---|---|---:|---:|---:|",
         *(
@@ -154,12 +154,24 @@ def card_of(run: RunFolder, weights: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _use(base: str, adapter: bool, plan: Plan) -> list[str]:
+ENDS_OF_THOUGHTS = ("<|channel|>final<|message|>", "</think>")
+
+
+def _use(base: str, adapter: bool, plan: Plan, weights: Path) -> list[str]:
     dtype = "bfloat16" if plan.precision == "bf16" else "float32"
     load = (
         "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(FOLDER, "
         if adapter
         else "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(FOLDER, "
+    )
+    template = weights / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8") if template.is_file() else ""
+    end = next((mark for mark in ENDS_OF_THOUGHTS if mark in text), None)
+    whole = f'tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens={end is None})'
+    said = (
+        f'print({whole}.rpartition("{end}")[2].removesuffix(tokenizer.eos_token).strip())  # without its thought'
+        if end
+        else f"print({whole})"
     )
     note = f"The base, `{base}`, is loaded with it." if adapter else ""
     return [
@@ -167,7 +179,7 @@ def _use(base: str, adapter: bool, plan: Plan) -> list[str]:
         'messages = [{"role": "user", "content": "..."}]\n'
         'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
         "answer = model.generate(**inputs, max_new_tokens=200)\n"
-        'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))\n```\n',
+        f"{said}\n```\n",
         f"`FOLDER` is this repository's name or a copy of it. {note}\n",
     ]
 

@@ -143,7 +143,10 @@ def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
     for step, folder in (*evaluations[:1], *evaluations[-1:]):
         with contextlib.suppress(OSError, ValueError):
             found[step] = read_predictions(folder)
-    answers = {step: {row["row"]: row["answer"][:LETTERS] for row in rows} for step, rows in found.items()}
+    answers, thoughts = (
+        {step: {row["row"]: row.get(part, "")[:LETTERS] for row in rows} for step, rows in found.items()}
+        for part in ("answer", "thought")
+    )
     return [
         {
             "row": row["row"],
@@ -151,6 +154,7 @@ def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
             "reference": (row.get("reference") or "")[:LETTERS],
             "scores": row.get("scores", {}),
             "answers": {step: texts[row["row"]] for step, texts in answers.items() if row["row"] in texts},
+            "thoughts": {step: texts[row["row"]] for step, texts in thoughts.items() if texts.get(row["row"])},
         }
         for row in (found.get(evaluations[-1][0], []) if evaluations else [])[:SAMPLES]
     ]

@@ -169,7 +169,9 @@ function event(one) {
 const SPECIAL = /<\|[^|<>\n]{1,40}\|>|<\/?s>|\[\/?INST\]|<(?:bos|eos|(?:start|end)_of_turn)>/g;
 function samples(record, count = 4) {
   return record.samples.slice(0, count).map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
-    Object.entries(one.answers).map(([step, text]) => el("div", {}, el("small", {}, +step ? `answer after step ${step}` : "answer before training"), text || "(nothing)"))));
+    Object.entries(one.answers).map(([step, text]) => [
+      one.thoughts?.[step] ? el("div", {}, el("small", {}, +step ? `thought after step ${step}` : "thought before training"), one.thoughts[step]) : null,
+      el("div", {}, el("small", {}, +step ? `answer after step ${step}` : "answer before training"), text || "(nothing)")])));
 }
 function scoresTable(record) {
   const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
