@@ -27,7 +27,7 @@ from sft_play.launch.commands import start_run
 from sft_play.launch.job import read_options
 from sft_play.launch.rehearse import plan_ahead
 from sft_play.launch.run_folder import choose_name
-from sft_play.launch.runs import Summary, summary_of
+from sft_play.launch.runs import Summary, list_run
 from sft_play.plan.detect import detect
 from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
@@ -167,7 +167,7 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
 
 def result_of(trial: Trial) -> Result:
     """Return what became of a trial so far."""
-    return Result(trial, summary_of(RunFolder(runs_folder() / trial.name)))
+    return Result(trial, list_run(RunFolder(runs_folder() / trial.name)))
 
 
 def usable_metric(metric: str, results: Sequence[Result]) -> str:
@@ -209,7 +209,7 @@ def check_unchanged(trial: Trial) -> None:
     if not run.config.is_file():
         return
     overrides = [Override(key=key, text=text, origin=trial.origin) for key, text in trial.values.items()]
-    before, now = flatten(read_config(run.config)), flatten(read_config(run.config, overrides))
+    before, now = (flatten(read_config(run.config, values, of_run=False)) for values in ([], overrides))
     for key in trial.values:
         if (old := before.get(key)) != (new := now.get(key)):
             line = read_yaml(Path(trial.origin)).value["keys"].value[key].line

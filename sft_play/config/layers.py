@@ -191,8 +191,8 @@ def interpolate(found: Values) -> None:
     for key in open_ones:
         value = found.values[key]
         if _length(key, texts, {}) > LONGEST_RESOLVED:
-            too_long = ValueError(f"it would have more than {LONGEST_RESOLVED:,} characters once every `${{...}}` is written out")
-            _cannot_resolve(key, too_long, found)
+            long = f"it would have more than {LONGEST_RESOLVED:,} characters once every `${{...}}` is written out"
+            _cannot_resolve(key, ValueError(long), found)
             continue
         try:
             resolved = OmegaConf.select(merged, key, throw_on_missing=True)

@@ -327,7 +327,7 @@ class LaunchConfig:
     silent_seconds: Positive = 20
     """Silence after which a machine counts as lost."""
     notify: str | None = None
-    """URL of a webhook, or `$NAME` of a variable with a URL or a shell command ([notifications](watching.md#notifications))."""
+    """URL of a webhook, or `$MY_NOTIFY`: a variable with a URL or a shell command ([notifications](watching.md#notifications))."""
     max_oom_retries: FromZero = 3
     """Retries after out of memory, each with half the micro-batch."""
 

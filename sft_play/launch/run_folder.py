@@ -245,7 +245,9 @@ def remove_left(run: RunFolder, ranks: range) -> None:
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
     """Return the events of the launches that a user asked for, oldest first. Raise `CheckpointError` where there is none."""
-    found = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
+    unsaid: dict[str, Any] = {"num_gpus": None, "deepspeed": None, "fsdp": {}}
+    events = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
+    found = [event | {"launch": unsaid | event["launch"]} for event in events]
     if not found or any(event["launch"].keys() < LAUNCH.keys() or misfit(event["launch"], LAUNCH) is not None for event in found):
         raise cannot_continue(run, run.events)
     return found

@@ -28,49 +28,48 @@ TRACKED = "wandb"
 
 def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
     """Return `run`. Raise `CheckpointError` for what a run does not hold; where it `writes`, also for files of another user."""
-    if not run.path.is_dir():
-        return run
-    names: dict[tuple[int, int], tuple[str, int]] = {}
+    shared: dict[tuple[int, int], list[str]] = {}
     owners = {os.geteuid()}
-    for count, (path, found) in enumerate(_below(run.path, writes=writes)):
-        name = path.relative_to(run.path).as_posix()
-        if count > MOST_FILES or name.count("/") > DEEPEST:
+    for count, (entry, found, depth) in enumerate(_below(run.path, writes=writes)):
+        kind = stat.S_IFMT(found.st_mode)
+        if count > MOST_FILES or depth > DEEPEST:
             raise _refused(
-                path, f"is one of more than {MOST_FILES:,} files, or more than {DEEPEST} folders deep", "remove what is too much"
+                entry.path,
+                f"is one of more than {MOST_FILES:,} files, or more than {DEEPEST} folders deep",
+                "remove what is too much",
             )
-        if stat.S_ISLNK(found.st_mode) and not _is_ours(run, path):
-            raise _refused(path, f"is a link to `{_target(path)}`", f"a link may lead to any file of yours: rm {path}")
-        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) or stat.S_ISLNK(found.st_mode)):
-            raise _refused(path, "is a pipe, a device or a socket", f"rm {path}")
-        if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
-            first, others = names.get((found.st_dev, found.st_ino), (name, found.st_nlink))
-            names[found.st_dev, found.st_ino] = first, others - 1
+        if kind == stat.S_IFLNK and not _is_ours(run, Path(entry.path)):
+            hint = f"a link may lead to any file of yours: rm {entry.path}"
+            raise _refused(entry.path, f"is a link to `{_target(Path(entry.path))}`", hint)
+        if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+            raise _refused(entry.path, "is a pipe, a device or a socket", f"rm {entry.path}")
+        if kind == stat.S_IFREG and found.st_nlink > 1:
+            shared.setdefault((found.st_dev, found.st_ino), [entry.path] * found.st_nlink).pop()
         if writes and found.st_uid not in owners:
             owners.add(_owner_of_new_files(run.path))
             if found.st_uid not in owners:
-                raise _refused(
-                    path,
-                    f"belongs to another user (number {found.st_uid})",
-                    f"continue a copy of your own: cp -r {run.path} COPY",
-                )
-    if outside := next((name for name, others in names.values() if others), None):
+                hint = f"continue a copy of your own: cp -r {run.path} COPY"
+                raise _refused(entry.path, f"belongs to another user (number {found.st_uid})", hint)
+    if outside := next((names[0] for names in shared.values() if names), None):
         hint = f"remove it, or where you made these links yourself, use a copy without: cp -r {run.path} COPY"
-        raise _refused(run.path / outside, "is a hard link to a file that is in other folders too", hint)
+        raise _refused(outside, "is a hard link to a file that is in other folders too", hint)
     return run
 
 
-def _below(folder: Path, *, writes: bool) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything below a folder that is still there; what another user keeps closed cannot be read by any command."""
-    waiting = [folder]
+def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result, int]]:
+    """Yield everything below a folder that is still there, and how deep; what another user keeps closed cannot be read by any command."""
+    waiting = [(str(folder), 0)]
     while waiting:
+        place, depth = waiting.pop()
         try:
-            with os.scandir(waiting.pop()) as entries:
+            with os.scandir(place) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
-                        yield Path(entry.path), entry.stat(follow_symlinks=False)
-                        if entry.is_dir(follow_symlinks=False):
-                            waiting.append(Path(entry.path))
-        except FileNotFoundError:
+                        found = entry.stat(follow_symlinks=False)
+                        if stat.S_ISDIR(found.st_mode):
+                            waiting.append((entry.path, depth + 1))
+                        yield entry, found, depth
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
             if writes:
@@ -98,8 +97,8 @@ def _owner_of_new_files(folder: Path) -> int:
     return os.geteuid()
 
 
-def _refused(path: Path, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(f"{what}, and a run holds plain files and folders of its user only", place=str(path), hint=hint)
+def _refused(path: str, what: str, hint: str) -> CheckpointError:
+    return CheckpointError(f"{what}, and a run holds plain files and folders of its user only", place=path, hint=hint)
 
 
 def all_runs() -> list[RunFolder]:

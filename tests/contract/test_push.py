@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.conftest import Done, environment, run_program
+from tests.conftest import Done, call_program, environment, run_program
 from tests.hub import TOKEN, Repository, serve_repository
 from tests.trained_runs import make_run
 
@@ -49,6 +51,34 @@ def test_the_card_says_what_made_the_model(runs: Path, tmp_path: Path) -> None:
     assert str(runs) not in text and "/tmp/" not in text, "no path of this machine"
 
 
+def test_a_card_holds_no_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tuned"
+    shutil.copytree(runs / "tuned", folder)
+    path, evil = folder / "model" / "stamp.json", "<script>alert(1)</script> [x](javascript:alert(1)) `"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model": evil, "strategy": evil, "versions": {evil: evil}}))
+    done = typed(runs, "card", f"RUN={folder}", f"OUT={tmp_path / 'card.md'}")
+    assert done.code == 0, done.err
+    text = (tmp_path / "card.md").read_text()
+    assert "<" not in text.split("---\n")[2] and "](" not in text and "script" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"peft_type": "IA3"}, "`peft_type` is `IA3`"), ({"layer_replication": [[0, 100_000]]}, "`layer_replication`"), ({"r": "x"}, "`r` is `x`"),
+        ({"r": 10**9}, "`r` is `1000000000`"), ({"target_modules": "(.*a)*b"}, "may match names without end"),
+        ({"rank_pattern": {".*.*.*x": 4}}, "may match names without end"), ([], "`peft_type` is `None`"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_another_making_is_refused_in_a_sentence(changed: Any, said: str, runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tuned"
+    shutil.copytree(runs / "tuned", folder)
+    path = folder / "model" / "adapter_config.json"
+    path.write_text(json.dumps(changed if isinstance(changed, list) else json.loads(path.read_text()) | changed))
+    for words in (("infer", f"RUN={folder}", "PROMPT=a"), ("merge", f"RUN={folder}", f"OUT={tmp_path / 'out'}")):
+        call_program(list(words), environment(runs / "cache", runs)).refused(5, said)
+
+
 def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
     with serve_repository() as hub:
         done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", hub=hub)
@@ -56,8 +86,12 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
         assert "a new private repository" in done.out and "adapter_model.safetensors" in done.out and "YES=1" in done.out
         assert not hub.name and not hub.files
 
+        for name in ("notes.txt", "passwords.json", "evil.md", "old.safetensors"):  # what else is beside the weights stays here
+            (runs / "tuned" / "model" / name).write_text("mine alone")
         done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub)
         assert done.code == 0, done.err
+        assert not any(b"mine alone" in content or str(runs.parent).encode() in content for content in hub.files.values())
+        assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "tiny"
         assert hub.name == "me/tuned" and hub.private is True
         assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= set(hub.files)
         assert not {"stamp.json", "optimizer-rank0.safetensors"} & set(hub.files)

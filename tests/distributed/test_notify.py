@@ -28,7 +28,18 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     said: list[dict[str, Any]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # whoever follows a redirect asks so
+            said.append({"followed": self.path})
+            self.send_response(204)
+            self.end_headers()
+
         def do_POST(self) -> None:
+            if "away" in self.path or "here" in self.path:
+                host = "localhost" if "away" in self.path else "127.0.0.1"
+                self.send_response(302)
+                self.send_header("Location", f"http://{host}:{self.server.server_address[1]}/elsewhere")
+                self.end_headers()
+                return
             said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             for _ in range(100 if "drips" in self.path else 0):  # each byte in time, and never all of them
                 self.wfile.write(b"H")
@@ -97,6 +108,16 @@ def test_what_does_not_answer_is_one_warning(
         wait_until_sent()
     warning = capsys.readouterr().err
     assert warning.startswith("warning: `launch.notify` was not sent: ") and warning.count("\n") == 1 and url not in warning
+
+
+def test_a_redirect_is_followed_on_the_same_host_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with webhook() as (url, said):
+        for path, followed in (("here", True), ("away", False)):
+            notify(f"{url}/{path}", RunFolder(tmp_path / "run"), "finished", "done")
+            wait_until_sent()
+            assert (said == [{"followed": "/elsewhere"}]) is followed
+            assert ("was not sent" in capsys.readouterr().err) is not followed
+            said.clear()
 
 
 @pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])

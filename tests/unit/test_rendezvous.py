@@ -17,7 +17,7 @@ from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.launch import store
 from sft_play.launch.environment import Node, free_port
 from sft_play.launch.membership import Given
-from sft_play.launch.rendezvous import Rendezvous
+from sft_play.launch.rendezvous import Rendezvous, node_ranks_in
 from sft_play.launch.verdict import Outcome
 from tests.documents import on_page
 from tests.waiting import until
@@ -351,3 +351,16 @@ def test_a_machine_tells_a_false_node_0_nothing() -> None:
     assert "another `MASTER_KEY`" in str(nodes.end()["b"])
     with suppress(Exception):
         assert not false.check(["seat/1"]) and not false.check(["0/facts/1"])
+
+
+def test_words_that_a_stranger_wrote_are_no_ranks() -> None:
+    class Words:
+        """As torch's store has them."""
+
+        def check(self, _: list[str]) -> bool:
+            return True
+
+        def get(self, _: str) -> bytes:
+            return "0 1 ² ٣ -4 9999999999 x 12".encode()
+
+    assert node_ranks_in(Words(), "members") == {0, 1, 12}
