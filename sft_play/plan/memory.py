@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib.metadata import distributions
 
 from sft_play.config.optimizers import BITSANDBYTES
 from sft_play.config.schema import Config
@@ -19,9 +20,10 @@ MIB = 2**20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Packed halves, 8-bit scales of 64, and their fp32 scales of 256."""
 INT8_BYTES = 1.0
-CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB}
-"""CUDA context and kernels (0.47 to 0.92 GiB were seen elsewhere; unverified here); Python and libraries on a CPU (475 MiB after
-the imports, measured)."""
+CUDA_BUILD = any("nvidia" in text for torch in distributions(name="torch") for text in torch.requires or ())
+CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB + CUDA_BUILD * 320 * MIB}
+"""CUDA context and kernels (a bare context took 526 MiB on an H100); Python and libraries on a CPU (475 MiB after the imports, 800 MiB with
+a CUDA build of torch, measured)."""
 NCCL_BYTES = 300 * MIB
 """Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more (`request.SWITCHED_BYTES`)."""
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}

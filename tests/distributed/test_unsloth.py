@@ -45,7 +45,11 @@ def test_it_trains_on_two_ranks_continues_after_a_kill_and_is_used_as_any_run(la
 
     stamp = json.loads(launcher("stamp", "RUN=killed", "JSON=1").out)
     assert "unsloth" in json.dumps(stamp) and "5.17.0" in json.dumps(stamp)
-    for command, more in (("merge", ("OUT=merged",)), ("infer", ("PROMPT=say 1",)), ("eval", ("EVAL_SAMPLES=2",))):
+    for command, more in (
+        ("merge", ("OUT=merged",)),
+        ("infer", ("PROMPT=say 1",)),
+        ("eval", (f"DATA={launcher.folder / 'rows.jsonl'}", "EVAL_SAMPLES=2")),
+    ):
         done = launcher(command, "RUN=killed", *more)
         assert done.code == 0, (command, done.err)
     assert list((launcher.folder / "merged").glob("*.safetensors"))
