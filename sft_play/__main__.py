@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+import sft_play.isolation  # noqa: F401 - before anything else is imported
 from sft_play.config.call import Call, Command
 from sft_play.errors import UserError
 from sft_play.files import typed_path
