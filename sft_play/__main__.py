@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import sft_play.isolation  # noqa: F401 - before anything else is imported
 from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import UserError
 from sft_play.files import typed_path

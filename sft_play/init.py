@@ -27,7 +27,7 @@ $(if $(filter PYTHON VENV,$(typed)),$(error this Makefile takes no PYTHON and no
 .PHONY: FORCE
 Makefile: ;
 %: FORCE
-	@PYTHON -m sft_play $@ --from-make
+	@PYTHON -P -m sft_play $@ --from-make
 """
 
 
@@ -38,7 +38,7 @@ def main(_: Call) -> int:
         raise UserError(f"`{taken[0]}` is here already, and nothing of yours is replaced", hint="type it in an empty folder")
     for name in FOLDERS:
         shutil.copytree(SHIPPED / name, name, ignore=shutil.ignore_patterns("__pycache__"))
-    write_text(Path("Makefile"), MAKEFILE.replace("PYTHON -m", f"{shlex.quote(sys.executable).replace('$', '$$')} -m"))
+    write_text(Path("Makefile"), MAKEFILE.replace("PYTHON -P", f"{shlex.quote(sys.executable).replace('$', '$$')} -P"))
     print(
         "wrote Makefile, configs/, deepspeed/ and examples/. Next:\n  make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
     )

@@ -16,6 +16,7 @@ import pytest
 from sft_play.config.load import load_config
 from tests.conftest import environment
 from tests.documents import ROOT
+from tests.launcher import tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +90,17 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "deepspeed" / "zero3_offload.json").is_file(), "the plan's remedies name it"
     assert "did you mean `make plan`" in run("make", "plann", code=1)
     assert "nothing of yours is replaced" in run("sft-play", "init", code=2)
+
+
+@pytest.mark.cold
+def test_files_of_the_working_folder_stand_for_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
+    run("sft-play", "init")
+    config = tiny_config(tmp_path, tiny, rows=8, steps=2)
+    for name in ("tokenizers", "datasets", "evaluate", "yaml", "psutil", "accelerate", "transformers"):
+        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path('imported').touch()\nraise RuntimeError(__name__)\n")
+    run("sft-play", "train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=one", timeout=200)
+    assert "one" in run("make", "runs") and "finished" in run("python", "-m", "sft_play", "runs")
+    assert not (tmp_path / "imported").exists()
 
 
 @pytest.mark.long

@@ -1,0 +1,42 @@
+"""Imported first by commands: keeps a user's `tokenizers.py` or `datasets.py` in the working folder from being imported for a library.
+
+`python -m` puts that folder before all others. It is taken out, here and (`PYTHONSAFEPATH`) in every process that is started, unless SFT-Play itself
+is only found there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+
+def _is_found_elsewhere(path: list[str]) -> bool:
+    """Whether this very package is found by a `sys.path`, or is installed as editable."""
+    here, kept = Path(__file__).with_name("__init__.py"), sys.path
+    sys.path = path
+    try:
+        for finder in sys.meta_path:
+            with contextlib.suppress(AttributeError, ImportError):
+                if (spec := finder.find_spec("sft_play", None)) and spec.origin:
+                    return Path(spec.origin).resolve() == here.resolve()
+    finally:
+        sys.path = kept
+    return False
+
+
+def leave_working_folder() -> None:
+    """Take the working folder out of where modules are looked for."""
+    folder = str(Path.cwd())
+    by_module = not sys.flags.safe_path and sys.path[:1] in ([""], [folder])
+    kept = sys.path[1:] if by_module else sys.path
+    if _is_found_elsewhere(kept):
+        sys.path[:] = kept
+        os.environ["PYTHONSAFEPATH"] = "1"
+
+
+_program = Path(sys.argv[0] if sys.argv else "")
+if _program.name == "sft-play" or _program.parent.name == "sft_play":  # who only imports us keeps the folder
+    with contextlib.suppress(OSError):  # a working folder that is gone
+        leave_working_folder()
