@@ -24,7 +24,9 @@ EXPANDABLE = (
     "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
 )
 NATIVE = "allocator: no expandable_segments, for which WSL2's driver fails at the first allocation; more is lost between blocks"
-ROUTER_LOSS = "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is no sum over micro-batches"
+ROUTER_LOSS = (
+    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is no sum over micro-batches"
+)
 LONGEST_ROW = 2**22
 """Where the search for the longest row ends, for models that know no limit of positions."""
 

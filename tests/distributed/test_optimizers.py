@@ -128,12 +128,13 @@ def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path)
     saved = not begins(word, UNSAVED)
     settings = ("train.save_steps: 2", *QUIET[1:]) if saved else QUIET
     settings += ("train.optim_target_modules: all-linear", "train.optim_args: rank=4") if begins(word, LOW_RANK) else ()
-    trial = Trial(steps=4, settings=(f"train.optim: {word}", *settings), plan=(("optim", word),))
+    steps = 8 if word == "schedule_free_radam" else 4  # it makes no update before the sixth
+    trial = Trial(steps=steps, settings=(f"train.optim: {word}", *settings), plan=(("optim", word),))
     run = must_train(make_run(tmp_path / "run", tiny, trial))
     before, after = load_file(tiny / "model.safetensors"), weights(run)
     assert all(not torch.equal(before[name], after[name]) for name in after)
     if saved:
-        same_to_the_bit(resume_from(run, tmp_path / "again", 2, trial), run)
+        same_to_the_bit(resume_from(run, tmp_path / "again", steps - 2, trial), run)
 
 
 def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path, tmp_path: Path) -> None:
