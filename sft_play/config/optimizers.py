@@ -28,8 +28,7 @@ TWO_FACED = "schedule_free_"
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "galore_": ("galore_torch", "galore-torch==1.0"), "apollo_": ("apollo_torch", "apollo-torch==1.0.3"),
     "grokadamw": ("grokadamw", "grokadamw==0.1.2"), TWO_FACED: ("schedulefree", "schedulefree==1.4.1"),
-    "stable_adamw": ("optimi", "torch-optimi==0.3.3"), "adamw_torch_4bit": ("torchao", "torchao==0.18.0"),
-    "adamw_torch_8bit": ("torchao", "torchao==0.18.0"),
+    "stable_adamw": ("optimi", "torch-optimi==0.3.3"),
 }  # fmt: skip
 """How a word of `train.optim` begins -> the module that it needs, and what pip calls it."""
 WHOLE_PARAMETERS = (*PACKAGES,)
@@ -37,7 +36,11 @@ WHOLE_PARAMETERS = (*PACKAGES,)
 UNSAVED = ("galore_", "apollo_", "grokadamw")
 """Beginnings of optimizers that keep Python objects among their states."""
 IN_BACKWARD = "which updates weights inside the backward pass of each micro-batch: the update would depend on the micro-batch, and nothing is clipped"
+SUBCLASSES = (
+    "whose states are tensors of torchao's own, which no checkpoint here can hold; `adamw_bnb_8bit` keeps about as little"
+)
 REFUSED: Mapping[str, str] = {
+    "adamw_torch_4bit": SUBCLASSES, "adamw_torch_8bit": SUBCLASSES,
     "lomo": IN_BACKWARD, "adalomo": IN_BACKWARD, "galore_adamw_layerwise": IN_BACKWARD, "galore_adamw_8bit_layerwise": IN_BACKWARD,
     "galore_adafactor_layerwise": IN_BACKWARD, "apollo_adamw_layerwise": IN_BACKWARD, "adamw_torch_xla": "which runs on TPUs only",
     "adamw_torch_npu_fused": "which runs on Ascend NPUs only",
@@ -60,7 +63,6 @@ ARGUMENTS_OF: Mapping[str, Mapping[str, Any]] = {
     "galore_": {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str},
     "apollo_": {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str, "proj": str, "scale_type": str},
     "grokadamw": {"alpha_init": float, "lamb": float, "gamma": float, "grokking_signal_decay_rate": float, "gradient_clipping": float},
-    "adamw_torch_4bit": {"bf16_stochastic_round": bool}, "adamw_torch_8bit": {"bf16_stochastic_round": bool},
     TWO_FACED: {"weight_lr_power": float, "r": float},
     "stable_adamw": {"max_lr": float},
 }  # fmt: skip

@@ -10,7 +10,8 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import training_arguments
+from sft_play.training.trainer import SftTrainer, training_arguments
+from tests.families import tiny_model
 from tests.training_runs import Trial, make_plan
 
 
@@ -52,3 +53,20 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(train: Any, words: s
     with pytest.raises(UserError) as caught:
         arguments(tmp_path, **train)
     assert words in caught.value.render()
+
+
+def test_weight_decay_leaves_out_vectors_and_the_states_of_recurrent_layers() -> None:
+    """As the authors of each family do; the base class looks at names alone."""
+    trainer = SftTrainer.__new__(SftTrainer)
+    for family, never, always in (
+        ("mamba2", ("A_log", "D", "dt_bias", "norm_f.weight", "norm.weight", "conv1d.bias"), ("in_proj.weight", "conv1d.weight")),
+        ("mamba", ("A_log", "D", "norm_f.weight"), ("x_proj.weight", "dt_proj.weight")),
+        ("qwen3_next", ("A_log", "dt_bias", "norm.weight"), ("gate_up_proj", "q_proj.weight")),
+        ("gpt_oss", ("sinks", "gate_up_proj_bias"), ("gate_up_proj", "router.weight")),
+        ("llama", ("input_layernorm.weight", "norm.weight"), ("embed_tokens.weight", "down_proj.weight", "lm_head.weight")),
+    ):
+        model = tiny_model(family)
+        decayed = set(trainer.get_decay_parameter_names(model))
+        names = dict(model.named_parameters())
+        assert not [name for name in decayed if name.endswith(never)], family
+        assert all(any(name.endswith(end) and name in decayed for name in names) for end in always), family

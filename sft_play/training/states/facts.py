@@ -61,9 +61,15 @@ def from_plain(value: Any) -> Any:
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """Return the hyperparameters of an optimizer's groups, those of groups that were always empty left out."""
     return [
-        {name: to_plain(value, f"param_groups.{name}") for name, value in group.items() if name not in NOT_KEPT}
+        {name: _of_group(value, f"param_groups.{name}") for name, value in group.items() if name not in NOT_KEPT}
         for group in _groups(optimizer)
     ]
+
+
+def _of_group(value: Any, what: str) -> Any:
+    """Return a hyperparameter as JSON has it; a tensor with its type: some optimizers count steps in one."""
+    plain = to_plain(value, what)
+    return {"tensor": plain, "dtype": str(value.dtype).removeprefix("torch.")} if isinstance(value, Tensor) else plain
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
@@ -78,8 +84,10 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
     if len(mine) != len(groups):
         raise CheckpointError(f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}")
     for group, kept in zip(mine, groups, strict=True):
-        for name, value in from_plain(kept).items():
-            now = group.get(name)
+        for name, plain in from_plain(kept).items():
+            now, value = group.get(name), plain
+            if isinstance(plain, Mapping) and "tensor" in plain:
+                value = torch.tensor(plain["tensor"], dtype=getattr(torch, plain["dtype"]))
             if isinstance(now, Tensor):
                 now.fill_(value)
             else:
