@@ -144,12 +144,9 @@ def _untaken(model: Any, outline: Any, files: Mapping[str, Path]) -> dict[str, s
 def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
     """Raise `CheckpointError` for tensors that belong to the text model or its head, unless its family is known to go without them."""
     modules = dict(outline.named_modules())
-    decoder = outline.get_decoder()
-    parts = (
-        outline.base_model if decoder is outline else decoder,
-        outline.get_output_embeddings(),
-    )  # Llama 4 calls itself its decoder
-    text = [name for name, module in modules.items() if any(module is part for part in parts)]
+    embedding, head = outline.get_input_embeddings(), outline.get_output_embeddings()
+    text = [name.rpartition(".")[0] for name, module in modules.items() if module is embedding]
+    text += [name for name, module in modules.items() if module is head]
     known = [re.compile(pattern) for pattern in getattr(outline, "_keys_to_ignore_on_load_unexpected", None) or ()]
     predicting = tuple(f"{match[1]}." for name in untaken if (match := PREDICTS_IN_LAYER.match(name)))
 
