@@ -311,12 +311,14 @@ def _bytes(values: Any) -> int:
         return _bytes(values.storage)
     if types.is_struct(kind):
         return sum(map(_bytes, values.flatten()))
-    if types.is_list(kind) or types.is_large_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _bytes(values.flatten())
+    if types.is_map(kind):
+        return _bytes(values.keys) + _bytes(values.items)
     if types.is_dictionary(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
         return compute.sum(compute.take(compute.binary_length(values.dictionary), values.indices)).as_py() or 0
-    plain = types.is_primitive(kind) or types.is_null(kind) or types.is_string(kind) or types.is_large_string(kind)
-    return int(values.nbytes) if plain else BATCH_BYTES + 1
+    views = types.is_string_view(kind) or types.is_binary_view(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)
+    return BATCH_BYTES + 1 if views or types.is_nested(kind) else int(values.nbytes)
 
 
 def decoder(kind: Any) -> Callable[[Any], Any]:
