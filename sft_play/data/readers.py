@@ -317,7 +317,9 @@ def _bytes(values: Any) -> int:
         return _bytes(values.keys) + _bytes(values.items)
     if types.is_dictionary(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
         return compute.sum(compute.take(compute.binary_length(values.dictionary), values.indices)).as_py() or 0
-    views = types.is_string_view(kind) or types.is_binary_view(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)
+    views = (
+        types.is_string_view(kind) or types.is_binary_view(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)
+    )
     return BATCH_BYTES + 1 if views or types.is_nested(kind) else int(values.nbytes)
 
 
