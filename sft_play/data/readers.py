@@ -238,14 +238,32 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     with _seekable(path) as stream:
         about = parquet.read_metadata(stream)
         columns = [about.row_group(group).column(at) for group in range(about.num_row_groups) for at in range(about.num_columns)]
-        # A dictionary stays one in memory: a text of some MiB may stand in each of a million rows.
-        kept = {
-            column.path_in_schema for column in columns if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY"
-        }
-        grown = [column.total_uncompressed_size for column in columns if "DELTA_BYTE_ARRAY" in column.encodings]
-        rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(grown, default=1)))
-        file = parquet.ParquetFile(stream, read_dictionary=sorted(kept))
-        yield from placed_rows(file.iter_batches(batch_size=rows), str(path), parquet.read_schema(stream))
+        longest = max((_longest_text(stream, column) for column in columns), default=0)
+        rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, longest)))
+        yield from placed_rows(parquet.ParquetFile(stream).iter_batches(batch_size=rows), str(path))
+
+
+def _longest_text(stream: IO[bytes], column: Any) -> int:
+    """Return the most bytes of a text that each row of a column may have, though the file holds it once; 0 where none is shared.
+
+    Values stand in a dictionary's page, whose header is Thrift's compact form: type, then the bytes of the page; or, as prefixes of
+    the value before (`DELTA_BYTE_ARRAY`), anywhere.
+    """
+    if "BYTE_ARRAY" not in column.physical_type:
+        return 0
+    if "DELTA_BYTE_ARRAY" in column.encodings:
+        return int(column.total_uncompressed_size)
+    if not any("DICTIONARY" in encoding for encoding in column.encodings):
+        return 0
+    stream.seek(column.dictionary_page_offset or column.data_page_offset)
+    header, size = stream.read(16), 0
+    if not header.startswith(b"\x15\x04\x15"):  # no dictionary's page: what follows is not known
+        return int(column.total_uncompressed_size)
+    for place, byte in enumerate(header[3:]):
+        size |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            break
+    return size >> 1
 
 
 def _read_arrow(path: Path) -> Iterator[Placed]:
@@ -274,8 +292,8 @@ def _seekable(path: Path) -> IO[bytes]:
         return io.BytesIO(stream.read())
 
 
-def placed_rows(batches: Iterable[Any], place: str, schema: Any = None) -> Iterator[Placed]:
-    """Yield the rows of Arrow's record batches, which are cast to `schema` where it is given: plain text is faster than dictionaries."""
+def placed_rows(batches: Iterable[Any], place: str) -> Iterator[Placed]:
+    """Yield the rows of Arrow's record batches."""
     number = 0
     for batch in batches:
         if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
@@ -284,7 +302,7 @@ def placed_rows(batches: Iterable[Any], place: str, schema: Any = None) -> Itera
         for start in range(0, batch.num_rows, BATCH_ROWS):  # writers may put a complete table into one batch
             part = batch.slice(start, BATCH_ROWS)
             if sum(map(_bytes, part.columns)) <= BATCH_BYTES:
-                rows: Iterable[dict[str, Any]] = (part if schema is None else part.cast(schema)).to_pylist()
+                rows: Iterable[dict[str, Any]] = part.to_pylist()
             else:
                 rows = (row for at in range(part.num_rows) for row in part.slice(at, 1).to_pylist())
             for row in rows:
@@ -311,12 +329,16 @@ def _bytes(values: Any) -> int:
         return _bytes(values.storage)
     if types.is_struct(kind):
         return sum(map(_bytes, values.flatten()))
-    if types.is_list(kind) or types.is_large_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _bytes(values.flatten())
+    if types.is_map(kind):
+        return _bytes(values.keys) + _bytes(values.items)
     if types.is_dictionary(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
         return compute.sum(compute.take(compute.binary_length(values.dictionary), values.indices)).as_py() or 0
-    plain = types.is_primitive(kind) or types.is_null(kind) or types.is_string(kind) or types.is_large_string(kind)
-    return int(values.nbytes) if plain else BATCH_BYTES + 1
+    views = (
+        types.is_string_view(kind) or types.is_binary_view(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)
+    )
+    return BATCH_BYTES + 1 if views or types.is_nested(kind) else int(values.nbytes)
 
 
 def decoder(kind: Any) -> Callable[[Any], Any]:

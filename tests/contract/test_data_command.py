@@ -371,3 +371,44 @@ def test_a_killed_process_is_told_and_a_killed_preparation_is_cleared(running: C
     assert last.left() == 1
     os.kill(last.process.pid, signal.SIGTERM)
     assert last.end()[0] == 143
+
+
+def test_a_row_that_json_cannot_write_is_a_bad_row_with_its_place(data: Data, tmp_path: Path) -> None:
+    import datetime
+
+    from pyarrow import Table, parquet
+
+    def row(number: int, value: Any) -> dict[str, Any]:
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": value}}}]}
+        described = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        return {"messages": [{"role": "user", "content": f"q{number}"}, call], "tools": described}
+
+    half = write_rows(tmp_path / "half.jsonl", [row(1, "x"), row(2, "\ud83d"), row(3, "y")])
+    dated = tmp_path / "dated.parquet"
+    parquet.write_table(Table.from_pylist([row(1, datetime.date(2026, 1, 1))]), dated)
+    for file, place, said in ((half, ":2", "half of a surrogate pair"), (dated, ", row 1", "is date, which JSON does not have")):
+        refused = data(f"data.train_path: {file}", "data.chat_template: qwen3", "model.max_seq_len: 512")
+        assert (
+            refused.code == 4
+            and f"{file}{place}: `messages[1].tool_calls[0].arguments.a` " in refused.err
+            and said in refused.err
+        )
+    dropped = data(f"data.train_path: {half}", "data.chat_template: qwen3", "model.max_seq_len: 512", "data.bad_rows: drop")
+    assert dropped.code == 0, dropped.err
+    assert (dropped.json["train"]["sources"][0]["kept"], dropped.json["train"]["sources"][0]["dropped"]) == (2, {"bad row": 1})
+
+
+def test_a_folder_of_splits_is_trained_and_validated_by_its_splits(data: Data, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    for name, first in (("train", 0), ("test", 10), ("validation", 20)):
+        write_rows(folder / f"{name}.jsonl", pairs(5, start=first))
+    refused = data(f"data.train_path: {folder}")
+    assert (
+        refused.code == 4 and "there are several splits: `train` (1 file), `validation` (1 file), `test` (1 file)" in refused.err
+    )
+    found = data(
+        f'data.sources: [{{"path": "{folder}", "split": "train"}}]',
+        f'data.validation: [{{"path": "{folder}", "split": "validation"}}]',
+    )
+    assert sorted(answers(found)) == [f"Answer {i}." for i in range(5)]
+    assert sorted(answers(found, "validation")) == [f"Answer {i}." for i in range(20, 25)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft_play.config.schema import DataSource
+from sft_play.config.yaml_files import parse_yaml
 from sft_play.data.sources import OF_NO_SPLIT, LeftOut, read_source
 from sft_play.errors import DataError
 
@@ -114,3 +116,17 @@ def test_documents_have_splits_only_by_complete_names(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name, encoding="utf-8")
     assert len(list(read_source(DataSource(path=str(tmp_path / "docs"))))) == 3
     assert "several splits: `train` (1 file), `test` (1 file)" in refused(tmp_path / "wiki").message
+
+
+def test_a_source_typed_as_its_hint_says_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    fill(tmp_path / "names", "train.jsonl", "test.jsonl")
+    fill(tmp_path / "held", "dev.jsonl")
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list([ROW]), "test": datasets.Dataset.from_list([ROW])})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    for path in ("names", "names/*", "held", "saved"):
+        hint = refused(tmp_path / path).hint or ""
+        (piece, *_) = [piece for piece in re.findall(r"`([^`]+)`", hint) if "split: " in piece]
+        (source,) = parse_yaml(piece if piece.startswith("sources") else f"sources: [{{{piece}}}]", "hint").plain()["sources"]
+        assert answers(**{"path": str(tmp_path / path), **source})
