@@ -1,4 +1,4 @@
-"""The one `Trainer` subclass and its `TrainingArguments`. It holds only what transformers' own cannot do:
+"""The one `Trainer` subclass. It holds only what transformers' own cannot do:
 
 - batches that are the same rows on every world size, already shared out over ranks;
 - a loss that is exact over micro-batches and ranks, computed only where there are labels;
@@ -20,24 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, distributed
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import Trainer
 
-from sft_play.config.metrics import higher_is_better
 from sft_play.config.optimizers import BY_METRIC
-from sft_play.config.schema import Config
-from sft_play.config.trackers import OWN, trackers
 from sft_play.data.batches import Batch, GlobalBatchSampler
-from sft_play.errors import HardwareError, UserError
 from sft_play.model.parallel import Slicer
-from sft_play.plan.choices import loader_workers
-from sft_play.plan.plan import Plan
-from sft_play.runs.folder import RunFolder
-from sft_play.training.balance import Balancer, together, turns_of
+from sft_play.training.balance import Balancer, together
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.noise import NEFTUNE, RowNoise
 from sft_play.training.pipeline import Pipeline
-from sft_play.training.ranks import TrainContext, replicas_of, uses_cpu_flag
+from sft_play.training.ranks import TrainContext, replicas_of
 from sft_play.training.saving import Saver
 from sft_play.training.slow_network import Exchange, LocalSteps, PowerSgd, exchange_of
 from sft_play.training.states import restore, restore_random
@@ -52,96 +45,6 @@ from sft_play.training.stopping import (
     is_better,
     value_of,
 )
-
-
-def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
-    """Return the arguments of this rank (`RANK` in the environment).
-
-    Raise `HardwareError` for what this machine lacks, `UserError` for settings that transformers refuses in combination.
-    """
-    if plan.device == "cpu" and plan.precision != "fp32" and not uses_cpu_flag(plan):
-        raise HardwareError(
-            f"{plan.strategy} on a CPU computes in fp32 only, and `train.{plan.precision}` is `true`",
-            hint="leave it to `auto`, or use `make train` or `make train-distributed`",
-        )
-    values = _values(config, plan, run, has_validation=has_validation)
-    try:
-        args = TrainingArguments(**values)
-        _try_schedule(args)
-    except ImportError as error:
-        raise HardwareError(f"`train.` asks for a package that is not installed: {error}") from error
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise UserError(f"transformers refuses these settings of `train.`: {error}", place=str(run.config)) from error
-    return args
-
-
-def _try_schedule(args: TrainingArguments) -> None:
-    """Make the learning rate's schedule once and ask it for every step, only to try it."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
-    steps = {"num_warmup_steps": args.get_warmup_steps(args.max_steps), "num_training_steps": args.max_steps}
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
-    for rule in getattr(schedule, "lr_lambdas", ()):
-        for step in range(args.max_steps + 1):
-            rule(step)
-
-
-def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> dict[str, Any]:
-    """Return every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
-    train = config.train
-    assert plan.steps is not None, "a plan with prepared data knows its steps"
-    own = ("report_to", "disable_tqdm", NEFTUNE)  # read by `training.trackers`, the progress line and `training.noise`
-    extra = {name: value for name, value in train.extra.items() if name not in own}
-    # Between two micro-steps that FSDP2 does not reduce, every rank would hold the gradient of all weights in fp32.
-    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
-    values: dict[str, Any] = {
-        "output_dir": str(run.path),
-        # In name only, and the same on every rank, as DeepSpeed compares it: `feeding` gives each its own.
-        "per_device_train_batch_size": max(rank.micro_batch for rank in plan.ranks),
-        "gradient_accumulation_steps": turns_of(config, plan),
-        "per_device_eval_batch_size": plan.eval_batch_size,
-        "max_steps": plan.steps,
-        "learning_rate": plan.learning_rate,
-        "lr_scheduler_type": train.lr_scheduler_type,
-        "warmup_steps": plan.warmup_steps or 0,
-        "weight_decay": train.weight_decay,
-        "max_grad_norm": train.max_grad_norm,
-        "optim": plan.optim,
-        "seed": train.seed,
-        "bf16": plan.precision == "bf16",
-        "fp16": plan.precision == "fp16",
-        "gradient_checkpointing": plan.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if plan.gradient_checkpointing else None,
-        "ddp_find_unused_parameters": train.ddp_find_unused_parameters,
-        "ddp_broadcast_buffers": train.ddp_broadcast_buffers,
-        "ddp_bucket_cap_mb": train.ddp_bucket_cap_mb,
-        "dataloader_num_workers": loader_workers(config, plan.device),
-        "dataloader_pin_memory": plan.device == "cuda" if train.dataloader_pin_memory == "auto" else train.dataloader_pin_memory,
-        "eval_strategy": ("epoch" if has_validation else "no") if train.eval_strategy == "auto" else train.eval_strategy,
-        "eval_steps": train.eval_steps,
-        "logging_strategy": "steps",
-        "logging_steps": train.logging_steps,
-        "logging_nan_inf_filter": False,  # a loss that is not a number stops the run, it is not papered over
-        "save_strategy": train.save_strategy,
-        "save_steps": train.save_steps,
-        "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is intact
-        "metric_for_best_model": train.metric_for_best_model if has_validation else None,
-        "greater_is_better": higher_is_better(train.metric_for_best_model) is not False,
-        "report_to": "none",  # `training.trackers` has the callbacks
-        "run_name": run.name,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "use_cpu": uses_cpu_flag(plan),
-        "ddp_backend": plan.backend if plan.world_size > 1 else None,
-        "ddp_timeout": config.launch.timeout_seconds,
-        "accelerator_config": {"even_batches": False, **accumulation},
-        "average_tokens_across_devices": True,
-    }
-    return values | extra
-
-
-def wants_tensorboard(config: Config) -> bool:
-    """Whether curves are written: yes, unless `train.report_to` names other trackers only."""
-    return bool({OWN, "all"} & set(trackers(config)))
 
 
 def reduce_in_fp32(plugin: Any) -> None:

@@ -10,7 +10,8 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import SftTrainer, training_arguments
+from sft_play.training.arguments import training_arguments
+from sft_play.training.trainer import SftTrainer
 from tests.families import tiny_model
 from tests.training_runs import Trial, make_plan
 
