@@ -282,7 +282,7 @@ def warmup(config: Config, steps: int | None) -> int | None:
         raise UserError(
             f"`train.warmup_steps` is {train.warmup_steps}, but the run has {plural(steps, 'step')}"
             + (", and `polynomial` needs one to decay" if spare else ""),
-            place="train.warmup_steps", hint=f"TRAIN_WARMUP_STEPS={steps // 10}, or leave it out",
+            place="train.warmup_steps", hint=f"TRAIN_WARMUP_STEPS={min(-(-steps // 10), steps - spare)}, or leave it out",
         )  # fmt: skip
     return train.warmup_steps
 

@@ -1,4 +1,4 @@
-"""The `TrainingArguments` of a rank, from configuration and plan."""
+"""transformers' `TrainingArguments` from configuration and plan: everything that is typed reaches them, or is refused with its reason."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from sft_play.config.metrics import higher_is_better
 from sft_play.config.schema import Config
+from sft_play.config.trackers import OWN, trackers
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.choices import loader_workers
 from sft_play.plan.plan import Plan
@@ -101,3 +102,8 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "average_tokens_across_devices": True,
     }
     return values | extra
+
+
+def wants_tensorboard(config: Config) -> bool:
+    """Whether curves are written: yes, unless `train.report_to` names other trackers only."""
+    return bool({OWN, "all"} & set(trackers(config)))

@@ -23,8 +23,6 @@ from torch import Tensor, distributed
 from transformers import Trainer
 
 from sft_play.config.optimizers import BY_METRIC
-from sft_play.config.schema import Config
-from sft_play.config.trackers import OWN, trackers
 from sft_play.data.batches import Batch, GlobalBatchSampler
 from sft_play.model.parallel import Slicer
 from sft_play.training.balance import Balancer, together
@@ -47,11 +45,6 @@ from sft_play.training.stopping import (
     is_better,
     value_of,
 )
-
-
-def wants_tensorboard(config: Config) -> bool:
-    """Whether curves are written: yes, unless `train.report_to` names other trackers only."""
-    return bool({OWN, "all"} & set(trackers(config)))
 
 
 def reduce_in_fp32(plugin: Any) -> None:
