@@ -6,11 +6,12 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from sft_play.config.call import Call
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import load_config
+from sft_play.config.reader import misfit
 from sft_play.config.schema import ProfileSettings
 from sft_play.errors import UserError
 from sft_play.files import read_object
@@ -56,7 +57,26 @@ def main(call: Call) -> int:
 def summaries(run: RunFolder) -> dict[str, dict[str, Any]]:
     """Return rank -> what it left."""
     paths = sorted(run.profile.glob("rank*.json"), key=lambda path: (len(path.name), path.name))
-    return {path.stem: read_object(path) for path in paths}
+    found = {path.stem: read_object(path) for path in paths}
+    return {name: one for name, one in found.items() if misfit(one, Profile) is None}
+
+
+class Operator(TypedDict):
+    name: str
+    calls: float
+    seconds: float
+    share: float
+
+
+class Profile(TypedDict):
+    start: int
+    steps: int
+    step_seconds: float
+    shares: Mapping[str, float]
+    operators: list[Operator]
+
+
+"""What a rank leaves (`training.profiling`); what is none is left out."""
 
 
 def lines(name: str, one: Mapping[str, Any]) -> Iterator[str]:
@@ -64,7 +84,7 @@ def lines(name: str, one: Mapping[str, Any]) -> Iterator[str]:
     last = one["start"] + one["steps"] - 1
     yield f"{name}: steps {one['start']} to {last}, {one['step_seconds']:.3g} s each"
     yield from table(
-        [("", f"{share:.1%}", WORDS[kind]) for kind, share in sorted(one["shares"].items(), key=lambda item: -item[1])]
+        [("", f"{share:.1%}", WORDS.get(kind, kind)) for kind, share in sorted(one["shares"].items(), key=lambda item: -item[1])]
     )
     rows = [
         (row["name"][:60], f"{row['calls']:.0f}", f"{1e3 * row['seconds']:.2f}", f"{row['share']:.1%}")

@@ -130,14 +130,14 @@ def build_trainer(
     from sft_play.data.store import Rows
     from sft_play.evaluation.while_training import WhileTraining
     from sft_play.model.load import load_for_training
-    from sft_play.training.arguments import training_arguments
+    from sft_play.training.arguments import training_arguments, wants_tensorboard
     from sft_play.training.loss import sampler_of
     from sft_play.training.metrics import MetricsFile, Progress
     from sft_play.training.ranks import TrainContext, join_ranks
     from sft_play.training.states.layout import ShardProof
     from sft_play.training.stopping import MissedEvaluation, Patience, StepEnds, StopOnRequest
     from sft_play.training.trackers import Curves, tracker_callbacks
-    from sft_play.training.trainer import SftTrainer, wants_tensorboard
+    from sft_play.training.trainer import SftTrainer
 
     run = request.run
     args = training_arguments(config, plan, run, has_validation=prepared.validation is not None)

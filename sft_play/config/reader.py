@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from sft_play.config.yaml_files import FLOAT, Node, scalar_text, wrap
 
@@ -255,17 +255,18 @@ def record_of(value: Any, record: type[T]) -> T:
 def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
     """Return the dotted key of a part of parsed JSON that is of another type than its annotation; `None` where all fits.
 
-    Of a record (a dataclass, or field -> annotation) only the fields that are there count: what a version lacks is no mismatch.
+    Of a record (a dataclass, or field -> annotation) only the fields that are there count: what a version lacks is no mismatch. A `TypedDict`
+    must have its fields.
     """
     tried: list[str] = []
     inner: Iterable[tuple[str, Any, Any]] | None
     for part in options(annotation) if not isinstance(annotation, Mapping) else (annotation,):
         kind, given = get_origin(part) or part, get_args(part)
-        if isinstance(part, Mapping) or dataclasses.is_dataclass(part):
+        if isinstance(part, Mapping) or dataclasses.is_dataclass(part) or is_typeddict(part):
             fields: Mapping[str, Any] = part if isinstance(part, Mapping) else fields_of(kind)
-            inner = (
-                ((name, value[name], one) for name, one in fields.items() if name in value) if isinstance(value, dict) else None
-            )
+            if not isinstance(value, dict) or (is_typeddict(part) and not fields.keys() <= value.keys()):
+                continue
+            inner = ((name, value[name], one) for name, one in fields.items() if name in value)
         elif kind in (list, tuple, Sequence):
             inner = ((str(i), one, given[0]) for i, one in enumerate(value)) if isinstance(value, (list, tuple)) else None
         elif kind in (dict, Mapping):

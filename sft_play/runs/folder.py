@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from sft_play.config.reader import misfit
 from sft_play.errors import DataError, HardwareError
@@ -336,7 +336,24 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 def read_benchmarks(folder: Path) -> dict[str, Any] | None:
     """Return what standard benchmarks found for these weights; `None` where none was run."""
-    return read_object(folder / BENCHMARKS) or None
+    found = read_object(folder / BENCHMARKS)
+    return found if found and misfit(found, Benchmarks) is None else None
+
+
+class Figure(TypedDict):
+    value: float
+
+
+class Task(TypedDict):
+    metrics: Mapping[str, Figure]
+
+
+class Benchmarks(TypedDict):
+    tasks: Mapping[str, Task]
+    requests: Mapping[str, Mapping[str, Any]]
+
+
+"""Types of what they leave."""
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sft_play.config.reader import misfit
 from sft_play.config.yaml_files import dump_documents, parse_yaml, read_yaml
 from sft_play.errors import UserError
+from sft_play.plan.plan import RankPlan
+from sft_play.runs.folder import Figure
 
 
 def parsed(text: str) -> object:
@@ -84,3 +88,15 @@ VALUE = st.recursive(
 def test_what_is_written_is_read_back(documents: list[dict[str, Any]], comment: str) -> None:
     text = dump_documents(documents, comment)
     assert list(yaml.safe_load_all(text)) == documents
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "wrong"),
+    [
+        (1, float, None), (True, int, ""), (10**30, int, ""), (None, int | None, None), ("a", Literal["a", "b"], None), ([], Literal["a"], ""),
+        ({"a": [1, "x"]}, Mapping[str, list[int]], "a.1"), ({"a": 1, "b": "x"}, {"a": int}, None), ({"a": {"b": "x"}}, {"a": {"b": int}}, "a.b"),
+        ([], {"a": int}, ""), ({"value": 1.5}, Figure, None), ({}, Figure, ""), ({"rank": "x"}, RankPlan, "rank"), ({}, RankPlan, None),
+    ],
+)  # fmt: skip
+def test_the_types_of_parsed_json(value: Any, annotation: Any, wrong: str | None) -> None:
+    assert misfit(value, annotation) == wrong
