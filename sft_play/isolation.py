@@ -38,7 +38,7 @@ def leave_working_folder() -> None:
 
 _program = Path(sys.argv[0] if sys.argv else "")
 if _program.name == "sft-play" or _program.parent.name == "sft_play":  # who only imports us keeps the folder
-    if sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", None):  # transformers needs docstrings
+    if sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", ""):  # transformers needs docstrings
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     with contextlib.suppress(OSError):  # a working folder that is gone
         leave_working_folder()
