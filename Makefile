@@ -5,6 +5,15 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 override SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
+# Elsewhere paths would be that folder's; under `-B` make makes everything again, this file too.
+override here := $(abspath $(dir $(lastword $(MAKEFILE_LIST))))
+ifeq ($(wildcard scripts/install.sh),)
+$(error this Makefile works in its own folder only: type `make -C $(here) ...`, or in a Makefile of yours `$$(MAKE) -C $(here) ...`)
+endif
+ifneq ($(findstring B,$(firstword -$(MAKEFLAGS))),)
+$(error `-B` would make everything again, this Makefile too: type `make -C $(here) ...` without it)
+endif
+
 # Names of what was typed on the command line, before `override` hides it.
 override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(v)))
 

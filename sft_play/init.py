@@ -25,7 +25,7 @@ override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v)
 $(foreach v,$(typed),$(eval unexport $(v)))
 $(if $(filter PYTHON VENV,$(typed)),$(error this Makefile takes no PYTHON and no VENV: run `sft-play init` of the other environment))
 .PHONY: FORCE
-Makefile: ;
+$(MAKEFILE_LIST): ;
 %: FORCE
 	@PYTHON -P -m sft_play $@ --from-make
 """

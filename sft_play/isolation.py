@@ -1,7 +1,7 @@
 """Imported first by commands: keeps a user's `tokenizers.py` or `datasets.py` in the working folder from being imported for a library.
 
 `python -m` puts that folder before all others. It is taken out, here and (`PYTHONSAFEPATH`) in every process that is started, unless SFT-Play itself
-is only found there.
+is only found there. `PYTHONOPTIMIZE=2` is left behind too.
 """
 
 from __future__ import annotations
@@ -38,5 +38,7 @@ def leave_working_folder() -> None:
 
 _program = Path(sys.argv[0] if sys.argv else "")
 if _program.name == "sft-play" or _program.parent.name == "sft_play":  # who only imports us keeps the folder
+    if sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", ""):  # transformers needs docstrings
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     with contextlib.suppress(OSError):  # a working folder that is gone
         leave_working_folder()

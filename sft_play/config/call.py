@@ -479,6 +479,9 @@ def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping
         return UserError(
             "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines", hint=hint
         )
+    if one.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
+        hint = "make hands on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what is meant for this one"
+        return UserError(f"unknown variable `{one.name}`, perhaps of another make", hint=hint)
     return UserError(f"unknown variable `{one.name}`", hint=_hint(one, known, command, commands))
 
 

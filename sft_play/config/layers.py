@@ -380,7 +380,10 @@ def _parents(node: Node | None, path: Path) -> list[Path]:
             parents.append(preset)
         else:
             near = names.closest_file(Path(name), PRESETS)
-            hint = f"did you mean `{Path(near).stem}`?" if near else "files count from the folder of the file that extends"
+            if beside.with_name(f"{beside.name}.yaml").is_file():
+                hint = f"did you mean `{name}.yaml`, the file next to this one?"
+            else:
+                hint = f"did you mean `{Path(near).stem}`?" if near else "files count from the folder of the file that extends"
             raise UserError(f"`extends` is `{name}`, which is neither a preset nor a file", place=place, hint=hint)
     return parents
 

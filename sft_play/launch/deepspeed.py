@@ -21,6 +21,7 @@ from sft_play.errors import UserError, raise_all
 from sft_play.files import read_json, text_sha256, write_text
 from sft_play.plan.plan import Plan, Precision
 from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.text import plural
 
 TOP_LEVEL = frozenset({
     "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger", "communication_data_type",
@@ -364,6 +365,9 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
     asked: dict[str, Any] = {name: getattr(config.train, key) for key, name in BATCH_KEYS.items()}
     asked["train_batch_size"] = plan.global_batch_size
     decided = {name: f"set `train.{key}`" for key, name in {**BATCH_KEYS, "max_grad_norm": "gradient_clipping"}.items()}
+    if user.batch.keys() >= {"batch_size", "grad_accum"}:
+        product = " x ".join(f"`{BATCH_KEYS[key]}` {user.batch[key]}" for key in ("batch_size", "grad_accum"))
+        decided["train_batch_size"] = f"{product} x {plural(plan.world_size, 'process')}"
     decided |= dict.fromkeys(("bf16.enabled", "fp16.enabled"), f"the plan's precision is {plan.precision}")
     for dotted, because in decided.items():
         section, _, key = dotted.rpartition(".")

@@ -299,8 +299,8 @@ def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
     free = shutil.disk_usage(run.path).free
     if free < needed:
         raise HardwareError(
-            f"the disk of `{run.path.parent}` has {free / 2**30:.2f} GiB free, but this run needs {needed / 2**30:.2f} GiB: "
-            f"checkpoints of {one / 2**30:.2f} GiB each, the model and logs",
+            f"the disk of `{run.path.parent}` has {free / 2**30:.3f} GiB free, but this run needs {needed / 2**30:.3f} GiB: "
+            f"checkpoints of {one / 2**30:.3f} GiB each, the model and logs",
             hint="free some space, set RUNS_DIR to another disk, or lower `train.save_total_limit`",
         )
 

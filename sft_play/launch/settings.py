@@ -162,6 +162,9 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         refuse(
             "distributed_type", f"`distributed_type` is `{kind}`; expected one of {', '.join(f'`{one}`' for one in STRATEGIES)}"
         )
+    for old in sorted(settings.keys() & PRECISIONS.keys()):  # accelerate still reads it
+        means = old if settings.pop(old) is True else "no"
+        refuse(old, f"`{old}` is the old spelling of `mixed_precision`", f"write `mixed_precision: '{means}'` in its place")
     _check(settings, "", ONLY, READ, refuse)
     processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
     if processes is not None and processes % machines:

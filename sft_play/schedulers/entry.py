@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -92,20 +93,39 @@ def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[s
     return [*words, *(f"{name}={value}" for name, value in said.items() if value and name not in typed)]
 
 
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return a whole number of the pod's environment; `None` where it is not given. Raise `UserError`."""
+    if not (text := environ.get(name, "")):
+        return None
+    if not re.fullmatch("[0-9]{1,9}", text):
+        hint = (
+            "omit `elasticPolicy`: this program restarts by itself, with a fixed number of pods"
+            if ":" in text
+            else "correct it in the manifest"
+        )
+        raise UserError(f"`{name}` is `{text}`; expected an integer", place="environment", hint=hint)
+    return int(text)
+
+
 def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
-    """Return which scheduler started this container, and its place as variables of our command; `None` is what it does not say."""
+    """Return which scheduler started this container, and its place as variables of our command; `None` is what it does not say.
+
+    Raise `UserError` for a number that is none: `PET_NNODES` of a job with an `elasticPolicy` is a range.
+    """
     get = environ.get
+    for name in ("PET_NNODES", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX"):
+        _number(environ, name)
     if get("JOB_COMPLETION_INDEX") and not get("PET_NNODES"):
         return "the indexed Job", {
             "NODE_RANK": get("JOB_COMPLETION_INDEX"), "MASTER_ADDR": get("MASTER_ADDR"), "MASTER_PORT": get("MASTER_PORT"),
         }  # fmt: skip
     # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods times
     # `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
-    each, world = get("PET_NPROC_PER_NODE", ""), get("WORLD_SIZE", "")
+    each, world = get("PET_NPROC_PER_NODE", ""), None if get("PET_NNODES") else _number(environ, "WORLD_SIZE")
     processes = each if each.isdecimal() else None  # `auto` and `gpu` leave it to us
     master = get("PET_MASTER_ADDR") or get("MASTER_ADDR")
     return "the operator", {
-        "NUM_NODES": get("PET_NNODES") or (str(int(world) // int(processes or 1)) if world else None),
+        "NUM_NODES": get("PET_NNODES") or (str(world // int(processes or 1)) if world else None),
         "NODE_RANK": get("PET_NODE_RANK") or get("RANK"),
         # Some operators tell the master itself that it is `localhost`, which others would look for on their own machine.
         "MASTER_ADDR": get("POD_IP", master) if master in ("localhost", "127.0.0.1") else master,
@@ -234,7 +254,7 @@ def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
     Raise `HardwareError` where the tries before this one are used up: a pod that the kernel killed could not say so itself.
     """
     typed = _typed(words)
-    limit, name = int(environ.get(LIMIT, "0")), typed.get("RUN_NAME")
+    limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
     if not limit or not name or typed.get("NODE_RANK", "0") != "0":
         return None
     run = RunFolder(runs_folder() / name)

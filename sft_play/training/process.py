@@ -95,7 +95,7 @@ class Activity:
 
     def __str__(self) -> str:
         words = {
-            "loading": "while the model was loaded",
+            "loading": "before its first step (the model, the data)",
             "training": f"in step {self.step}",
             "updating": f"in the update of step {self.step}",
             "evaluating": f"in the evaluation after step {self.step}",

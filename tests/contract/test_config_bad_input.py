@@ -42,6 +42,7 @@ CASES = {
     "percent": (GOOD, ["DATA_VALIDATION=10%"], "a share is written `0.1`"),
     "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
+    "a neighbour": ("extends: x\n", [], "did you mean `x.yaml`, the file next to this one?"),
     "a circle": ("extends: x.yaml\n", [], "round in a circle"),
     "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is ``; expected a number > 0"),
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),

@@ -85,6 +85,30 @@ def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: l
     assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
+def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(f"ci:\n\t@$(MAKE) -C {ROOT} plan CONFIG=quickstart\n")
+    done = subprocess.run(
+        ["make", "ci", "ENV=prod"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "unknown variable `ENV`, perhaps of another make" in done.stderr and "MAKEOVERRIDES =" in done.stderr, done.stderr
+
+
+def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\n")
+    said = []
+    for words, folder in (
+        (["plan"], tmp_path),
+        (["-f", f"{ROOT}/Makefile", "plan"], tmp_path),
+        (["-B", "plan"], ROOT),
+        (["plan", "-nB"], ROOT),
+    ):
+        done = subprocess.run(["make", *words], cwd=folder, env=CLEAN, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and f"type `make -C {ROOT} ...`" in done.stderr and not done.stdout, done.stderr
+        said.append(done.stderr)
+    assert all("its own folder" in one for one in said[:2]) and all("`-B` would" in one for one in said[2:])
+    assert make("-n", "config", "BUILD=B").returncode == 0, "a variable is no option"
+
+
 @pytest.mark.parametrize("typed", ["bin=/x", "program=echo", "commands=z", "typed=z", "SHELL=/x"])
 def test_no_variable_changes_a_recipe(typed: str) -> None:
     assert make("-n", "config", typed).stdout == ".venv/bin/python -m sft_play config --from-make\n"

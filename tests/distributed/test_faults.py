@@ -151,6 +151,12 @@ def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp
     assert done.code == 0 and len(metrics(launcher.runs / "one")) == 2, done.err
 
 
+@pytest.mark.cold
+def test_python_without_docstrings_is_not_what_libraries_get(launcher: Launcher) -> None:
+    done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one", PYTHONOPTIMIZE="2")
+    assert done.code == 0 and len(metrics(launcher.runs / "one")) == 2, done.err
+
+
 def test_a_batch_that_cannot_be_handed_over_ends_the_wait_at_once() -> None:
     from torch.utils.data import DataLoader
 

@@ -215,6 +215,14 @@ def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: 
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
 
 
+def test_a_file_that_contradicts_itself_is_told_of_its_own_keys(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 2},\n"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8,\n"train_batch_size": 10}'
+    with pytest.raises(UserError) as caught:
+        resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), CONFIG, hidden_size=64)
+    product = "`train_micro_batch_size_per_gpu` 2 x `gradient_accumulation_steps` 8 x 2 processes"
+    assert f"ds.json:3: `train_batch_size` is `10`, but the run uses `32` ({product})" in caught.value.render()
+
+
 def test_a_short_name_of_a_key_is_the_key(tmp_path: Path) -> None:
     user = read_user_json(write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 3, "max_live_parameters": 7}}'))
     assert user.settings["zero_optimization"] == {"stage": 3, "stage3_max_live_parameters": 7}

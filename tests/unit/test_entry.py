@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.schedulers.entry import complete_command, supervise
+from sft_play.schedulers.entry import begin_try, complete_command, supervise
 from tests.conftest import ROOT
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
@@ -91,3 +91,23 @@ def test_a_signal_reaches_the_program() -> None:
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=240)
     assert process.returncode == 75
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"WORLD_SIZE": "auto", "RANK": "0"}, "`WORLD_SIZE` is `auto`; expected an integer"),
+        ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "`PET_NNODES` is `1:3`; expected an integer\n\nhint: omit `elasticPolicy`"),
+        ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
+        ({"SKYPILOT_NODE_RANK": "x"}, "`SKYPILOT_NODE_RANK` is `x`"),
+    ],
+)
+def test_what_a_pod_is_told_in_other_words_is_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        complete_command(WORDS, environ)
+    assert f"environment: {said}" in caught.value.render()
+
+
+def test_a_limit_of_restarts_is_a_number() -> None:
+    with pytest.raises(UserError, match="`SFT_PLAY_MAX_RESTARTS` is `ten`; expected an integer"):
+        begin_try(WORDS, {"SFT_PLAY_MAX_RESTARTS": "ten"})
