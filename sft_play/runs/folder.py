@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,14 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def typed(self) -> str:
+        """What to type after `RUN=` in this folder: the run's name where that finds it, else its folder."""
+        found = run_path(self.name)
+        if found and self.path.exists() and found.samefile(self.path):
+            return shlex.quote(self.name)
+        return shlex.quote(str(self.path if "/" in str(self.path) else self.path.absolute()))
 
     config = _Inside("config.json")
     """The resolved configuration: `{"config": ..., "origins": ...}`."""
