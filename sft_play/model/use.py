@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -46,6 +47,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
+from sft_play.text import as_typed
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -450,8 +452,9 @@ def main(call: Call) -> int:
         seconds = time.perf_counter() - started
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
+        model = as_typed(out)
         print(
-            f"next: make infer MODEL={out} PROMPT=..., make serve MODEL={out}, `vllm serve {out}`, or in Python "
+            f"next: make infer MODEL={model} PROMPT=..., make serve MODEL={model}, `vllm serve {shlex.quote(str(out))}`, or in Python "
             f'`AutoModelForCausalLM.from_pretrained("{out}")` of transformers',
             file=sys.stderr,
         )

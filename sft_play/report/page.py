@@ -25,6 +25,7 @@ from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
 from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_predictions, read_scores
 from sft_play.runs.progress import findings
+from sft_play.text import as_typed
 
 POINTS = 1_500
 """Points of a curve at most: of each stretch the lowest and the highest loss stay, so that no spike is lost."""
@@ -159,7 +160,7 @@ def _repeat(run: RunFolder) -> str:
     plan = read_object(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
-    return f"make {command} CONFIG={short_path(str(run.config))}{count} RUN_NAME={run.name}-again"
+    return f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={as_typed(f'{run.name}-again')}"
 
 
 def _prepared(found: Mapping[str, Any]) -> dict[str, Any]:

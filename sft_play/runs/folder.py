@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import read_object, text_sha256, write_text
+from sft_play.text import as_typed
 
 OWN = "SFT_PLAY_OWN_FOLDER"
 """Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
@@ -77,8 +77,8 @@ class RunFolder:
         """What to type after `RUN=` in this folder: the run's name where that finds it, else its folder."""
         found = run_path(self.name)
         if found and self.path.exists() and found.samefile(self.path):
-            return shlex.quote(self.name)
-        return shlex.quote(str(self.path if "/" in str(self.path) else self.path.absolute()))
+            return as_typed(self.name)
+        return as_typed(self.path if "/" in str(self.path) else self.path.absolute())
 
     config = _Inside("config.json")
     """The resolved configuration: `{"config": ..., "origins": ...}`."""
@@ -268,7 +268,7 @@ def folder_gone(run: RunFolder) -> HardwareError:
     return HardwareError(
         "the run's folder is gone: was it moved or deleted while it trained?",
         place=str(run.path),
-        hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
+        hint=f"where it was moved, put it back, then: make resume RUN={run.typed} (or, as it is now: make resume RUN=FOLDER)",
     )
 
 
