@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,11 +21,11 @@ from sft_play.data.sources import Faults, rename
 from sft_play.data.streams import kind, open_bytes
 from sft_play.data.turns import CALLS, ROLE_NAMES, Message, list_of, text_of
 from sft_play.errors import DataError, UserError, raise_all
-from sft_play.files import write_text
+from sft_play.files import finite, write_text
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder
-from sft_play.text import bar, tell
+from sft_play.text import as_typed, bar, plural, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -90,6 +92,12 @@ def _check_options(options: Mapping[str, str]) -> None:
         source, output = Path(options["INPUT"]), Path(options["OUTPUT"])
         if source.exists() and output.exists() and source.samefile(output):
             raise UserError("`OUTPUT` is the same file as `INPUT`: the questions would be lost", place=str(output))
+        if output.suffix.lower() not in WRITERS:
+            raise UserError(
+                f"`OUTPUT` is written as its name ends: {', '.join(f'`{ending}`' for ending in WRITERS)}",
+                place=str(output),
+                hint=f"OUTPUT={as_typed(output.with_suffix('.jsonl'))}",
+            )
         if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
             message = "`OUTPUT` cannot be written: it is a folder, or its folder does not exist or is not writable"
             raise UserError(message, place=str(output))
@@ -157,9 +165,8 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
     found = [_output_row(ready, row, next(coming).said if row.messages else None) for row in rows]
-    lines = [json.dumps(row, ensure_ascii=False) for row in found]
     try:
-        write_text(output, "\n".join(lines) + "\n")
+        write_text(output, WRITERS[output.suffix.lower()](found))
     except OSError as error:
         raise UserError(f"`OUTPUT` cannot be written: {error.strerror}", place=str(output)) from error
     cut = _tell_cut(answers, ready)
@@ -167,7 +174,7 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
         print(json.dumps({"rows": len(rows), "output": str(output), "cut": cut}))
     else:
         empty = f", {len(rows) - len(asked)} of them to empty lines" if len(rows) > len(asked) else ""
-        tell(f"{len(rows)} answers in {output}{empty}")
+        tell(f"{plural(len(rows), 'answer')} in {output}{empty}")
     return 0
 
 
@@ -176,9 +183,8 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     cut = sum(not answer.stopped for answer in answers)
     if cut:
         limit = ready.settings.max_new_tokens
-        tell(
-            f"note: {cut} of {len(answers)} answers were cut at {limit} tokens; TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} allows more"
-        )
+        of = f"{cut} of {len(answers)} answers {'was' if cut == 1 else 'were'}" if len(answers) > 1 else "the answer was"
+        tell(f"note: {of} cut at {limit} tokens; TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} allows more")
     return cut
 
 
@@ -194,14 +200,55 @@ def _tell_thought(said: Said) -> None:
 
 
 def _output_row(ready: Ready, row: Question, said: Said | None) -> dict[str, Any]:
-    """Return a line of `OUTPUT`; `said` is `None` where nothing was asked."""
+    """Return a row of `OUTPUT`: what else `INPUT` had in it, `input.` before a name that is ours, then question and answer.
+
+    `said` is `None` where nothing was asked.
+    """
     from sft_play.data.answers import marks_of
 
+    others = {f"input.{name}" if name in OURS else name: value for name, value in row.others.items()}
     prompt = row.messages[-1]["content"] if row.messages else ""
-    found: dict[str, Any] = {"prompt": prompt, **(_parts(said) if said else {"answer": ""})}
+    found: dict[str, Any] = others | {"prompt": prompt, **(_parts(said) if said else {"answer": ""})}
     if row.reference is not None:
         found["reference"] = marks_of(ready.tokenizer).cut(row.reference, generated=False).shown
     return found | ({"messages": row.messages} if len(row.messages) > 1 else {})
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(finite(value), ensure_ascii=False, default=str)  # a table may hold dates
+
+
+def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(f"{_json_text(row)}\n" for row in rows)
+
+
+def _separated(separator: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
+    """Return what writes rows as a table, in which a value that is no text or number is JSON."""
+
+    def write(rows: Sequence[Mapping[str, Any]]) -> str:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(
+            text, sorted(names, key=lambda name: name in OURS and 1 + OURS.index(name)), delimiter=separator, lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(
+            {name: _json_text(cell) if isinstance(cell, (list, dict)) else cell for name, cell in row.items()} for row in rows
+        )
+        return text.getvalue()
+
+    return write
+
+
+OURS = ("prompt", "answer", "thought", "reference", "messages")
+"""Columns of `OUTPUT` that are not `INPUT`'s."""
+WRITERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
+    ".jsonl": _json_lines,
+    ".json": lambda rows: f"{_json_text(list(rows))}\n",
+    ".csv": _separated(","),
+    ".tsv": _separated("\t"),
+}
+"""How `OUTPUT` is written, by the ending of its name."""
 
 
 def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
@@ -211,7 +258,7 @@ def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
     room = context_length(ready.model)
     prompts: list[list[int]] = []
     problems: list[UserError] = []
-    for place, messages, tools, _ in rows:
+    for place, messages, tools, *_ in rows:
         try:
             prompts.append(prompt_ids(ready.tokenizer, messages, tools))
         except DataError as error:
@@ -326,6 +373,8 @@ class Question(NamedTuple):
     tools: list[Any] | None = None
     reference: str | None = None
     """The answer that the row has already."""
+    others: Mapping[str, Any] = {}
+    """What else the row holds, which goes to `OUTPUT` as it is."""
 
 
 def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
@@ -362,18 +411,20 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     place, row = placed
     if isinstance(row, DataError):
         raise row
+    given, old_names = row, dict[str, str]()
     for names in columns:
         there = {new: old for new, old in names.items() if "." not in new and look_up(row, old) is not MISSING}
         of_turns = {new: old for new, old in names.items() if "." in new and new.partition(".")[0] in {*row, *there}}
         if there or of_turns:
-            row = rename(row, {**there, **of_turns})
+            row, old_names = rename(row, {**there, **of_turns}), there
             break
     asks = next((column for column in ASKS if row.get(column) is not None), None)
     if asks is None:
         raise DataError(f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}")
-    if isinstance(row[asks], str) and not row[asks].strip():
-        return Question(place, [])
     form, answer = ASKS[asks]
+    others = {name: value for name, value in given.items() if name not in {old_names.get(one, one) for one in (asks, answer)}}
+    if isinstance(row[asks], str) and not row[asks].strip():
+        return Question(place, [], others=others)
     example = understand((place, _with_answer(row, asks, answer)), 0, form)
     *asked, last = example.messages or []
     if not any(turn["role"] == "user" for turn in asked):
@@ -381,7 +432,7 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     calls = [call["function"] for call in last.get("tool_calls", ())]
     reference = "\n".join(filter(None, [last["content"], *(call_text(call["name"], call["arguments"]) for call in calls)]))
     messages = [{key: value for key, value in turn.items() if key != "train"} for turn in asked]
-    return Question(place, messages, example.tools, None if reference == TO_COME else reference)
+    return Question(place, messages, example.tools, None if reference == TO_COME else reference, others)
 
 
 def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:

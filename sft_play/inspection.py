@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count as numbers
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ from sft_play.data import IGNORED
 from sft_play.data.store import Rows, counted_as, left_out_of, rows_cut, summary
 from sft_play.errors import UserError, printable
 from sft_play.files import write_text
+from sft_play.launch.runs import short_path
 from sft_play.plan.epoch import mixture_of
 from sft_play.prepare import prepare
+from sft_play.report.page import page_html
+from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.text import tell
 
 IN_TERMINAL, IN_PAGE = 3, 200
@@ -31,11 +34,8 @@ SPLITS = ("train", "validation")
 TRAINED, SPECIAL = "green bold", "magenta"
 WITHOUT_COLOUR = ("«", "»")
 """Around what is trained where nothing can be coloured (a file, a pipe)."""
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Rows as training sees them</title>
-<style>{stylesheet} body {{ color: {foreground}; background: {background}; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}</style></head>
-<body><pre><code>{code}</code></pre></body></html>
-"""
+MOST_BINS = 30
+"""Of a histogram in the page."""
 
 
 def main(call: Call) -> int:
@@ -47,13 +47,13 @@ def main(call: Call) -> int:
     as_page = call.flag("HTML")
     if "OUT" in call.options and not as_page:
         raise UserError("`OUT` is where the page goes, and no page is written", hint="add HTML=1")
-    count = call.integer("ROWS", 1) or (IN_PAGE if as_page else IN_TERMINAL)
+    rows = call.integer("ROWS", 1) or (IN_PAGE if as_page else IN_TERMINAL)
     prepared, manifests = prepare(config)
     if split not in manifests:
         raise UserError("there is no validation data to inspect", hint="set `data.validation`, or omit SPLIT")
     words = call.options.get("SEARCH")
     found = {
-        name: samples_of(prepared.model.path, manifest, count, config.train.seed, words)
+        name: samples_of(prepared.model.path, manifest, rows, config.train.seed, words)
         for name, manifest in manifests.items()
         if as_page or name == split
     }
@@ -62,19 +62,62 @@ def main(call: Call) -> int:
         print(json.dumps(shown, indent=2, ensure_ascii=False))
         return 0
     mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
-    # `[/x]` and `:x:` are data here
-    console = Console(
-        highlight=False, soft_wrap=True, markup=False, emoji=False, record=as_page, file=io.StringIO() if as_page else None
-    )
-    for name, samples in found.items():
-        if as_page:
-            console.print(printable(summary("training" if name == "train" else name, manifests[name])) + "\n")
-        show(console, name, manifests[name], samples, mixture.describe() if mixture and name == "train" else ())
+    mixtures = {"train": mixture.describe() if mixture else ()}
     if as_page:
+        splits = {"train": prepared.train, "validation": prepared.validation}
+        record = {
+            "name": _name(call),
+            "model": short_path(prepared.model.name),
+            "limit": config.model.max_seq_len,
+            "splits": [
+                _split_record(name, facts, manifests[name], found[name], mixtures.get(name, ()))
+                for name, facts in splits.items()
+                if facts
+            ],
+        }
         path = Path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
-        write_text(path, console.export_html(code_format=PAGE))
+        write_text(path, page_html(record))
         print(json.dumps({"page": str(path)}) if call.json else f"page: {path}")
+        return 0
+    # `[/x]` and `:x:` are data here
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    show(console, split, manifests[split], found[split], mixtures.get(split, ()))
     return 0
+
+
+def _split_record(
+    name: str, facts: PreparedSplit, manifest: Mapping[str, Any], samples: Sequence[Sample], mixture: Sequence[str]
+) -> dict[str, Any]:
+    """Return what the page shows of a split (`report/static/rows.js`)."""
+    said = "training" if name == "train" else name
+    warnings = summary(said, manifest).splitlines()[1 + len(manifest["sources"]) :]  # after the split's line and the sources'
+    return {
+        "name": said,
+        "counted": counted_as(name),
+        **{key: manifest["split"][key] for key in ("rows", "tokens", "label_tokens", "median", "longest")},
+        "at_most_95": manifest["length_quantiles"]["95%"],
+        "lengths": histogram(row_integers(facts, "lengths.i32") or ()),
+        "labels": histogram(row_integers(facts, "labels.i32") or ()),
+        "sources": [
+            {key: source[key] for key in ("rows_read", "kept", "cut", "tokens", "trained_tokens")}
+            | {"name": printable(short_path(source["name"])), "skipped": sum(left_out_of(source).values())}
+            for source in manifest["sources"]
+        ],
+        "mixture": [printable(line) for line in mixture],
+        "skipped": [printable(short_path(line)) for line in skipped_lines(manifest)],
+        "warnings": [printable(line.strip().removeprefix("warning: ")) for line in warnings],
+        "samples": [asdict(sample) | {"source": printable(short_path(sample.source))} for sample in samples],
+    }
+
+
+def histogram(values: Sequence[int]) -> dict[str, Any]:
+    """Return how many `values` are in each bin `[k * width, (k + 1) * width)`, of the finest round width that gives few bins."""
+    longest = max(values, default=0)
+    width = next(
+        width for power in numbers() for width in (10**power, 2 * 10**power, 5 * 10**power) if longest < MOST_BINS * width
+    )
+    found = Counter(value // width for value in values)
+    return {"width": width, "counts": [found[bin_] for bin_ in range(longest // width + 1)]}
 
 
 def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, words: str | None) -> list[Sample]:
@@ -158,7 +201,7 @@ def show(
     """Print a legend, the samples, how sources are mixed (`mixture`), lengths, and what was skipped."""
     if not samples:  # that no row holds the words is said already
         return
-    colours = console.record or console.color_system is not None
+    colours = console.color_system is not None
     word = counted_as(split)
     legend = Text(word, style=TRAINED) if colours else Text(word.join(WITHOUT_COLOUR))
     console.print(Text.assemble(legend, "  read only  ", Text("special token", style=SPECIAL if colours else ""), " ↵ line end"))

@@ -57,7 +57,7 @@ def main(call: Call) -> int:
         print(json.dumps(result | {"seconds": round(time.perf_counter() - started, 1)}, indent=2))
     else:
         print(report(result))
-        print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.name}\n  make tensorboard")
+        print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.typed}\n  make tensorboard")
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from sft_play.plan.plan import COMMANDS
 from sft_play.runs.checkpoints import checkpoint_folder, checkpoint_names
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
-from sft_play.text import table
+from sft_play.text import as_typed, table
 
 PURPOSES = ("resume", "merge", "infer", "eval")
 USAGE = "make stamp RUN=name, or make stamp A=name B=other; each may be NAME@step-000040, NAME@best, NAME@model, or a folder"
@@ -85,7 +84,7 @@ def run_again(run: RunFolder) -> str | None:
         words += _chosen(plan, config["train"])
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):
         return None
-    return "make " + " ".join(word if word.startswith("NUM_NODES") else _typed(word) for word in words)
+    return "make " + " ".join(word if word.startswith("NUM_NODES") else as_typed(word) for word in words)
 
 
 def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
@@ -99,11 +98,6 @@ def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
     if train["gradient_checkpointing"] == "auto":
         words.append(f"TRAIN_GRADIENT_CHECKPOINTING={str(plan['gradient_checkpointing']).lower()}")
     return words
-
-
-def _typed(word: str) -> str:
-    """Return a word as a shell and make take it letter for letter."""
-    return shlex.quote(word.replace("$", "$$"))
 
 
 def _one(call: Call) -> int:

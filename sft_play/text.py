@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -30,6 +31,11 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def as_typed(word: object) -> str:
+    """Return a word as a shell and make take it letter for letter."""
+    return shlex.quote(str(word).replace("$", "$$"))
 
 
 def plural(count: int, noun: str) -> str:

@@ -268,10 +268,10 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
             continue
         if made_of.get("weights") == weights.label and made_of.get("weights_sha256") not in (None, weights.content):
             raise CheckpointError(
-                f"the scores of `{name}` are older than its weights", place=str(folder), hint=f"make eval RUN={run.name}"
+                f"the scores of `{name}` are older than its weights", place=str(folder), hint=f"make eval RUN={run.typed}"
             )
         return folder, scores
-    how = f"make eval RUN={run.name}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
+    how = f"make eval RUN={run.typed}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
     others = sorted(str(scores["settings"].get("data")) for folder, scores in known.items() if folder != own)
     raise CheckpointError(
         f"`{name}` has no scores{f' on `{data}`' if data else ''} of its step {weights.step}",

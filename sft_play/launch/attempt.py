@@ -82,7 +82,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         for notice in (*job.options.notices, *notices, *environment.notices):
             print(f"note: {notice}", file=console)
         print(
-            f"run {run.path}; make watch RUN={run.name} shows it, Ctrl-C or make stop RUN={run.name} saves and stops it"
+            f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} saves and stops it"
             + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them")
             + "\n",
             file=console,

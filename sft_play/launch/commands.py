@@ -293,7 +293,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     if outcome.code in (LOST, 130, 143) and not os.environ.get(recovery.CONTROLLED):
         elsewhere = bool(call.integer("NODE_RANK", minimum=0)) and not run.checkpoints.is_dir()
         where = f"; its checkpoints are on node 0 ({call.options.get('MASTER_ADDR')})" if elsewhere else ""
-        print(f"hint: continue with: make resume RUN={run.name}{where}", file=sys.stderr)
+        print(f"hint: continue with: make resume RUN={run.typed}{where}", file=sys.stderr)
     report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}
@@ -322,6 +322,4 @@ def _what_is_there(call: Call, run: RunFolder) -> str:
     if not run.model.is_dir():
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")
-    return (
-        f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}"
-    )
+    return f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}\n  scores   make eval RUN={run.typed}"

@@ -145,7 +145,7 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
     raise CheckpointError(
         f"`{run.name}` {had}, and no valid checkpoint to continue from: it would train again from its start, over what is there",
         place=str(run.checkpoints),
-        hint=f"put the checkpoints back, then: make resume RUN={run.name}; or start again under a new RUN_NAME",
+        hint=f"put the checkpoints back, then: make resume RUN={run.typed}; or start again under a new RUN_NAME",
     )
 
 
@@ -307,7 +307,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
         if json.dumps(first[name], sort_keys=True) != json.dumps(mine[name], sort_keys=True):
             how = how or f"with other launch settings (`{name}`)"
     if how:
-        hint = f"type the same command, or: make resume RUN={run.name}"
+        hint = f"type the same command, or: make resume RUN={run.typed}"
         raise UserError(f"the run `{run.name}` was started {how}", hint=hint)
     if (nodes := last_launch(run, request.node_rank)["num_nodes"]) != request.num_nodes:
         print(f"note: `{run.name}` ran on {plural(nodes, 'node')}, and continues with {request.num_nodes}", file=sys.stderr)

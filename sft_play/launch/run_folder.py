@@ -34,6 +34,7 @@ from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 from sft_play.runs.gate import all_runs, check_run
 from sft_play.runs.manifest import SHARDED
+from sft_play.text import as_typed
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
@@ -111,7 +112,7 @@ def _make(run: RunFolder, node_rank: int, *, unnamed: bool = False) -> bool:
             raise cannot_continue(run, run.config) from None
         raise UserError(
             f"the run `{run.name}` exists already: `{run.path}`",
-            hint=f"choose another RUN_NAME, or continue it: make resume RUN={run.name}",
+            hint=f"choose another RUN_NAME, or continue it: make resume RUN={run.typed}",
         ) from None
     except OSError as error:
         raise UserError(
@@ -202,7 +203,7 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
     if path := run_path(name):
         if CHECKPOINT.fullmatch(path.name) and path.parent.name == RunFolder(path).checkpoints.name:
             of = path.absolute().parent.parent
-            raise CheckpointError(f"`{path}` is a checkpoint, not a run", hint=f"the run is RUN={of}; {OF_CHECKPOINT}")
+            raise CheckpointError(f"`{path}` is a checkpoint, not a run", hint=f"the run is RUN={as_typed(of)}; {OF_CHECKPOINT}")
         return check_run(RunFolder(path), writes=writes)
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(check_run(RunFolder(folder))):
@@ -268,7 +269,7 @@ def cannot_continue(run: RunFolder, path: Path) -> CheckpointError:
     newest = newest_valid(run, sizes_only=True)[0]
     hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
     if newest:
-        hint += f"; infer, eval and merge still take RUN={run.path} CHECKPOINT={newest.name}"
+        hint += f"; infer, eval and merge still take RUN={run.typed} CHECKPOINT={newest.name}"
     return CheckpointError(f"`{run.name}` has started, but its `{path.name}` is missing or damaged", place=str(path), hint=hint)
 
 
@@ -309,7 +310,7 @@ def explain_disk_errors(run: RunFolder) -> AbstractContextManager[None]:
     """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its place."""
 
     def hint(full: bool, _: Path) -> str:
-        then = f"make resume RUN={run.name}" if has_started(run) else "the same command again"
+        then = f"make resume RUN={run.typed}" if has_started(run) else "the same command again"
         return f"{'free some space' if full else '`mount` and `dmesg` may say why'}, then: {then}"
 
     return translate_disk_errors(run.path, hint)

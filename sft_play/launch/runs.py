@@ -85,7 +85,7 @@ def stop(call: Call) -> int:
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint="type `make stop` there; the stop of one machine stops all; `scancel JOBID` stops a Slurm job",
         )
-    goes_on = f"make resume RUN={run.name} continues it"
+    goes_on = f"make resume RUN={run.typed} continues it"
     if job := _slurm_job(mine[0]):
         goes_on = (
             f"after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel {job}` ends it"

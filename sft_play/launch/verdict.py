@@ -241,7 +241,7 @@ def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> O
     full = is_full(run.path)
     if memory_kill is None and (full or is_read_only(run.path)):
         problem = "no space is left on the disk" if full else "Read-only file system"
-        hint = f"`df` and `dmesg` say more; the last checkpoint is as it was; then: make resume RUN={run.name}"
+        hint = f"`df` and `dmesg` say more; the last checkpoint is as it was; then: make resume RUN={run.typed}"
         return Outcome(code=3, rank=rank, message=f"error: {run.path}: {problem}; {_who(rank)} {how}\n\nhint: {hint}")
     why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
     why = f" because memory ran out ({memory_kill})" if memory_kill else why

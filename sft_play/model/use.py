@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -46,6 +47,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
+from sft_play.text import as_typed
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -423,9 +425,11 @@ def _size(folder: Path) -> int:
 def _next_steps(out: Path) -> str:
     """Return what can be done with a merged model; one with code of its own must be trusted with each command."""
     coded = any(out.rglob("*.py"))
-    infer = f"make infer MODEL={out} PROMPT=..." + (" MODEL_TRUST_REMOTE_CODE=true" if coded else f", make serve MODEL={out}")
+    model = as_typed(out)
+    infer = f"make infer MODEL={model} PROMPT=..." + (" MODEL_TRUST_REMOTE_CODE=true" if coded else f", make serve MODEL={model}")
     vllm, python = (" --trust-remote-code", ", trust_remote_code=True") if coded else ("", "")
-    return f'next: {infer}, `vllm serve {out}{vllm}`, or in Python `AutoModelForCausalLM.from_pretrained("{out}"{python})` of transformers'
+    python = f'`AutoModelForCausalLM.from_pretrained("{out}"{python})`'
+    return f"next: {infer}, `vllm serve {shlex.quote(str(out))}{vllm}`, or in Python {python} of transformers"
 
 
 def main(call: Call) -> int:

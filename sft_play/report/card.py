@@ -46,7 +46,7 @@ def main(call: Call) -> int:
 
 
 def push(call: Call) -> int:
-    """Show what would be uploaded and where; uploads it with `YES=1`."""
+    """Show what would be uploaded and where, without a hub too; upload it with `YES=1`."""
     repo = call.options.get("REPO")
     if not repo:
         raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
@@ -56,22 +56,31 @@ def push(call: Call) -> int:
     if (settings := weights / ADAPTER) in files.values():
         files[ADAPTER] = _without_paths(settings, Stamp.load(weights))
     card = card_of(run, weights)
-    api, there = _repository(repo)
-    replaced = sorted(there & {*files, CARD})
+    _check_name(repo)
     facts = {
         "repo": repo,
         "private": private,
-        "exists": bool(there),
         "files": {
             CARD: len(card.encode()),
             **{name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()},
         },
-        "replaced": replaced,
     }
+    dry = not call.flag("YES")
+    try:
+        api, there = _repository(repo)
+        facts |= {"exists": bool(there), "replaced": sorted(there & {*files, CARD})}
+    except (HardwareError, DataError) as error:
+        if not dry:
+            raise
+        facts |= {"exists": None, "replaced": None, "not_compared": error.message}
     if not call.json:
         print("\n".join(_told(facts, run, weights)), flush=True)
-    if not call.flag("YES"):
-        print(json.dumps({**facts, "uploaded": None}) if call.json else "nothing was uploaded; YES=1 does it")
+    if dry:
+        print(
+            json.dumps({**facts, "card": card, "uploaded": None})
+            if call.json
+            else f"\n{card}\nnothing was uploaded; YES=1 does it"
+        )
         return 0
     commit = _upload(api, repo, private, f"{run.name}, {label_of(run, weights)}", {CARD: card.encode(), **files})
     print(json.dumps({**facts, "uploaded": commit}) if call.json else f"uploaded: {commit}")
@@ -90,11 +99,15 @@ def _weights(call: Call) -> tuple[RunFolder, Path]:
 
 def _told(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]:
     where = f"https://huggingface.co/{facts['repo']}"
-    state = "which exists" if facts["exists"] else "a new private repository" if facts["private"] else "a new public repository"
+    visible = "private" if facts["private"] else "public"
+    new = f"a new {visible} repository"
+    state = {True: "which exists", False: new, None: f"where it is {new}, or one that exists"}[facts["exists"]]
     yield f"{run.name} ({label_of(run, weights)}) to {where}, {state}:"
     for name, length in facts["files"].items():
-        yield f"  {length:>14,}  {name}{'  (replaces the one there)' if name in facts['replaced'] else ''}"
+        yield f"  {length:>14,}  {name}{'  (replaces the one there)' if name in (facts['replaced'] or ()) else ''}"
     yield f"  {sum(facts['files'].values()):>14,}  bytes in all; no optimizer states, logs, data or stamp"
+    if facts["exists"] is None:
+        yield f"not compared with the hub: {facts['not_compared']}"
 
 
 def card_of(run: RunFolder, weights: Path) -> str:
@@ -232,11 +245,9 @@ def _plain(text: str) -> str:
 # ---- The hub
 
 
-def _repository(repo: str) -> tuple[HfApi, set[str]]:
-    """Return the hub's client, and the files that the repository has. Raise `UserError`, `DataError` or `HardwareError`."""
-    import httpx2
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+def _check_name(repo: str) -> None:
+    """Raise `UserError` where `REPO` is no name of a repository."""
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -245,6 +256,14 @@ def _repository(repo: str) -> tuple[HfApi, set[str]]:
         raise UserError(f"`REPO` is `{repo}`; expected `owner/name`", hint=str(error).splitlines()[0]) from None
     if repo.count("/") != 1:
         raise UserError(f"`REPO` is `{repo}`; expected `owner/name`")
+
+
+def _repository(repo: str) -> tuple[HfApi, set[str]]:
+    """Return the hub's client, and the files that the repository has. Raise `DataError` or `HardwareError`."""
+    import httpx2
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
     if not get_token():
         raise HardwareError("no token for the hub is set", hint=TOKEN_HINT)
     api = HfApi()

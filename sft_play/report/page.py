@@ -26,6 +26,7 @@ from sft_play.plan.plan import command_of
 from sft_play.runs.folder import RunFolder, cache_folder, metric_rows, metrics_of, read_predictions, read_scores
 from sft_play.runs.gate import read_facts
 from sft_play.runs.progress import findings
+from sft_play.text import as_typed
 
 POINTS = 1_500
 """Points of a curve at most: of each stretch the lowest and the highest loss stay, so that no spike is lost."""
@@ -36,7 +37,7 @@ LOG_BYTES = 24_000
 """From the end of each rank's log."""
 LOGS = 16
 TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
-SCRIPTS = ("uPlot.iife.min.js", "page.js")
+SCRIPTS = ("uPlot.iife.min.js", "rows.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -67,8 +68,9 @@ def record_of(run: RunFolder) -> dict[str, Any]:
     ]
     return {
         "summary": summary_of(run).cells(),
+        "typed": short_path(run.typed),
         "config": [
-            {"key": key, "value": value, "origin": short_path(str(config.get("origins", {}).get(key, "")))}
+            {"key": key, "value": value, "origin": short_path(str(config.get("origins", {}).get(key.partition("[")[0], "")))}
             for key, value in _flat(config.get("config", {}))
         ],
         "plan": read_facts(run.plan),
@@ -165,7 +167,7 @@ def _repeat(run: RunFolder) -> str:
     plan = read_facts(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
-    return f"make {command} CONFIG={short_path(str(run.config))}{count} RUN_NAME={run.name}-again"
+    return f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={as_typed(f'{run.name}-again')}"
 
 
 def _prepared(run: RunFolder) -> dict[str, Any]:
@@ -178,7 +180,10 @@ def _prepared(run: RunFolder) -> dict[str, Any]:
             sources = read_facts(rows / "manifest.json").get("sources", []) if ours else []
             splits[name] = {key: split.get(key) for key in ("rows", "tokens", "label_tokens", "longest", "median")} | {
                 "sources": [
-                    {key: source.get(key) for key in ("rows_read", "kept", "dropped", "duplicates", "cut", "tokens")}
+                    {
+                        key: source.get(key)
+                        for key in ("rows_read", "kept", "dropped", "duplicates", "cut", "tokens", "trained_tokens")
+                    }
                     | {"name": short_path(str(source.get("name")))}
                     for source in sources
                 ]
@@ -186,13 +191,16 @@ def _prepared(run: RunFolder) -> dict[str, Any]:
     return {"model": short_path(str(found.get("model", {}).get("name", ""))), "splits": splits}
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        name = f"{prefix}{key}"
-        if isinstance(inner, dict) and inner and not prefix.count("."):
-            yield from _flat(inner, f"{name}.")
-        else:
-            yield name, inner
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key with its value; of a list of sections as `data.sources[0].path`."""
+    if isinstance(value, dict) and (value or not name):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{name}[{number}]")
+    else:
+        yield name, value
 
 
 def _logs(run: RunFolder) -> list[Path]:

@@ -17,7 +17,7 @@ from sft_play.access import App, Guard, address_of, is_loopback, own_url, serve_
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS
 from sft_play.errors import UserError
-from sft_play.evaluation.compare import compare, read_sides
+from sft_play.evaluation.compare import ROWS, compare, read_sides
 from sft_play.files import finite
 from sft_play.launch.environment import next_free_port
 from sft_play.launch.runs import UNREADABLE, list_run, reason
@@ -123,7 +123,7 @@ def _readable(read: Callable[[], Any]) -> Response:
 
 def _over_each_other(chosen: list[RunFolder]) -> dict[str, Any]:
     try:
-        compared = compare(read_sides([run.name for run in chosen], None), None, 0)
+        compared = compare(read_sides([run.name for run in chosen], None), None, ROWS)
     except UserError as error:
         compared = {"error": str(error)}
     return {"records": [record_of(run) for run in chosen], "compared": compared, "labels": LABELS}

@@ -21,6 +21,7 @@ from sft_play.files import UNFOLLOWED, sync_path
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import is_state_file, verify
+from sft_play.text import as_typed
 
 NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,8})")
 """As `RunFolder.checkpoint` writes it, and in no other way: of two folders for one step, or a number in other digits, one would win by chance."""
@@ -270,7 +271,9 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
     if named is None and (of_a_run or kind_of(folder) != "full"):
         return None
     if kind_of(folder) == "adapter" and (folder.parent / "plan.json").is_file():
-        raise UserError("is the adapter of a run, not a whole model", place=name, hint=f"make {command} RUN={folder.parent}")
+        raise UserError(
+            "is the adapter of a run, not a whole model", place=name, hint=f"make {command} RUN={as_typed(folder.parent)}"
+        )
     if "CHECKPOINT" in options:
         raise UserError(f"`CHECKPOINT` is one of a run, and `{name}` is a model", hint="leave CHECKPOINT out")
     return name

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 from sft_play.config.reader import misfit
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import json_rows, open_plain, read_json_lines, read_object, text_sha256, write_text
+from sft_play.text import as_typed
 
 OWN = "SFT_PLAY_OWN_FOLDER"
 """Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
@@ -95,6 +96,14 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def typed(self) -> str:
+        """What to type after `RUN=` in this folder: the run's name where that finds it, else its folder."""
+        found = run_path(self.name)
+        if found and self.path.exists() and found.samefile(self.path):
+            return as_typed(self.name)
+        return as_typed(self.path if "/" in str(self.path) else self.path.absolute())
 
     config = _Inside("config.json")
     """The resolved configuration: `{"config": ..., "origins": ...}`."""
@@ -290,7 +299,7 @@ def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
     return HardwareError(
         f"{gone}: was it moved or deleted while it trained?",
         place=str(run.path),
-        hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
+        hint=f"where it was moved, put it back, then: make resume RUN={run.typed} (or, as it is now: make resume RUN=FOLDER)",
     )
 
 

@@ -161,7 +161,7 @@ def publish_model(context: TrainContext, trainer: Trainer) -> int:
             problem = disk_problem(error)
     reason = ranks.first_problem(problem)
     if reason is not None:
-        hint = f"the last checkpoint is as it was; make room, then: make resume RUN={run.name}"
+        hint = f"the last checkpoint is as it was; make room, then: make resume RUN={run.typed}"
         raise HardwareError(f"the model was not written: {reason}", place=str(run.model), hint=hint)
     return int(step)
 

@@ -144,7 +144,7 @@ def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
 def describe_full_disk(error: BaseException, run: RunFolder) -> str:
     """Return what the user reads."""
     place = (error.filename if isinstance(error, OSError) else None) or run.path
-    hint = f"the last checkpoint is as it was; free some space, then: make resume RUN={run.name}"
+    hint = f"the last checkpoint is as it was; free some space, then: make resume RUN={run.typed}"
     return f"error: {place}: no space is left on the disk\n\nhint: {hint}"
 
 

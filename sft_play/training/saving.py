@@ -137,7 +137,7 @@ class Saver(TrainerCallback):
         self.link_best()
         if self.problem is not None:
             run = self.context.run
-            hint = f"make room, then: make resume RUN={run.name}"
+            hint = f"make room, then: make resume RUN={run.typed}"
             raise HardwareError(
                 f"the last save failed: {self.problem}; {self.name_newest()}", place=str(run.checkpoints), hint=hint
             )

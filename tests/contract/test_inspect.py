@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from sft_play.inspection import MOST_BINS, histogram
+from tests.browser import browser
 from tests.conftest import Program
 
 pytestmark = pytest.mark.slow
@@ -56,17 +57,42 @@ def test_samples_are_found_by_their_words(in_process: Program, arguments: list[s
     assert "no row holds `zebra`" in in_process(*arguments, "SEARCH=zebra").err
 
 
-def test_the_page_holds_both_splits_and_needs_nothing_else(in_process: Program, arguments: list[str], tmp_path: Path) -> None:
+def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: list[str], tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     done = in_process(*arguments, "HTML=1", f"OUT={path}")
     assert done.code == 0, done.err
     assert str(path) in done.out
-    page = path.read_text(encoding="utf-8")
-    assert not re.search(r"<script|<[^>]* (?:src|href)=", page), "nothing is loaded from elsewhere"
-    assert "<b>" not in page, "text of rows is never markup"
-    text = html.unescape(re.sub(r"<[^>]*>", "", page))
-    assert len(re.findall(r"^(?:train|validation) row \d+ of ", text, re.M)) == 12 + 1, "every row of both splits"
-    assert "training data: " in text and "95% of rows have at most" in text and "<b>sure</b>" in text
+    manifest = in_process(*arguments, "JSON=1").json["manifest"]["split"]
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", path.read_text(encoding="utf-8")), "nothing comes from a server"
+    with browser(tmp_path / "profile") as shown:
+        for width in (390, 1440):
+            shown.open("about:blank")
+            shown.open(path.as_uri(), width=width)
+            shown.wait("document.querySelectorAll('.chart canvas').length == 2")
+            assert shown.value("document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
+        words = shown.value("document.body.innerText")
+        assert f"{100 * manifest['label_tokens'] / manifest['tokens']:.1f} % of all" in words
+        assert "skipped in chat: 1 (duplicate)" in words and "<b>sure</b>" in words and "[/pairs] :smile:" in words
+        assert shown.value("document.querySelectorAll('.row').length") == manifest["rows"]
+        assert not shown.value("document.querySelectorAll('.row b').length"), "text of rows is never markup"
+        trained = shown.value("[...document.querySelectorAll('.row .trained')].map((one) => one.textContent).join('')")
+        assert trained.count("It is ") + trained.count("Nobody.") == manifest["rows"] and "What is" not in trained
+        typed = "box.value = '{}'; box.dispatchEvent(new Event('input'))"
+        shown.value("box = document.querySelector('input[type=search]');" + typed.format("NOBODY.<|im"))
+        assert shown.value("document.querySelectorAll('.row').length") == 1, "in any letter case, over the border of two pieces"
+        assert shown.value("[...document.querySelectorAll('mark')].map((one) => one.textContent).join('')") == "Nobody.<|im"
+        shown.value("[...document.querySelectorAll('button')].find((one) => one.textContent.startsWith('validation')).click()")
+        shown.value("box = document.querySelector('input[type=search]');" + typed.format(""))
+        assert shown.value("document.querySelectorAll('.row').length") == 12 + 1 - manifest["rows"], "the other split"
+        assert "scored" in shown.value("document.body.innerText")
+        assert not shown.complaints
+
+
+@pytest.mark.parametrize("values", [[1], [98, 97, 3, 3], [8192, 1], [0, 0]])
+def test_bins_of_a_histogram_hold_every_row(values: list[int]) -> None:
+    found = histogram(values)
+    assert sum(found["counts"]) == len(values) and len(found["counts"]) <= MOST_BINS
+    assert all(found["counts"][value // found["width"]] for value in values)
 
 
 @pytest.mark.parametrize(

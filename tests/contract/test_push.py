@@ -112,4 +112,16 @@ def test_what_the_hub_refuses_is_said(runs: Path) -> None:
             typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub, token=token).refused(code, words)
     for repository in ("tuned", "a/b/c"):
         assert typed(runs, "push", "RUN=tuned", f"REPO={repository}").code == 2
-    typed(runs, "push", "RUN=tuned", "REPO=me/tuned").refused(3, "cannot be reached")
+    typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1").refused(3, "cannot be reached")
+
+
+@pytest.mark.parametrize(("token", "why"), [(TOKEN, "the hub cannot be reached"), ("", "no token for the hub is set")])
+def test_what_would_go_is_shown_without_a_hub(runs: Path, token: str, why: str) -> None:
+    done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token=token)
+    assert done.code == 0, done.err
+    size = (runs / "tuned" / "model" / "adapter_model.safetensors").stat().st_size
+    assert f"{size:,}  adapter_model.safetensors" in done.out and f"not compared with the hub: {why}" in done.out
+    assert "| ROUGE-L | 0.1000 [0.0500, 0.1500]" in done.out, "the card"
+    assert done.out.endswith("nothing was uploaded; YES=1 does it\n")
+    found = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token=token).json
+    assert (found["exists"], found["replaced"], found["uploaded"]) == (None, None, None) and found["card"].startswith("---")

@@ -26,18 +26,20 @@ from tests.conftest import ROOT, Program
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
 
-def made_run(runs: Path, name: str, *, model: str = "a model") -> Path:
+def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -> Path:
     """Writes the files that a run leaves."""
     folder = runs / name
     evaluation = folder / "eval" / "step-000040"
-    ranks = [{"rank": rank, "device": "cpu", "memory_bytes": {"frozen": 2**30, "free": 2**30}} for rank in (0, 1)]
+    ranks = [{"rank": number, "device": "cpu", "memory_bytes": {"frozen": 2**30, "free": 2**30}} for number in (0, 1)]
     plan = {"steps": 40, "strategy": "ddp", "world_size": 2, "num_nodes": 1, "ranks": ranks, "reasons": [HOSTILE]}
-    rows = [{"kind": "train", "step": s, "loss": 3 / s, "rank_loss": [3 / s, 2 / s], "grad_norm": 1.0} for s in range(1, 41)]
+    rows = [{"kind": "train", "step": s, "loss": 3 / s, "rank_tokens": [9, 7], "grad_norm": 1.0} for s in range(1, 41)]
     rows += [rows.pop() | {"grad_norm": float("nan")}, {"kind": "eval", "step": 40, "eval_loss": 1.0, "eval_rougeL": 0.5}]
     events = [{"event": "resumed", "time": 2.0, "checkpoint": "step-000020"}, {"event": "finished", "time": 3.0, "code": 0}]
     answer = {"row": 0, "prompt": HOSTILE, "reference": "r", "answer": HOSTILE, "scores": {"rougeL": 0.5}}
     contents: dict[Path, list[Any]] = {
-        folder / "config.json": [{"config": {"tuning": {"mode": "lora"}, "train": {"seed": 1}}, "origins": {}}],
+        folder / "config.json": [
+            {"config": {"tuning": {"mode": "lora", "lora": {"r": rank, "alpha": 32}}, "train": {"seed": 1}}, "origins": {}}
+        ],
         folder / "plan.json": [plan],
         folder / "prepared.json": [{"model": {"name": model}}],
         folder / "metrics.jsonl": rows,
@@ -75,7 +77,35 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
         words = shown.value("document.body.innerText")
         assert "finished" in words and "0.5000 [0.4000, 0.6000]" in words and HOSTILE in words
         assert "make train-distributed CONFIG=" in words
+        heads = shown.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
+        assert heads[:3] == ["Scores", "Answers", "Curves"], "what came out of it is above how it went"
+        assert "Trained tokens of each rank" in words, "two ranks: their charts are open"
         assert not shown.complaints
+
+
+def test_charts_of_a_single_rank_are_folded(runs: Path, tmp_path: Path, in_process: Program) -> None:
+    plan = json.loads((runs / "first" / "plan.json").read_text())
+    (runs / "first" / "plan.json").write_text(json.dumps({**plan, "world_size": 1, "ranks": plan["ranks"][:1]}))
+    page = Path(in_process("report", "RUN=first", "JSON=1", runs=runs).json["report"])
+    with browser(tmp_path / "profile") as shown:
+        shown.open(page.as_uri())
+        shown.wait("document.querySelectorAll('.charts canvas').length == 3")
+        shown.value("[...document.querySelectorAll('summary')].find((one) => one.textContent.includes('more')).click()")
+        shown.wait("document.querySelectorAll('.charts canvas').length == 4")
+        assert shown.value("[...document.querySelectorAll('details .chart canvas')].every((one) => one.clientWidth > 200)")
+
+
+def test_the_list_is_as_wide_as_the_window(runs: Path, tmp_path: Path) -> None:
+    made_run(runs, "a-name-of-many-words-as-people-give-them-to-runs", model="a-model-of-a-long-name-8b-instruct")
+    with served(runs) as url, browser(tmp_path / "profile") as shown:
+        for width in (390, 1440):
+            shown.open("about:blank")
+            shown.open(url, width=width)
+            shown.wait("document.querySelectorAll('tbody tr').length == 2")
+            inside = "[...document.querySelectorAll('td, th')].every((one) => one.getBoundingClientRect().right <= innerWidth)"
+            assert shown.value(inside), f"a column is cut at {width} pixels"
+        borders = "[...document.querySelectorAll('td')].every((one) => getComputedStyle(one).borderLeftWidth == '0px')"
+        assert shown.value(borders), "no box round a cell"
 
 
 def test_a_half_written_run_has_a_report(tmp_path: Path, in_process: Program) -> None:
@@ -120,7 +150,7 @@ def asked(url: str, **headers: str) -> tuple[int, str]:
 
 
 def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
-    made_run(runs, "second")
+    made_run(runs, "second", rank=8)
     with served(runs) as url, browser(tmp_path / "profile") as shown:
         assert {run["name"] for run in json.loads(asked(f"{url}api/runs")[1])} == {"first", "second"}
         shown.open(url)
@@ -132,6 +162,9 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         shown.wait("document.body.innerText.includes('0.0123')")
         shown.open(f"{url}#compare=first,second")
         shown.wait("document.body.innerText.includes('neither a final model nor a checkpoint')")
+        assert shown.value("[...document.querySelectorAll('td')].some((one) => one.textContent == 'tuning.lora.r')"), (
+            "one key a line"
+        )
         assert asked(f"{url}api/run/..%2F..%2Fetc")[0] == asked(f"{url}api/run/nobody")[0] == 404
         assert asked(f"{url}api/runs", Host="evil.example")[0] == 403, "another site's name for this machine"
         assert not shown.complaints

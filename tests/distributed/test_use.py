@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import http.client
+import io
 import json
 import shutil
 import signal
@@ -72,6 +74,29 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(place: Place, tmp_path: Pat
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["prompt"], row.get("reference")) for row in answers] == [("Why?", "a, b"), ("", None), ("two\nlines", None)]
     assert answers[1] == {"prompt": "", "answer": ""} and answers[0]["answer"] + "\n" == why
+
+
+def test_answers_carry_the_other_columns_into_the_file_that_is_named(place: Place, tmp_path: Path, why: str) -> None:
+    questions, output = tmp_path / "asked.csv", tmp_path / "answers.csv"
+    with questions.open("w", newline="") as stream:
+        csv.writer(stream).writerows([["id", "prompt", "answer", "note"], ["7", "Why?", "old", 'a, "b"\nc'], ["8", "", "x", ""]])
+    done = place.call("infer", "RUN=demo", "CHECKPOINT=last", f"INPUT={questions}", f"OUTPUT={output}")
+    assert done.code == 0, done.err
+    with output.open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    assert found == [
+        {"id": "7", "input.answer": "old", "note": 'a, "b"\nc', "prompt": "Why?", "answer": why.removesuffix("\n")},
+        {"id": "8", "input.answer": "x", "note": "", "prompt": "", "answer": ""},
+    ]
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "A."}, {"role": "user", "content": "Why?"}]
+    rows.write_text(json.dumps({"messages": turns, "id": [1], "score": float("nan")}))
+    for ending, read in (("json", json.loads), ("tsv", lambda text: list(csv.DictReader(io.StringIO(text), delimiter="\t")))):
+        done = place.call("infer", "RUN=demo", f"INPUT={rows}", f"OUTPUT={tmp_path / f'x.{ending}'}")
+        assert done.code == 0, done.err
+        [row] = read((tmp_path / f"x.{ending}").read_text())
+        assert row["id"] == ([1] if ending == "json" else "[1]") and row["prompt"] == "Why?"
+        assert (row["messages"] if ending == "json" else json.loads(row["messages"])) == turns
 
 
 def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_path: Path) -> None:
@@ -155,6 +180,7 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         ("infer", "RUN=demo PROMPT=a INPUT=x.txt OUTPUT=y", 2, "one or the other"),
         ("infer", "RUN=demo INPUT={0}/data.jsonl OUTPUT={0}/data.jsonl", 2, "is the same file as `INPUT`"),
         ("infer", "RUN=demo INPUT={0}/data.jsonl OUTPUT={0}/none/a.jsonl", 2, "cannot be written"),
+        ("infer", "RUN=demo INPUT={0}/data.jsonl OUTPUT={0}/a.xlsx", 2, "hint: OUTPUT={0}/a.jsonl"),
         ("infer", "RUN=demo PROMPT=a TRAIN_LEARNING_RATE=1", 2, "cannot change `train.learning_rate`"),
         ("infer", "MODEL={0}/runs/demo/merged RUN=demo", 2, "`RUN` and `MODEL` are both given"),
         ("infer", "MODEL={0}/runs/demo/merged CHECKPOINT=last", 2, "`CHECKPOINT` is one of a run"),

@@ -1,5 +1,5 @@
 "use strict";
-// One page for `make ui` (fetches) and `make report` (data embedded). Everything that a run wrote is put in as text, never as HTML.
+// One page for `make ui` (fetches), `make report` and `make inspect HTML=1` (data embedded). Everything that a run wrote is put in as text, never as HTML.
 const COLOURS = ["#2563eb", "#e4572e", "#17a673", "#b5359c", "#c99700", "#0fa3b1", "#7a5af8", "#8c564b", "#6b7280", "#d6336c"];
 const page = document.getElementById("page");
 const embedded = document.getElementById("data");
@@ -33,7 +33,7 @@ const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
 const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
 const score = (value) => value ? `${value.mean.toFixed(4)} [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "–";
 const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
-const state = (summary) => el("span", { class: "state " + summary.state.split(" ")[0], title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
+const state = (summary) => el("span", { class: "badge " + summary.state.split(" ")[0], title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
 // Long names break after a point or a dash below, not within a word.
 const breakable = (cell) => typeof cell === "string" ? cell.split(/(?<=[._/])/).flatMap((part, i) => i ? [el("wbr"), part] : part) : cell;
 function tableOf(headings, rows) {
@@ -52,7 +52,14 @@ function smoothed(values) {
     return last / weight;
   });
 }
-// series: {name, x, y, smooth, dashed, points}; marks: {x, colour, name}. Curves of different steps are joined on one axis.
+const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((step) => step * 10 ** power)).flat();
+// A curve that never changes lies in the middle; one of zeros (a score) at the bottom.
+function yRange(low, high, bars) {
+  if (low === null || low === undefined) return [null, null];
+  if (bars) return [0, 1.05 * high || 1];
+  return low === high ? (low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [0, 1]) : uPlot.rangeNum(low, high, 0.1, true);
+}
+// series: {name, x, y, smooth, dashed, points, bars}; marks: {x, colour, name}. Curves of different steps are joined on one axis.
 function chart(title, series, options = {}) {
   series = series.filter((one) => one.y.some(known));
   if (!series.length) return null;
@@ -67,14 +74,15 @@ function chart(title, series, options = {}) {
   const box = el("div", { class: "chart" + (options.wide ? " wide" : "") }, el("header", {}, el("b", {}, title), el("span", {}, options.unit || "")));
   const space = el("div", {}); box.append(space);
   const marks = options.marks || [];
+  const data_end = Math.max(...data[0]) + (options.end || 0);
   const axis = () => ({ stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } });
   const plot = {
     width: 400, height: options.wide ? 300 : 210, cursor: { sync: { key: options.sync || "step" } },
-    scales: { x: { time: false }, y: { distr: options.log ? 3 : 1 } },
-    axes: [{ ...axis() }, { ...axis(), size: 62, values: (u, ticks) => ticks.map((v) => known(v) ? number(v, 3) : "") }],
-    series: [{ label: options.x || "step", value: (u, v) => number(v) }, ...lines.map((one) => ({
-      label: one.name, class: one.faint ? "faint" : undefined, stroke: one.colour, width: one.faint ? 1 : 2, alpha: one.faint ? 0.35 : 1, spanGaps: true, dash: one.dashed ? [5, 4] : undefined,
-      points: { show: one.points || one.y.length < 25, size: one.points ? 8 : 5, fill: one.colour }, value: (u, v) => number(v, 5) }))],
+    scales: { x: { time: false, range: options.end ? [0, data_end] : undefined }, y: { range: (u, low, high) => yRange(low, high, Boolean(options.end)) } },
+    axes: [{ ...axis(), incrs: WHOLE }, { ...axis(), size: 62, values: (u, ticks) => ticks.map((v) => known(v) ? number(v, 3) : "") }],
+    series: [{ label: options.x || "step", value: (u, v) => options.end > 1 && known(v) ? `${number(v)} to ${number(v + options.end - 1)}` : number(v) }, ...lines.map((one) => ({
+      label: one.name, class: one.faint ? "faint" : undefined, stroke: one.colour, fill: one.bars ? one.colour + "66" : undefined, paths: one.bars ? uPlot.paths.bars({ size: [1, Infinity], align: 1 }) : undefined, width: one.bars || one.faint ? 1 : 2, alpha: one.faint ? 0.35 : 1, spanGaps: true, dash: one.dashed ? [5, 4] : undefined,
+      points: { show: !one.bars && (one.points || one.y.length < 25), size: one.points ? 8 : 5, fill: one.colour }, value: (u, v) => number(v, 5) }))],
     hooks: { draw: [(u) => {
       for (const mark of marks) {
         const x = u.valToPos(mark.x, "x", true);
@@ -83,32 +91,38 @@ function chart(title, series, options = {}) {
         u.ctx.fillStyle = mark.colour; u.ctx.font = `${11 * devicePixelRatio}px system-ui`; u.ctx.fillText(mark.name, x + 4, u.bbox.top + 12 * devicePixelRatio); u.ctx.restore();
       } }] },
   };
-  charts.add({ space, make: () => { const width = space.clientWidth || 400; const u = new uPlot({ ...plot, width }, data, space); return u; }, drawn: null });
+  charts.add({ space, make: () => { return new uPlot({ ...plot, width: space.clientWidth }, data, space); }, drawn: null });
   return box;
 }
 function draw() {
-  for (const one of charts) if (!one.drawn && one.space.isConnected) one.drawn = one.make();
+  for (const one of charts) if (!one.drawn && one.space.isConnected && !one.space.closest("details:not([open])")) one.drawn = one.make();
 }
 addEventListener("resize", () => { for (const one of charts) if (one.drawn) one.drawn.setSize({ width: one.space.clientWidth, height: one.drawn.height }); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));
+addEventListener("beforeprint", () => { document.querySelectorAll("details").forEach((d) => { d.open = true; }); draw(); });
 let redraw = () => {};
 function show(...nodes) {
   const open = new Set([...page.querySelectorAll("details[open]")].map((d) => d.dataset.name)), top = scrollY;
   for (const one of charts) if (one.drawn) one.drawn.destroy();
   charts.clear(); return (make) => {
+    page.classList.remove("wide");
     page.replaceChildren(...make().flat(3).filter(Boolean));
     page.querySelectorAll("details").forEach((d) => { if (open.has(d.dataset.name)) d.open = true; });
     draw(); scrollTo(0, top);
   };
 }
-const fold = (name, ...content) => el("details", { "data-name": name, ontoggle: draw }, el("summary", {}, name), content);
+// `open`: until somebody closes it.
+const closed = new Set();
+function fold(name, ...content) {
+  const open = Boolean(content[0] && content[0].open === true && !(content[0] instanceof Node)) && !closed.has(name);
+  return el("details", { "data-name": name, open, ontoggle: (event) => { event.target.open ? closed.delete(name) : closed.add(name); draw(); } }, el("summary", {}, name), content.filter((one) => one instanceof Node || Array.isArray(one)));
+}
 function smoother() {
   return el("label", {}, "smoothing ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smoothing, onchange: (event) => { smoothing = +event.target.value; redraw(); } }));
 }
 
 // ---- A run
-const LABELS = { loss: "loss", grad_norm: "gradient norm", learning_rate: "learning rate", tokens_per_second: "tokens/s", mfu: "MFU", rank_tokens_per_second: "tokens/s while computing", step_seconds: "seconds of a step", rank_throttled: "percent of time throttled" };
+const LABELS = { loss: "loss", rank_tokens: "trained tokens", rank_rows: "rows", grad_norm: "gradient norm", learning_rate: "learning rate", tokens_per_second: "tokens/s", mfu: "MFU", rank_tokens_per_second: "tokens/s while computing", step_seconds: "seconds of a step", rank_throttled: "percent of time throttled" };
 const UNITS = { gib: "GiB", seconds: "s", percent: "%", mb_s: "MB/s", watts: "W" };
 const UNIT = new RegExp(`_(${Object.keys(UNITS).join("|")})$`);
 let metrics = {}; // name of a score -> what people call it
@@ -124,8 +138,9 @@ function marksOf(record) {
   for (const spike of record.spikes) if (known(spike.step)) marks.push({ x: spike.step, name: "spike", colour: css("--bad") });
   return steps.length ? marks.slice(0, 200) : [];
 }
+// Charts of the whole run, and those of each rank and machine.
 function curves(record) {
-  const { train, eval: evaluated } = record.curves, marks = marksOf(record), found = [];
+  const { train, eval: evaluated } = record.curves, marks = marksOf(record), found = [], each = [];
   const line = (key, extra) => ({ name: label(key), x: train.step, y: train[key] || [], ...extra });
   found.push(chart("Loss", [line("loss", { name: "training", smooth: true }), { name: "held out", x: evaluated.step, y: evaluated.eval_loss || [], points: true }], { wide: true, unit: "nats per trained token", marks }));
   const scores = Object.keys(evaluated).filter((key) => key !== "step" && !NOT_SCORES.test(key) && !Array.isArray(evaluated[key][0]));
@@ -137,9 +152,9 @@ function curves(record) {
     if (ranks && ranks.length < 2 && key === "rank_loss") continue;
     const of = key.startsWith("node") ? "node" : "rank";
     const beside = key === "rank_memory_gib" ? ["plan", "limit"].flatMap((name) => train[`rank_memory_${name}_gib`] ? [{ name: `${name} of rank 0`, x: train.step, y: train[`rank_memory_${name}_gib`][0], dashed: true }] : []) : [];
-    found.push(chart(label(key)[0].toUpperCase() + label(key).slice(1) + (ranks ? ` of each ${of}` : ""), ranks ? [...ranks.map((y, i) => ({ name: `${of} ${i}`, x: train.step, y })), ...beside] : [line(key)], { unit: unitOf(key) }));
+    each.push(chart(label(key)[0].toUpperCase() + label(key).slice(1) + (ranks && ranks.length > 1 ? ` of each ${of}` : of === "node" ? " of the machine" : ""), ranks ? [...ranks.map((y, i) => ({ name: `${of} ${i}`, x: train.step, y })), ...beside] : [line(key)], { unit: unitOf(key) }));
   }
-  return found.filter(Boolean);
+  return [found, each].map((part) => part.filter(Boolean));
 }
 function memory(record) {
   const ranks = (record.plan.ranks || []).slice(0, 16);
@@ -184,6 +199,7 @@ function runView(record, home) {
   metrics = record.labels;
   const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
   const last = record.curves.train, at = last.step.length - 1, speed = at >= 0 && last.tokens_per_second ? last.tokens_per_second[at] : null;
+  const [whole, each] = curves(record);
   const left = s.state === "running" && s.steps && plan.seconds_per_step ? (s.steps - s.step) * plan.seconds_per_step : null;
   const mode = record.config.find((one) => one.key === "tuning.mode");
   const failed = record.events.filter((one) => one.event === "failed").slice(-1)[0];
@@ -191,22 +207,23 @@ function runView(record, home) {
   return [
     home ? el("nav", {}, el("a", { href: "#" }, "all runs")) : null,
     el("div", { class: "top" }, el("h1", {}, s.name), state(s)),
-    el("p", { class: "lead" }, [record.prepared.model, mode && String(mode.value), plan.strategy && `${plan.strategy} on ${plan.world_size} × ${(plan.ranks && plan.ranks[0] && plan.ranks[0].device_name) || plan.device}`, plan.precision].filter(Boolean).join(" · ")),
+    el("p", { class: "lead" }, [record.prepared.model, mode && String(mode.value), plan.strategy && `${plan.strategy} on ${plan.world_size} × ${(plan.ranks && plan.ranks[0] && (plan.ranks[0].device_name || plan.ranks[0].device)) || plan.device}`, plan.precision].filter(Boolean).join(" · ")),
     s.steps ? el("div", { class: "bar", title: `${s.step} of ${s.steps} steps` }, el("i", { style: { width: Math.min(100, 100 * s.step / s.steps) + "%" } })) : null,
     failed && s.state === "failed" ? el("p", { class: "error" }, failed.error || "it failed") : null,
     (record.findings || []).map((one) => el("p", { class: "warning" }, `${one.text} – ${one.remedy}`)),
     el("div", { class: "cards" }, card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", number(s.loss)), s.best !== null ? card("best " + s.metric, number(s.best)) : null,
       card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(s.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
-      card("time", duration(s.seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("trained rows", number(train.rows), train.tokens ? number(train.tokens) + " tokens" : null)),
-    el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, curves(record)),
+      card("time", duration(s.seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("training data", number(train.rows) + " rows", train.tokens ? `${number(train.tokens)} tokens, ${number(train.label_tokens)} trained` : null)),
     el("h2", {}, "Scores"), scoresTable(record),
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
+    whole.length || each.length ? [el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, whole)] : null,
+    each.length ? fold(`${each.length} more: time, memory and load of each rank and machine`, { open: (plan.world_size || 1) > 1 }, el("div", { class: "charts" }, each)) : null,
     el("h2", {}, "Plan and fact"), planBesideFact(record), memory(record), plan.reasons ? fold("Why: every choice of the plan", el("pre", {}, plan.reasons.join("\n"))) : null,
-    el("h2", {}, "Data"), tableOf([{ name: "split" }, { name: "source" }, ...["read", "kept", "duplicates", "cut", "tokens"].map((name) => ({ name, n: true }))],
-      Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens)]))),
+    el("h2", {}, "Data"), tableOf([{ name: "split" }, { name: "source" }, ...["read", "kept", "duplicates", "cut", "tokens", "trained"].map((name) => ({ name, n: true }))],
+      Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens), number(source.trained_tokens)]))),
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
     record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
-    el("h2", {}, "Use it"), el("pre", {}, [`make infer RUN=${s.name} PROMPT="..."`, `make serve RUN=${s.name}`, `make merge RUN=${s.name} OUT=merged`, `make eval RUN=${s.name}`].join("\n")),
+    el("h2", {}, "Use it"), el("pre", {}, ["infer", "serve", "merge", "eval"].map((name) => `make ${name} RUN=${record.typed}`).join("\n")),
     el("h2", {}, "Repeat it"), el("pre", {}, record.repeat),
     el("h2", {}, "Details"),
     fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, JSON.stringify(one.value), one.origin]))),
@@ -221,15 +238,16 @@ let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
 const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "peak memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
 const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => number(r.loss), best: (r) => r.best === null ? "–" : `${number(r.best)} ${r.metric}`, tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => known(r.energy_kwh) ? number(r.energy_kwh) + " kWh" : "–", age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds) + " ago" : "–" };
 function listView(runs) {
-  document.title = "Runs – SFT-Play";
+  document.title = "Runs – SFT-Play"; page.classList.add("wide");
+  const columns = COLUMNS.filter(([key]) => ["name", "state"].includes(key) || runs.some((run) => known(run[key])));
   const value = (run) => { const v = run[sort.key]; return known(v) ? v : sort.down ? -Infinity : Infinity; };
   const shown = runs.filter((run) => JSON.stringify(run).toLowerCase().includes(wanted.toLowerCase())).sort((a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (sort.down ? -1 : 1));
   const search = el("input", { type: "search", placeholder: "filter: name, state, model, method", value: wanted, "aria-label": "filter", oninput: (event) => { wanted = event.target.value; redraw(); const box = page.querySelector("input[type=search]"); box.focus(); box.setSelectionRange(wanted.length, wanted.length); } });
   return [el("div", { class: "top" }, el("h1", {}, "Runs")), el("div", { class: "tools" }, search,
     el("button", { class: "plain", disabled: ticked.size < 2, onclick: () => { location.hash = "compare=" + [...ticked].map(encodeURIComponent).join(","); } }, ticked.size < 2 ? "tick two or more to compare" : `compare ${ticked.size}`)),
-  runs.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}), COLUMNS.map(([key, name]) => el("th", { class: SHOWN[key] ? "n" : null }, el("button", { onclick: () => { sort = { key, down: sort.key === key && !sort.down }; redraw(); } }, name + (sort.key === key ? (sort.down ? " ↓" : " ↑") : "")))))),
+  runs.length ? el("div", { class: "scroll" }, el("table", { class: "list" }, el("thead", {}, el("tr", {}, el("th", {}), columns.map(([key, name]) => el("th", { class: SHOWN[key] ? "n" : null }, el("button", { onclick: () => { sort = { key, down: sort.key === key && !sort.down }; redraw(); } }, name + (sort.key === key ? (sort.down ? " ↓" : " ↑") : "")))))),
     el("tbody", {}, shown.map((run) => el("tr", {}, el("td", {}, el("input", { type: "checkbox", "aria-label": "compare " + run.name, checked: ticked.has(run.name), onchange: (event) => { event.target.checked ? ticked.add(run.name) : ticked.delete(run.name); redraw(); } })),
-      COLUMNS.map(([key]) => el("td", { class: SHOWN[key] ? "n" : key }, key === "name" ? el("a", { href: "#run=" + encodeURIComponent(run.name) }, run.name) : key === "state" ? state(run) : SHOWN[key] ? SHOWN[key](run) : run[key] ?? "–"))))))) : el("p", { class: "note" }, "There are no runs yet: make quickstart makes one.")];
+      columns.map(([key, heading]) => el("td", { class: SHOWN[key] ? "n" : key === "name" ? "name" : null, "data-heading": ["name", "state"].includes(key) ? null : heading }, key === "name" ? el("a", { href: "#run=" + encodeURIComponent(run.name) }, run.name) : key === "state" ? state(run) : SHOWN[key] ? SHOWN[key](run) : run[key] ?? "–"))))))) : el("p", { class: "note" }, "There are no runs yet: make quickstart makes one.")];
 }
 function compareView(found) {
   metrics = found.labels;
@@ -239,12 +257,17 @@ function compareView(found) {
   const scores = [...new Set(records.flatMap((record) => Object.keys(record.curves.eval)))].filter((key) => key !== "step" && !NOT_SCORES.test(key));
   const all = new Map(); records.forEach((record, i) => record.config.forEach((one) => { if (!all.has(one.key)) all.set(one.key, records.map(() => undefined)); all.get(one.key)[i] = JSON.stringify(one.value); }));
   const differ = [...all].filter(([, values]) => new Set(values).size > 1);
-  const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))];
-  return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")), el("div", { class: "tools" }, smoother()),
-    el("div", { class: "charts" }, [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean)),
-    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])])), table.notes.map((note) => el("p", { class: "note" }, note)),
-      el("h2", {}, "Training"), tableOf(heads, Object.entries(table.facts).map(([name, values]) => [name.replace(" (bytes)", ""), ...values.map((v) => name.endsWith("(bytes)") ? bytes(v) : typeof v === "number" ? number(v) : v ?? "–")]))],
-    el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(heads, differ.map(([key, values]) => [key, ...values.map((v) => v ?? "–")])) : el("p", { class: "note" }, "All keys are the same.")];
+  const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))], texts = [{ name: "" }, ...names.map((name) => ({ name }))];
+  const charts = [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean);
+  const apart = table.error ? [] : table.rows.filter((one) => one.gap > 0);
+  const figures = table.error ? [] : [...Object.entries(table.losses), ...Object.entries(table.benchmarks)].map(([name, values]) => [name, ...values.map((v) => number(v))]);
+  return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
+    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])])]), table.notes.map((note) => el("p", { class: "note" }, note))],
+    apart.length ? [el("h2", {}, "Answers that differ most"), apart.map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
+      one.answers.map((answer) => el("div", {}, el("small", {}, `${answer.run}: ${label(table.metric)} ${number(answer.score)}`), answer.answer || "(nothing)"))))] : null,
+    el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(texts, differ.map(([key, values]) => [key, ...values.map((v) => !known(v) ? "–" : v.startsWith('"') ? JSON.parse(v) : v)])) : el("p", { class: "note" }, "All keys are the same."),
+    el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, charts),
+    table.error ? null : [el("h2", {}, "Training"), tableOf(texts, Object.entries(table.facts).map(([name, values]) => [name.replace(" (bytes)", ""), ...values.map((v) => name.endsWith("(bytes)") ? bytes(v) : typeof v === "number" ? number(v) : v ?? "–")]))]];
 }
 
 // ---- Where the data come from
@@ -266,7 +289,7 @@ async function route() {
 }
 if (embedded) {
   const record = JSON.parse(embedded.textContent);
-  redraw = () => show()(() => runView(record, false)); redraw();
+  redraw = () => show()(() => record.splits ? dataView(record) : runView(record, false)); redraw();
 } else {
   addEventListener("hashchange", () => { scrollTo(0, 0); route(); });
   route();
