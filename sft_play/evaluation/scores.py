@@ -313,8 +313,9 @@ def score_answers(names: Sequence[str], references: Sequence[str], answers: Sequ
         name = short_name(entry)
         try:
             single, intervals[name] = scorer_of(entry)(references, answers)
-        except DataError as error:
-            warnings.append(f"`{name}` is left out: {error.message}")
+        except Exception as error:  # noqa: BLE001 - whatever a metric does with these texts, the other scores stand
+            said = error.message if isinstance(error, DataError) else f"{type(error).__name__}: {first_line(error)}"
+            warnings.append(f"`{name}` is left out: {said}")
             continue
         if (skipped := len(answers) - intervals[name].n) > 0:
             warnings.append(f"`{name}` is of {intervals[name].n} of {len(answers)} answers: it cannot score the other {skipped}")
