@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from sft_play.config.metrics import VALIDATE, never_evaluated
 from sft_play.config.reader import Conflict, Mismatch, Range, closest_word, convert
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import wrap
 from sft_play.errors import HardwareError
 
@@ -197,9 +197,13 @@ def schedule(config: Config) -> Iterator[Conflict]:
     if word in BY_METRIC and (why := never_evaluated(config)):
         yield Conflict(SCHEDULE, f", which follows evaluations, but nothing is evaluated while training: {why}", VALIDATE)
     # Schedule-free optimizers have a warm-up of their own.
-    if word in WITHOUT_WARMUP and train.warmup_steps and not begins(train.optim, (TWO_FACED,)):
-        hint = "`lr_scheduler_type: constant_with_warmup`, or leave it out"
-        yield Conflict("train.warmup_steps", f", but the schedule `{word}` has no warm-up", hint)
+    if word not in WITHOUT_WARMUP or begins(train.optim, (TWO_FACED,)):
+        return
+    given_ratio = train.warmup_ratio not in (0, TrainConfig().warmup_ratio)
+    for key in (["train.warmup_steps"] if train.warmup_steps else []) + (["train.warmup_ratio"] if given_ratio else []):
+        yield Conflict(
+            key, f", but the schedule `{word}` has no warm-up", "`lr_scheduler_type: constant_with_warmup`, or leave it out"
+        )
 
 
 RULES = (optimizer, schedule)

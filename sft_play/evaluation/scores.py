@@ -321,8 +321,9 @@ def score_answers(
         name = short_name(entry)
         try:
             single, intervals[name] = scorer_of(entry)(references, answers)
-        except DataError as error:
-            warnings.append(f"`{name}` is left out: {error.message}")
+        except Exception as error:  # noqa: BLE001 - whatever a metric does with these texts, the other scores stand
+            said = error.message if isinstance(error, DataError) else f"{type(error).__name__}: {first_line(error)}"
+            warnings.append(f"`{name}` is left out: {said}")
             continue
         if short_name(entry) == "exact_match" and single and any(other_calls):
             single = [0.0 if other else value for value, other in zip(single, other_calls, strict=True)]
