@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.files import read_json_lines
 from sft_play.runs.folder import RunFolder
 from tests.conftest import Done, metrics
 from tests.launcher import SECONDS, Launcher, can_mount
+from tests.programs import need
 from tests.tiny_models import build_tiny_llama
 
 
@@ -62,6 +64,47 @@ def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launc
         assert not any(
             (launch.run / name).exists() for name in ("config.json", "plan.json", "report.html", "model", "checkpoints")
         )
+
+
+@pytest.mark.long
+def test_rows_of_metrics_are_as_durable_as_their_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
+    """On a disk that forgets what was not synced, as at a power cut."""
+    need("mkfs.ext4")
+    image, disk = tmp_path / "disk", tmp_path / "mounted"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(300 * 2**20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    mount = ["mount", "-o", "loop,commit=600", str(image), str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no loop device can be mounted here")
+    launcher.environment["RUNS_DIR"] = str(disk / "runs")
+    words = (
+        "train",
+        f"CONFIG={launcher.config}",
+        "TRAIN_MAX_STEPS=100000",
+        "TRAIN_SAVE_STEPS=1",
+        "TRAIN_EVAL_STRATEGY=no",
+        "TRAIN_EVAL_STEPS=null",
+    )
+    try:
+        with launcher.start(*words, name="cut") as launch:
+            launch.wait_for_step(6)
+            subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=False, capture_output=True)
+            for process in launch.family():
+                process.kill()
+            launch.process.wait(30)
+        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(mount, check=True)
+        saved = max(int(path.name[5:]) for path in launch.run.glob("checkpoints/step-*"))
+        rows = [
+            row["step"]
+            for row in read_json_lines(launch.run / "metrics.jsonl")
+            if row["kind"] == "train" and row["step"] <= saved
+        ]
+        assert saved >= 3 and rows == list(range(1, saved + 1))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=False, capture_output=True)
 
 
 def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) -> None:
