@@ -75,6 +75,7 @@ $(commands): $(VENV)/.runtime
 
 # A virtual environment with the pinned dependencies; made again when the pins are newer than it.
 install: $(VENV)/.runtime
+	@echo "installed; next: make quickstart, or: make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
 
 $(VENV)/.runtime: constraints.txt pyproject.toml
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) runtime

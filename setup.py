@@ -1,4 +1,4 @@
-"""Puts the presets and the examples into the wheel, where `extends: run_bnb` and `sft-play init` find them."""
+"""Puts presets, examples and documents into the wheel, where `extends: run_bnb` and `sft-play init` find them."""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -10,7 +10,7 @@ class BuildWithShipped(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
-            for name in ("configs", "deepspeed", "examples"):
+            for name in ("configs", "deepspeed", "examples", "docs"):
                 self.copy_tree(name, f"{self.build_lib}/sft_play/shipped/{name}")
 
 

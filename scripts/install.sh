@@ -40,7 +40,7 @@ if path and os.path.isdir(path) and path != here and not venv.startswith(here + 
 END
 )
 if [ -n "$owner" ]; then
-    printf 'error: `VENV` is `%s`, the environment of the clone in `%s`\n\nhint: leave VENV away for one of this clone; or where nothing runs from it any more: %s -m pip uninstall --yes sft-play\n' \
+    printf 'error: `VENV` is `%s`, the environment of the clone in `%s`\n\nhint: omit VENV for one of this clone; or where nothing runs from it any more: %s -m pip uninstall --yes sft-play\n' \
         "$venv" "$owner" "$venv/bin/python" >&2
     exit 3
 fi

@@ -179,7 +179,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "init": Command(
         "sft_play.init:main",
-        "a Makefile, the presets and the examples in an empty folder, where SFT-Play is installed without a clone",
+        "a Makefile, presets, examples and documents in an empty folder, where SFT-Play is installed without a clone",
         "",
         overrides=False,
     ),

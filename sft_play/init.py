@@ -1,4 +1,4 @@
-"""`sft-play init`: a Makefile, the presets and the examples in an empty folder, for who installed SFT-Play without a clone."""
+"""`sft-play init`: a Makefile, presets, examples and documents in an empty folder, for those who installed SFT-Play without a clone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from sft_play.files import write_text
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-FOLDERS = ("configs", "deepspeed", "examples")
+FOLDERS = ("configs", "deepspeed", "examples", "docs")
+"""`docs` because hints name its pages, and the examples link to them."""
+NEXT = "make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
 MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `sft-play COMMAND NAME=value ...` of the environment named below.
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 override SHELL := /bin/bash
@@ -39,7 +41,5 @@ def main(_: Call) -> int:
     for name in FOLDERS:
         shutil.copytree(SHIPPED / name, name, ignore=shutil.ignore_patterns("__pycache__"))
     write_text(Path("Makefile"), MAKEFILE.replace("PYTHON -P", f"{shlex.quote(sys.executable).replace('$', '$$')} -P"))
-    print(
-        "wrote Makefile, configs/, deepspeed/ and examples/. Next:\n  make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
-    )
+    print(f"wrote Makefile, {', '.join(f'{name}/' for name in FOLDERS)}. Next:\n  {NEXT}")
     return 0

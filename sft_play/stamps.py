@@ -72,7 +72,7 @@ def run_again(run: RunFolder) -> str | None:
     """
     try:
         launch, plan, config = launches(run)[0]["launch"], read_json(run.plan), read_json(run.config)["config"]
-        words = [COMMANDS[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.name}-again"]
+        words = [COMMANDS[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.again}"]
         many = launch["command"] != "single"
         unequal = plan.get("node_ranks") or []
         words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many and not unequal else []

@@ -287,7 +287,7 @@ def escaped(plain: Any) -> Any:
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
-"""Where the folders `configs`, `deepspeed` and `examples` are: beside the package in a clone, inside it in a wheel (`setup.py`)."""
+"""Where the folders `configs`, `deepspeed`, `examples` and `docs` are: beside the package in a clone, inside it in a wheel (`setup.py`)."""
 PRESETS = SHIPPED / "configs"
 """The shipped presets."""
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")

@@ -167,7 +167,7 @@ def _repeat(run: RunFolder) -> str:
     plan = read_facts(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
-    return f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={as_typed(f'{run.name}-again')}"
+    return f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={run.again}"
 
 
 def _prepared(run: RunFolder) -> dict[str, Any]:

@@ -105,6 +105,11 @@ class RunFolder:
             return as_typed(self.name)
         return as_typed(self.path if "/" in str(self.path) else self.path.absolute())
 
+    @property
+    def again(self) -> str:
+        """A name for a run that repeats this one; a folder may be called what no run is."""
+        return f"{re.sub(r'[^A-Za-z0-9_.+=-]+', '-', self.name)[:100].lstrip('_.+=-') or 'run'}-again"
+
     config = _Inside("config.json")
     """The resolved configuration: `{"config": ..., "origins": ...}`."""
     plan = _Inside("plan.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     source = folder / "source"  # setuptools leaves `build/` where it builds
-    for name in ("sft_play", "configs", "deepspeed", "examples"):
+    for name in ("sft_play", "configs", "deepspeed", "examples", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -87,6 +88,12 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
     assert "a$b 'c" in shown
     assert "takes no PYTHON" in run("make", "plan", "VENV=x", code=2)
     assert "works in a clone only" in run("make", "install", code=1)
+    for page in (tmp_path / "examples").glob("*/README.md"):
+        for link in re.findall(r"\]\(((?:\.\./)+[^)#]*)", page.read_text()):
+            assert (page.parent / link).exists(), (page, link)
+    hint = run("make", "config", "CONFIG=my.yaml", "TRAIN_X=1", code=1)
+    pages = re.findall(r"docs/[a-z-]+\.md", hint)
+    assert pages and all((tmp_path / name).is_file() for name in pages), hint
     assert (tmp_path / "deepspeed" / "zero3_offload.json").is_file(), "the plan's remedies name it"
     assert "did you mean `make plan`" in run("make", "plann", code=1)
     assert "nothing of yours is replaced" in run("sft-play", "init", code=2)

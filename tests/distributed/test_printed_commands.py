@@ -84,5 +84,7 @@ def test_a_run_is_typed_by_its_name_only_where_that_finds_it(tmp_path: Path, mon
         Path(folder, "config.json").write_text("{}")
     assert RunFolder(Path("runs/one")).typed == RunFolder(tmp_path / "runs" / "one").typed == "one"
     assert RunFolder(Path("here")).typed == "here"
+    assert RunFolder(Path("here")).again == "here-again"
+    assert RunFolder(Path("elsewhere/.it's  $1")).again == "it-s-1-again", "a name that a run may have"
     assert RunFolder(Path("elsewhere/one")).typed == "elsewhere/one", "another run has that name"
     assert RunFolder(Path("elsewhere/it's $1")).typed == as_typed("elsewhere/it's $1") == "'elsewhere/it'\"'\"'s $$1'"
