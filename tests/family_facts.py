@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
 
 from sft_play.config.schema import ModelConfig
 from sft_play.model import lora, published
 from sft_play.model.load import read_model
+from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import has_moving_rope
 from sft_play.training.trainer import SftTrainer
 from tests.carried_bases import Tensors, build_with, weights
@@ -46,7 +46,7 @@ def facts_of(name: str, folder: Path) -> Facts:
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": [TEMPLATES_END, OF_BASE]}))
     model = read_model(base, ModelConfig(name=str(base)), dtype=torch.float32)
     model.save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = load_tokenizer(base, None)
     tokenizer.save_pretrained(out)
     published.complete(model, tokenizer, out)
     before, after = weights(base), weights(out)
@@ -85,6 +85,10 @@ def _decayed(model: Any) -> str:
     """Returns the trained weights without a matrix that weight decay pulls to 0."""
     lora.free_text_part(model)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    names = [name for name in SftTrainer.get_decay_parameter_names(None, model) if name in trained and trained[name].ndim < 2]  # type: ignore[arg-type]
+    names = [
+        name
+        for name in SftTrainer.get_decay_parameter_names(SftTrainer.__new__(SftTrainer), model)
+        if name in trained and trained[name].ndim < 2
+    ]
     ends = dict.fromkeys(".".join(name.removesuffix(".weight").split(".")[-1:]) for name in sorted(names))
     return ", ".join(f"`{end}`" for end in ends) or "-"
