@@ -240,3 +240,13 @@ def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> No
         all(isinstance(row, DataError) and "`k59999` is there more than once" in row.message for row in rows) and len(rows) == 5
     )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 64])
+def test_batches_reach_over_row_groups_and_dictionaries_that_end(limit: int, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "a"}]} for number in range(3000)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700, dictionary_pagesize_limit=limit, data_page_size=512)
+    assert [row for _, row in read_source(DataSource(path=str(tmp_path / "a.parquet")))] == rows
