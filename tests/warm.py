@@ -37,7 +37,9 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = ("sft_play", "tests", "benchmarks")
 READ_AT_START = ("HF_", "LD_", "OMP_", "PYTHON")
 """Beginnings of variables that libraries, libc or Python itself read when they are loaded."""
-READ_LATER = {"HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
+READ_LATER = {
+    "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER",
+}  # fmt: skip
 """Of these, what changes nothing, or is done for a forked process too."""
 ALWAYS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 """What is so where a test leaves it open."""
@@ -327,7 +329,7 @@ def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     _kept.extend([sys.modules.pop(module, None), sys.modules["__main__"]])
     sys.modules["__main__"] = ModuleType("__main__")
     sys.argv = ["-m", *words[place + 1 :]]
-    folders = [str(Path.cwd()), *folders_of(env)]
+    folders = [*([] if env.get("PYTHONSAFEPATH") else [str(Path.cwd())]), *folders_of(env)]
     sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in _added)]
     _added.update(folders)
     code: object = 0

@@ -119,9 +119,10 @@ class Call:
             loaded = load_config(config_path(name), self.overrides)
         else:
             folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
-            path = check_run(RunFolder(folder)).config
-            loaded = override_config(read_config(path), self.overrides)
-        if loaded.config.tuning.backend == "unsloth":
+            saved = read_config(check_run(RunFolder(folder)).config)
+            loaded = override_config(saved, self.overrides)
+        # A run of the other backend is refused by its stamp, which needs no second environment.
+        if loaded.config.tuning.backend == "unsloth" and not (run and saved.config.tuning.backend != "unsloth"):
             enter_unsloth(self.command)
         for notice in loaded.notices:
             print(f"note: {notice}", file=sys.stderr)
