@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from sft_play.config.reader import misfit
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import json_rows, open_plain, read_json_lines, read_object, text_sha256, write_text
 from sft_play.text import as_typed
@@ -335,6 +334,8 @@ LEAST_ROWS = 20
 
 def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the scores of answers: metric -> `mean`, `low`, `high`, `n`, in the order of the file."""
+    from sft_play.config.reader import misfit  # reads YAML, which the doctor must do without
+
     return {
         name: value
         for name, value in scores.items()
@@ -350,6 +351,8 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 def read_benchmarks(folder: Path) -> dict[str, Any] | None:
     """Return what standard benchmarks found for these weights; `None` where none was run."""
+    from sft_play.config.reader import misfit
+
     found = read_object(folder / BENCHMARKS)
     return found if found and misfit(found, Benchmarks) is None else None
 
@@ -372,6 +375,8 @@ class Benchmarks(TypedDict):
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
     """Return the answers of an evaluation, in the order of the file; none where it was loss only."""
+    from sft_play.config.reader import misfit
+
     path = folder / PREDICTIONS
     if not path.is_file():
         return []

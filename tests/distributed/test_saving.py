@@ -195,7 +195,9 @@ def test_the_last_save_on_a_full_disk_is_said_loudly(base: Path, tmp_path: Path)
         for rank in (0, 1):
             record = json.loads(run.rank_exit(rank).read_text())
             assert (
-                record["code"] == 3 and "the last save failed" in record["error"] and "make resume RUN=run" in record["error"]
+                record["code"] == 3
+                and "the last save failed" in record["error"]
+                and f"make resume RUN={run.path}" in record["error"]
             ), record
         assert steps(run) == ["step-000004"]
         assert newest_valid(run) == (run.checkpoint(4), [])

@@ -163,7 +163,7 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         done = place.call("infer", *words, "PROMPT=Why?", "TRAIN_GENERATION_MAX_NEW_TOKENS=12")
         assert (done.code, done.out) == (0, why), done.err
     done = place.call("infer", f"MODEL={merged}", "PROMPT=Why?", "TRAIN_GENERATION_MAX_NEW_TOKENS=1")
-    assert "1 of 1 answers were cut at 1 tokens; TRAIN_GENERATION_MAX_NEW_TOKENS=2 allows more" in done.err
+    assert "the answer was cut at 1 tokens; TRAIN_GENERATION_MAX_NEW_TOKENS=2 allows more" in done.err
     place.call("infer", f"MODEL={merged}", "PROMPT=" + "Why? " * 600).refused(4, "`PROMPT`: the prompt has")
     questions, output = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     questions.write_text("Why?\n\nWhy?\n")

@@ -142,6 +142,7 @@ def fake_gpus(cards: Sequence[Card]) -> Iterator[list[int]]:
         "transformers.utils.import_utils.is_fake_tensor": lambda _: False,  # it would take another way, that of tracing
         "torch.Tensor.pin_memory": lambda self, *_, **__: self,
         "torch.Tensor.numpy": _numpy,
+        "torch.random.set_rng_state": lambda _: None,  # a fake tensor holds no state
         "torch.Tensor.new_tensor": lambda self, data, dtype=None, device=None, **_: torch.tensor(
             data, dtype=dtype or self.dtype, device=device or self.device
         ),

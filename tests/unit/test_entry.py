@@ -99,7 +99,6 @@ def test_a_signal_reaches_the_program() -> None:
         ({"WORLD_SIZE": "auto", "RANK": "0"}, "`WORLD_SIZE` is `auto`; expected an integer"),
         ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "`PET_NNODES` is `1:3`; expected an integer\n\nhint: omit `elasticPolicy`"),
         ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
-        ({"SKYPILOT_NODE_RANK": "x"}, "`SKYPILOT_NODE_RANK` is `x`"),
     ],
 )
 def test_what_a_pod_is_told_in_other_words_is_refused(environ: dict[str, str], said: str) -> None:

@@ -66,7 +66,7 @@ def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, left: str)
     with pytest.raises(CheckpointError, match=r"its `events.jsonl` is missing or damaged") as refused:
         as_resume(Call(command="train", options={"RUN_NAME": "demo"}), typed(folder), config(folder), run)
     assert refused.value.place == str(run.events)
-    assert (f"take RUN={run.path} CHECKPOINT=step-000030" in (refused.value.hint or "")) == (left == "checkpoints")
+    assert (f"take RUN={run.typed} CHECKPOINT=step-000030" in (refused.value.hint or "")) == (left == "checkpoints")
 
 
 def test_a_lost_configuration_is_named(run: RunFolder) -> None:

@@ -213,11 +213,16 @@ def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
     """Put the random states back afterwards."""
-    kept = random_states()
+    python, numbers, on_cpu = random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
         yield
     finally:
-        set_random_states(*kept)
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.random.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
 
 
 def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:
