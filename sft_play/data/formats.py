@@ -12,6 +12,7 @@ from sft_play.config.reader import kind_of, names_of
 from sft_play.data import IGNORED
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.turns import (
+    REASONING,
     ROLE_NAMES,
     TOOL_NAMES,
     Message,
@@ -24,6 +25,7 @@ from sft_play.data.turns import (
     is_list,
     list_of,
     looks_like_a_mask,
+    marks_what_is_not_learnt,
     other_names,
     refuse_media,
     text_of,
@@ -79,11 +81,18 @@ def answer_of(value: Any, name: str) -> str:
     return text
 
 
+SYSTEM = ("system", "system_prompt", "system_message")
+"""Columns that hold a system turn."""
+
+
 def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the system turn of a row's `system` column, or nothing. Raise `DataError`."""
-    found = row.get("system")
-    blank = found is None or (isinstance(found, str) and not found.strip())
-    return [] if blank else [{"role": "system", "content": text_of(found, "system")}]
+    """Return the system turn of a row's `system` column (or of `system_prompt`, `system_message`), or nothing. Raise `DataError`."""
+    given = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
+    said = {name: found for name, found in given if not (isinstance(found, str) and not found.strip())}
+    texts = {text_of(found, name): name for name, found in said.items()}
+    if len(texts) > 1:
+        raise DataError(f"the row has system turns that differ: {names_of(said)}", hint="keep one of them")
+    return [{"role": "system", "content": text} for text in texts]
 
 
 def _chat(column: str) -> Callable[[Row], Parts]:
@@ -209,10 +218,10 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
             raise DataError(f"`{name}` says that the row is several rows, which is not read", hint=f"unpack the rows; {unread}")
         if mask and len(value) == len(ids):
             other = "loss_mask" if all(part in (0, 1) for part in value) else "labels"
-            raise DataError(
-                f"`{name}` seems to say which tokens are learnt, and is not read",
-                hint=f"`columns: {{{other}: {name}}}` if it does; {unread}",
-            )
+            read = f"`columns: {{{other}: {name}}}` if it does"
+            if name not in MASKS and other == "loss_mask" and marks_what_is_not_learnt(name.removesuffix("_mask")):
+                read = "where it is 1 for what is not learnt, write `labels`, -100 there"
+            raise DataError(f"`{name}` seems to say which tokens are learnt, and is not read", hint=f"{read}; {unread}")
 
 
 def _flags(found: Any, name: str) -> list[int]:
@@ -333,6 +342,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         parts = FORMATS[form][1](row)
         if "messages" in parts:
             _refuse_mask(row)
+            _take_thought(row, form, parts["messages"])
             parts |= _tools(row, parts["messages"])
         return Example(place=place, form=form, source=source, group=group, **parts)
     except DataError as error:
@@ -340,6 +350,14 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         raise
     except RecursionError:
         raise DataError("the row is nested too deep", place=place) from None
+
+
+def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
+    """Put the thought that a column of a single answer holds into that answer."""
+    if form in ("messages", "sharegpt") or messages[-1].get("reasoning_content"):
+        return
+    if name := next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None):
+        messages[-1]["reasoning_content"] = text_of(row[name], name)
 
 
 def _refuse_mask(row: Row) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import json
 import math
@@ -327,22 +328,49 @@ def _held_out(column: str, value: Any) -> str:
     return f'{column} == "train"' if held_out and not WORDS["train"].search(value) else ""
 
 
-JUDGED: Mapping[str, Callable[[str, Any], str]] = {
-    **dict.fromkeys(("label", "kto_tag", "desirable", "train"), _yes_or_no),
-    **dict.fromkeys(("score", "rating", "reward", "weight"), _number), "split": _held_out,
-}  # fmt: skip
+def _opposite(column: str, value: Any) -> str:
+    return f"not {column}" if isinstance(value, bool) else f"{column} == 0" if value in (0, 1) else ""
+
+
+def _verdict(column: str, value: Any) -> str:
+    return f'{column} != "{value}"' if isinstance(value, str) and BAD.fullmatch(value.strip().lower()) else ""
+
+
+BAD = re.compile(r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false")
+JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
+    (
+        re.compile(
+            r"label|kto_tag|train|(?:is_)?(?:desirable|correct|accepted|approved|good|safe|valid|chosen)|passed|thumbs_up|win"
+        ),
+        _yes_or_no,
+    ),
+    (re.compile(r"(?:is_)?(?:rejected|bad|wrong|incorrect|disliked?)|thumbs_down"), _opposite),
+    (re.compile(r"(?:\w+_)?(?:score|rating|reward|weight|advantage)"), _number),
+    (re.compile(r"label|status|verdict|preference|feedback"), _verdict),
+)
 """Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing where they do not."""
+HELD_OUT: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
+    (re.compile(r"_?(?:data_?set_)?(?:split|subset|set|partition|fold|phase)"), _held_out),
+    (re.compile(r"is_(?:test|validation|val|eval)"), _opposite),
+)
+"""Columns that say of any row which split it belongs to -> the filter that keeps those of training."""
+
+
+@functools.lru_cache(4096)
+def _keepers(column: str, chat: bool) -> tuple[Callable[[str, Any], str], ...]:
+    rules = (*HELD_OUT, *(JUDGED if chat else ()))
+    return tuple(keep for pattern, keep in rules if pattern.fullmatch(column.lower()))
 
 
 def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Placed]:
     """Yield rows; one that a column judges, which no `filter` looks at, is an error: the wrong answers would be learnt."""
     heeded = Condition(source.filter).names if source.filter is not None else set()
-    judged = {column: keep for column, keep in JUDGED.items() if column not in heeded}
     chats = [set(columns) for form, (columns, _) in FORMATS.items() if form not in NO_CHAT and source.format in ("auto", form)]
     for place, row in rows:
-        if not isinstance(row, DataError) and (there := judged.keys() & row.keys()):
+        if not isinstance(row, DataError):
             chat = any(row.keys() >= columns for columns in chats)
-            conditions = ((column, judged[column](column, row[column])) for column in sorted(there) if chat or column == "split")
+            judging = ((column, keep) for column in sorted(row.keys() - heeded) for keep in _keepers(column, chat))
+            conditions = ((column, keep(column, row[column])) for column, keep in judging)
             if found := next((one for one in conditions if one[1]), None):
                 yield place, DataError(
                     f"`{found[0]}` says whether the row is to be learnt, and is not read", place=place,

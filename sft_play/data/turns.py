@@ -27,7 +27,8 @@ CALLS = "calls"
 ROLE_NAMES: Mapping[str, str] = {
     **{role: role for role in ROLES}, "developer": "system", "human": "user",
     **dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("function", "ipython", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function", "ipython", "observation", "function_response", "function_result"), "tool"),
+    **dict.fromkeys(("tool_response", "tool_result", "tool_output"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), CALLS),
 }  # fmt: skip
 """Names that data sets give to roles."""
@@ -50,6 +51,8 @@ MASKS = ("train", "weight", "loss", "trainable", "is_trainable", "training", "lo
 LIKE_A_MASK = re.compile(
     r"(?:^|_)(?:train\w*|loss|mask(?:ed)?|learn\w*|supervise[ds]?|weights?|labels?|ignored?|skip|exclude[ds]?)(?:$|_)"
 )
+MARKS_WHAT_IS_NOT_LEARNT = re.compile(r"(?:^|_)(?:mask(?:ed)?|ignored?|skip|exclude[ds]?|no|not|prompt|input|pad)(?:$|_)")
+"""Of names of masks: those that most likely are 1 or true where nothing is learnt."""
 CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
 """Keys that are not read, though they look like `tool_calls`."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -197,6 +200,12 @@ def looks_like_a_mask(key: str) -> bool:
     return LIKE_A_MASK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
 
 
+@functools.lru_cache(4096)
+def marks_what_is_not_learnt(key: str) -> bool:
+    """Whether a mask is named as if it were 1 where nothing is learnt: its opposite must not be taken for it."""
+    return key not in MASKS and MARKS_WHAT_IS_NOT_LEARNT.search(key.lower()) is not None
+
+
 def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
     """Return what a turn's other keys say under any name of `MASKS`, `None` where they say nothing. Raise `DataError`."""
     column = name.partition("[")[0]
@@ -212,6 +221,8 @@ def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
         elif looks_like_a_mask(key):
             learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.train: {key}}}`; "
             hint = f"`columns: {{{column}.note: {key}}}` gives it a name that is not read"
+            if marks_what_is_not_learnt(key):
+                learnt = "where it marks what is not learnt, write `train: false` into those turns; "
             raise DataError(
                 f"`{name}.{key}` seems to say what of the turn is learnt, and is not read",
                 hint=f"{learnt}else {hint}" if isinstance(value, (bool, int)) else hint,

@@ -191,7 +191,8 @@ def test_a_falsy_list_is_refused_too(column: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("judged", "filtered"),
     [({"label": False}, "label"), ({"label": 0}, "label == 1"), ({"label": "False"}, 'label == "True"'), ({"label": "0"}, 'label == "1"'),
-     ({"score": 2.5}, "score >= 2.5"),
+     ({"score": 2.5}, "score >= 2.5"), ({"Label": False}, "Label"), ({"is_correct": False}, "is_correct"),
+     ({"reward_score": 0.5}, "reward_score >= 0.5"),
      ({"rating": "3"}, "number(rating) >= 3"), ({"kto_tag": True}, "kto_tag"), ({"weight": 0}, "weight >= 0"), ({"train": False}, "train")],
 )  # fmt: skip
 def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, tmp_path: Path) -> None:
@@ -341,3 +342,31 @@ def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: P
         examples(tmp_path, [row], columns={"frage": "question", "antwort": "answer"})
     (way,) = [way for way in typed(caught.value.hint or "") if "columns" in way]
     assert examples(tmp_path, [row], **way)[0].messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("column", "kept"),
+    [({"Split": "test"}, 'Split == "train"'), ({"subset": "validation"}, 'subset == "train"'), ({"is_test": True}, "not is_test"),
+     ({"is_rejected": True}, "not is_rejected"), ({"status": "rejected"}, 'status != "rejected"'), ({"verdict": "wrong"}, 'verdict != "wrong"')],
+)  # fmt: skip
+def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(column: Row, kept: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        examples(tmp_path, [{**PAIR, **column}])
+    assert f"`filter: {kept}`" in (caught.value.hint or "")
+    other = {name: {True: False}.get(value, "train") for name, value in column.items()}
+    assert len(examples(tmp_path, [{**PAIR, **column}, {**PAIR, **other}], filter=kept)) == 1, "the hint, as typed"
+
+
+def test_a_thought_and_a_system_turn_are_read_under_their_names() -> None:
+    found = read({**PAIR, "reasoning": "Hm.", "system_prompt": "Be brief."}).messages
+    assert found == [{"role": "system", "content": "Be brief."}, USER, {**ANSWER, "reasoning_content": "Hm."}]
+    assert "system turns that differ" in refused({**PAIR, "system": "a", "system_prompt": "b"}).message
+
+
+def test_a_mask_of_what_is_not_learnt_is_not_offered_as_its_opposite() -> None:
+    for name in ("prompt_mask", "ignore_mask", "input_mask"):
+        hint = refused({"input_ids": [5, 6, 7], name: [1, 1, 0]}).hint or ""
+        assert "loss_mask" not in hint and "write `labels`" in hint
+    for name in ("masked", "skip", "ignored", "no_loss"):
+        hint = refused({"messages": [USER, {**ANSWER, name: True}]}).hint or ""
+        assert "messages.train" not in hint and "`train: false`" in hint
