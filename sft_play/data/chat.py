@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -298,10 +299,20 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
         before_user = render(more, None, False).partition(MARKER)[2].partition("qSecondz")[0]
     except DataError:
         return RoleMarks()
-    special = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
-    tokens = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+    known = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
+    tokens = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or r"(?!)")
     marks = tuple(dict.fromkeys(_role_mark(text, stops, tokens) for text in (before_user, before_answer)))
-    return RoleMarks(marks if all(marks) else (), all(tokens.search(mark) for mark in marks))
+    if not all(marks):
+        return RoleMarks()
+    special = all(tokens.search(mark) for mark in marks)
+    with contextlib.suppress(DataError):  # a template without system turns
+        system = _role_mark(
+            render([{"role": "system", "content": MARKER}, *asked], None, True).partition(MARKER)[0], stops, tokens
+        )
+        word = tokens.search(system) and not tokens.fullmatch(system)  # a beginning of the text alone is no role
+        if special and word and system not in "".join(marks):
+            marks = (*marks, system)
+    return RoleMarks(marks, special)
 
 
 def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> str:

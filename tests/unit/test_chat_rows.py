@@ -125,3 +125,9 @@ def test_mistral_gets_ids_of_nine_letters_and_results_name_them(ident: str | Non
     (named,) = re.findall(r'"id": "(\w{9})"', text)
     assert f'"call_id": "{named}"' in text and named == (ident if ident == "abcdefghi" else named)
     assert prompt_ids(tokenizer, messages[:-1], [TOOL]) == rows_of(tokenizer, messages, [TOOL])[-1].prompt_ids
+
+
+def test_a_rendered_system_turn_is_refused_too(tmp_path: Path) -> None:
+    tokenizer = load_with(save_tokenizer(tmp_path / "t", "gpt2", **FAMILIES["chatml"].settings), "chatml")
+    with pytest.raises(DataError, match="the row was rendered"):
+        rows_of(tokenizer, [{"role": "system", "content": "<|im_start|>system\nhi<|im_end|>"}, *CHAT[1:3]])
