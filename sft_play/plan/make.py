@@ -48,6 +48,8 @@ def make_plan(request: Request) -> Plan:
         plan = _decide(request)
     except DoesNotFitError as error:
         raise remedies.with_remedies(request, _decide, error) from None
+    if plan.group_size > 1 or plan.strategy not in ("single", "ddp"):
+        plan = replace(plan, notices=(*_faster_alone(request, plan.seconds_per_step), *plan.notices))
     tightest = least_room(plan.ranks)
     if tightest.peak_bytes <= tightest.capacity_bytes:
         return plan
@@ -103,8 +105,6 @@ def _decide(request: Request) -> Plan:
     steps, per_epoch = step_count(request, batch.global_batch, reasons)
     speed = forecast(request, division)
     tell_unequal(request, division, rank_plans, costs, speed, reasons, warnings)
-    if request.group_size > 1 or setup.strategy not in ("single", "ddp"):
-        warnings += _faster_alone(request, speed.seconds_per_step)
     tokens = max(division.shares) * rows_data(request, division).row_tokens
     reasons += network.describe_traffic(request, setup, tokens, division.micro_steps)
     seconds = speed.seconds_per_step
