@@ -1,12 +1,13 @@
-"""`make accept-gpu`: what only a real card can show, step by step, offline, each step with its bounds and its time limit.
+"""`make accept-gpu`: what only a real card can show, step by step, offline, each step with its bounds and its time
+limit.
 
     python -m benchmarks.acceptance [SECONDS=600] [STEPS=0-3,8] [FOLDER=.cache/acceptance] [WRITE=docs/benchmarks-gpu.md] [COMMIT=name]
         [SMALL=FOLDER]
 
-A step whose time is over keeps the rows that it has; one for which there is no time is not begun. FOLDER keeps models, runs and
-`results.json`, so that a later call with other STEPS adds to the same page. Needs the packages, no network.
-SMALL=FOLDER takes the model there in place of SmolLM2-135M-Instruct, where that cannot be had; with it steps run on a CPU as well, and the
-large model is tiny: that proves the steps, and no card.
+A step whose time is over keeps the rows that it has; one for which there is no time is not begun. FOLDER keeps models,
+runs and `results.json`, so that a later call with other STEPS adds to the same page. Needs the packages, no network.
+SMALL=FOLDER takes the model there in place of SmolLM2-135M-Instruct, where that cannot be had; with it steps run on a
+CPU as well, and the large model is tiny: that proves the steps, and no card.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ WORDS = {True: "yes", False: "**no**", None: ""}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all commands."""
+    """Run the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all
+    commands.
+    """
     begun = time.monotonic()
     try:
         options, chosen = options_of(arguments)
@@ -72,7 +75,9 @@ def main(arguments: Sequence[str]) -> int:
     lab = Lab(folder=folder, card=card.name, memory_bytes=card.memory_bytes, small=small, on_cpu=on_cpu)
     kept, about = folder / "results.json", {"machine": describe(hardware), "small": small.name if small else ""}
     results = read_json(kept) if kept.is_file() else {}
-    if about != {name: results.get(name, "") for name in about}:  # figures of another card, model or version are another table
+    if about != {
+        name: results.get(name, "") for name in about
+    }:  # figures of another card, model or version are another table
         results = about | {"steps": {}}
     commit, end, done = options["COMMIT"] or commit_here(), begun + int(options["SECONDS"]), list[int]()
 
@@ -91,7 +96,9 @@ def main(arguments: Sequence[str]) -> int:
             result = run_step(lab, STEPS[number], end, partial(keep, number))
             done.append(number)
             print(
-                f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s", file=sys.stderr, flush=True
+                f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s",
+                file=sys.stderr,
+                flush=True,
             )
     print("\n".join(table([row for n in done for row in results["steps"][str(n)]["rows"]])))
     held = all(results["steps"][str(n)]["state"] in ("holds", "skipped") for n in done)
@@ -121,7 +128,9 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
         found = re.fullmatch(r"\s*(\d{1,3})(?:-(\d{1,3}))?\s*", part)
         numbers = [n for n in STEPS if int(found[1]) <= n <= int(found[2] or found[1])] if found else []
         if not numbers:
-            raise UserError(f"`STEPS` is `{options['STEPS']}`; expected numbers and ranges from 0 to {max(STEPS)}, as `3,8-12`")
+            raise UserError(
+                f"`STEPS` is `{options['STEPS']}`; expected numbers and ranges from 0 to {max(STEPS)}, as `3,8-12`"
+            )
         chosen += numbers
     return options, [number for number in STEPS if number in chosen]
 
@@ -132,7 +141,12 @@ def run_step(lab: Lab, step: Step, end: float, keep: Callable[[Mapping[str, Any]
     lab.deadline = end if lab.on_cpu else min(begun + step.seconds, end)  # the limits are those of a card
 
     def result(state: str, reason: str = "") -> dict[str, Any]:
-        found = {"state": state, "reason": reason, "seconds": time.monotonic() - begun, "rows": [asdict(row) for row in rows]}
+        found = {
+            "state": state,
+            "reason": reason,
+            "seconds": time.monotonic() - begun,
+            "rows": [asdict(row) for row in rows],
+        }
         keep(found)
         return found
 
@@ -149,8 +163,14 @@ def run_step(lab: Lab, step: Step, end: float, keep: Callable[[Mapping[str, Any]
 
 def describe(hardware: Hardware) -> str:
     """Return what the figures depend on."""
-    card, versions = hardware.devices[0], ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    return f"{card.name}, {card.memory_bytes / GIB:.1f} GiB, driver {hardware.driver}, {hardware.cpu_threads} cores; {versions}"
+    card, versions = (
+        hardware.devices[0],
+        ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft")),
+    )
+    return (
+        f"{card.name}, {card.memory_bytes / GIB:.1f} GiB, driver {hardware.driver}, {hardware.cpu_threads} cores;"
+        f" {versions}"
+    )
 
 
 def commit_here() -> str:
@@ -163,7 +183,11 @@ def page(results: Mapping[str, Any]) -> str:
     """Return `docs/benchmarks-gpu.md`; without results, what it will hold."""
     steps = results.get("steps", {})
     small = f" Small model: {results['small']}." if results.get("small") else ""
-    machine = f"{results['machine']}.{small}" if steps else "**Unverified: no card was at hand.** Nothing below is measured yet."
+    machine = (
+        f"{results['machine']}.{small}"
+        if steps
+        else "**Unverified: no card was at hand.** Nothing below is measured yet."
+    )
     lines = [introduction("benchmarks-gpu.md"), "", machine]
     left = [f"{n} {step.title}" for n, step in sorted(STEPS.items()) if str(n) not in steps]
     lines += ["", "## Not run yet", "", f"{'; '.join(left)}."] if left else []

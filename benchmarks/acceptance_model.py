@@ -1,7 +1,9 @@
-"""The large model of the acceptance, without any download: `python -m benchmarks.acceptance_model FOLDER TOKENIZER_FOLDER [layers=32 ...]`.
+"""The large model of the acceptance, without any download: `python -m benchmarks.acceptance_model FOLDER
+TOKENIZER_FOLDER [layers=32 ...]`.
 
-A Llama of Llama-3.1-8B's shape with random bfloat16 weights, the tokenizer of a model that is at hand, and conversations of ragged
-length. Speed and memory depend on shapes and lengths only, so they are those of the published model.
+A Llama of Llama-3.1-8B's shape with random bfloat16 weights, the tokenizer of a model that is at hand, and
+conversations of ragged length. Speed and memory depend on shapes and lengths only, so they are those of the published
+model.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from sft_play.files import write_json, write_text
 
 SHAPE = {"layers": 32, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
 LONGEST_WORDS = 1400
-WORDS = re.findall(r"\w+", "the model learns a row of words and says them again in order while the loss goes down on every card")
+WORDS = re.findall(
+    r"\w+", "the model learns a row of words and says them again in order while the loss goes down on every card"
+)
 
 
 def parameters(shape: Mapping[str, int]) -> int:
@@ -29,16 +33,25 @@ def parameters(shape: Mapping[str, int]) -> int:
 
 
 def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bool = True, batch: int = 64) -> None:
-    """Write model, rows and `8b.yaml` with `batch` rows a step into `folder`; the weights are drawn on the GPU where there is one."""
+    """Write model, rows and `8b.yaml` with `batch` rows a step into `folder`; the weights are drawn on the GPU where
+    there is one.
+    """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        hidden_size=shape["hidden"], intermediate_size=shape["inner"], num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"], vocab_size=shape["vocabulary"],
-        max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=False, dtype="bfloat16",
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        vocab_size=shape["vocabulary"],
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )  # fmt: skip
+    )
     model = folder / "m8b"
     shutil.rmtree(model, ignore_errors=True)
     if weights:
@@ -58,7 +71,13 @@ def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bo
         "model": {"name": str(model), "max_seq_len": 2048},
         "tuning": {"mode": "lora", "lora": {"r": 16, "alpha": 32}},
         "data": {"train_path": str(folder / "rows.jsonl"), "overlong": "drop"},
-        "train": {"global_batch_size": batch, "max_steps": 12, "loss_on": "all", "eval_strategy": "no", "save_strategy": "no"},
+        "train": {
+            "global_batch_size": batch,
+            "max_steps": 12,
+            "loss_on": "all",
+            "eval_strategy": "no",
+            "save_strategy": "no",
+        },
     }
     write_json(folder / "8b.yaml", settings)  # JSON is YAML
 
@@ -67,7 +86,9 @@ def row(chance: random.Random) -> dict[str, object]:
     """Return a conversation whose length is lognormal, as that of instruction data."""
     count = min(LONGEST_WORDS, max(16, int(chance.lognormvariate(5.6, 0.8))))
     said = [" ".join(chance.choices(WORDS, k=part)) for part in (count // 4, 3 * count // 4)]
-    return {"messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]}
+    return {
+        "messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The steps of the acceptance: each calls the program as a user does, reads the run folder's JSON, and yields rows with their bounds."""
+"""The steps of the acceptance: each calls the program as a user does, reads the run folder's JSON, and yields rows with
+their bounds.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ FORTY_GIB, SEVENTY_GIB, HUNDRED_GIB = 40, 70, 100
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 CURVE = {"fp32": 2e-3, "bf16": 3e-2}
 GPU_TESTS = (
-    "(fp32 or default or nf4 or int8 or every or varlen or sdpa or waits or plain_kernels or resumes or recorder or test_packing)"
-    " and not planned_peak and not bench and not two_ and not killed"
+    "(fp32 or default or nf4 or int8 or every or varlen or sdpa or waits or plain_kernels or resumes or recorder or"
+    " test_packing) and not planned_peak and not bench and not two_ and not killed"
 )
 """Those of `make test-gpu` that take seconds."""
 CONTEXT = "import torch; torch.zeros(1).cuda(); free, all = torch.cuda.mem_get_info(); print((all - free) >> 20)"
@@ -88,7 +90,9 @@ TRAININGS: Mapping[str, Training] = {
     "FSDP2": Training(f"{SHORT} NUM_GPUS=1", "train-fsdp"),
     "FSDP2, QLoRA": Training(f"{SHORT} NUM_GPUS=1 TUNING_MODE=qlora", "train-fsdp"),
     "ZeRO-2": Training(f"{SHORT} NUM_GPUS=1", "train-deepspeed"),
-    "ZeRO-3, offloaded": Training(f"{SHORT} NUM_GPUS=1 DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "train-deepspeed"),
+    "ZeRO-3, offloaded": Training(
+        f"{SHORT} NUM_GPUS=1 DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "train-deepspeed"
+    ),
 }
 GOALS: Mapping[str, Mapping[str, tuple[int, float | None]]] = {
     "H200": {"8B LoRA": (15_000, None), "8B QLoRA": (8_000, None), "8B full": (9_000, None)},
@@ -177,7 +181,10 @@ class Lab:
         words = dict(word.split("=", 1) for word in one.words.split())
         words["CONFIG"] = str(self.model_folder(one.layers) / "8b.yaml") if one.large else "configs/quickstart.yaml"
         if one.large and self.memory_bytes < FORTY_GIB * GIB:
-            words = {"TRAIN_BATCH_SIZE": "1", "TRAIN_GRADIENT_CHECKPOINTING": "true"} | words  # their goals bound memory, too
+            words = {
+                "TRAIN_BATCH_SIZE": "1",
+                "TRAIN_GRADIENT_CHECKPOINTING": "true",
+            } | words  # their goals bound memory, too
         if self.small and not one.large:
             words["MODEL_NAME"] = str(self.small)
         return words
@@ -194,7 +201,9 @@ class Lab:
     def call(
         self, *words: str, env: Mapping[str, str] | None = None, stop: Callable[[], bool] | None = None
     ) -> tuple[int, str, str]:
-        """Run a Python program until it ends, or the step's time; return code, stdout, stderr. `stop` says when to send SIGTERM."""
+        """Run a Python program until it ends, or the step's time; return code, stdout, stderr. `stop` says when to send
+        SIGTERM.
+        """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process, late = started(words, env, out, err), False
             try:
@@ -216,7 +225,9 @@ class Lab:
             return process.returncode, *said
 
     def must(self, wanted: int, *words: str, **options: Any) -> str:
-        """Call a program that must end with this code; return its stdout. For `options` see `call`. Raise `StepError`."""
+        """Call a program that must end with this code; return its stdout. For `options` see `call`. Raise
+        `StepError`.
+        """
         found, out, err = self.call(*words, **options)
         if found != wanted:
             raise StepError(f"`{' '.join(words[1:3])}` ended with code {found}: {last_error(err or out)}")
@@ -237,7 +248,9 @@ class Lab:
         return ["-m", "sft_play", TRAININGS[name].command, *(f"{key}={value}" for key, value in words.items())]
 
     def train(self, name: str, *, code: int = 0, env: Mapping[str, str] | None = None, **options: Any) -> Run:
-        """Start a new run under this name and return it; 8B weights that it wrote are removed, since disks are small."""
+        """Start a new run under this name and return it; 8B weights that it wrote are removed, since disks are
+        small.
+        """
         one, run = TRAININGS[name], self.run(name)
         self.must(code, *self.started_anew(name), env={**(HIDDEN if one.cpu else {}), **(env or {})}, **options)
         if one.large:
@@ -259,7 +272,9 @@ class Lab:
             time.sleep(0.1)
         if process and process.returncode:
             said = (self.folder / f"{slug(name)}.log").read_text(encoding="utf-8")
-            raise StepError(f"`{name}`, trained beside other steps, ended with code {process.returncode}: {last_error(said)}")
+            raise StepError(
+                f"`{name}`, trained beside other steps, ended with code {process.returncode}: {last_error(said)}"
+            )
         return run if (run.folder / "training_metrics.json").is_file() else self.train(name)
 
     def close(self) -> None:
@@ -320,7 +335,9 @@ def learns(name: str, run: Run) -> Iterator[Row]:
     """Yield whether the loss falls, and whether memory stays within the plan."""
     losses = list(run.column("loss").values())
     first, last = fmean(losses[:3]), fmean(losses[-3:])
-    yield Row(f"{name}: loss, mean of the first and the last 3 steps", f"{first:.3f}, {last:.3f}", "falls", last < first)
+    yield Row(
+        f"{name}: loss, mean of the first and the last 3 steps", f"{first:.3f}, {last:.3f}", "falls", last < first
+    )
     yield within_plan(name, run)
 
 
@@ -341,7 +358,9 @@ def machine(lab: Lab) -> Iterator[Row]:
     found = [f["id"] for f in json.loads(out)["findings"] if f["severity"] == "error"]
     yield Row("errors that `make doctor` finds", ", ".join(found) or "none", "none", not found)
     code, out, err = lab.call("-c", CONTEXT)
-    yield Row("MiB in use on the card with one bare CUDA context, other programs' included", out.strip() or last_error(err))
+    yield Row(
+        "MiB in use on the card with one bare CUDA context, other programs' included", out.strip() or last_error(err)
+    )
 
 
 def large_model(lab: Lab) -> Iterator[Row]:
@@ -362,7 +381,20 @@ def weights_made(lab: Lab, layers: int) -> Row:
 def gpu_tests(lab: Lab) -> Iterator[Row]:
     """The quick ones of the tests that `make test-gpu` runs, waits for the device among them."""
     require("xdist")
-    words = ("pytest", "-q", "-m", "gpu", "-k", GPU_TESTS, "-n", "4", "--dist", "loadfile", "tests/numerics", "tests/gpu")
+    words = (
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-k",
+        GPU_TESTS,
+        "-n",
+        "4",
+        "--dist",
+        "loadfile",
+        "tests/numerics",
+        "tests/gpu",
+    )
     code, out, err = lab.call("-m", *words)
     yield Row("the quick tests of `make test-gpu`", (out or err).strip().splitlines()[-1], "pass", code == 0)
 
@@ -405,17 +437,26 @@ def allocated(plan: Mapping[str, Any]) -> int:
 
 
 def predicted(lab: Lab, *names: str) -> Iterator[Row]:
-    """Memory by trace and in two real steps with the longest rows (a probe), whose record must not correct the trace."""
+    """Memory by trace and in two real steps with the longest rows (a probe), whose record must not correct the
+    trace.
+    """
     probes = cache_folder() / "probes"
     for name in names:
         words, before = lab.words(TRAININGS[name]), set(probes.glob("*.json"))
         probe = json.loads(lab.program("plan", words | {"SOURCE": "probe", "JSON": "1"}))
         for path in set(probes.glob("*.json")) - before:
             path.unlink()
-        planned, measured = allocated(json.loads(lab.program("plan", words | {"SOURCE": "trace", "JSON": "1"}))), allocated(probe)
+        planned, measured = (
+            allocated(json.loads(lab.program("plan", words | {"SOURCE": "trace", "JSON": "1"}))),
+            allocated(probe),
+        )
         most = max(0.02 * measured, 100 * MIB)
-        yield Row(f"{name}: GiB allocated, planned and measured", f"{planned / GIB:.2f}, {measured / GIB:.2f}",
-                  f"within {most / MIB:.0f} MiB", abs(planned - measured) <= most)  # fmt: skip
+        yield Row(
+            f"{name}: GiB allocated, planned and measured",
+            f"{planned / GIB:.2f}, {measured / GIB:.2f}",
+            f"within {most / MIB:.0f} MiB",
+            abs(planned - measured) <= most,
+        )
 
 
 def large_memory(lab: Lab) -> Iterator[Row]:
@@ -425,7 +466,9 @@ def large_memory(lab: Lab) -> Iterator[Row]:
 
 
 def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
-    """Tokens/s with plan and goal, and MFU: 6 operations a weight and token, 4 for adapters, and those of causal attention."""
+    """Tokens/s with plan and goal, and MFU: 6 operations a weight and token, 4 for adapters, and those of causal
+    attention.
+    """
     lab.needs(gib)
     key, card = find_card(lab.card) or ("", None)
 
@@ -463,7 +506,9 @@ def out_of_memory(lab: Lab) -> Iterator[Row]:
     """
     words = lab.words(TRAININGS["out of memory"])
     plan = json.loads(lab.program("plan", words | {"JSON": "1"}))
-    fixed = sum(plan["ranks"][0]["memory_bytes"].get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer"))
+    fixed = sum(
+        plan["ranks"][0]["memory_bytes"].get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer")
+    )
     share = (fixed + 0.38 * (allocated(plan) - fixed)) / lab.memory_bytes
     limit = f"expandable_segments:True,per_process_memory_fraction:{share:.5f}"
     run = lab.train("out of memory", env={"PYTORCH_ALLOC_CONF": limit})
@@ -483,7 +528,10 @@ def evaluation(lab: Lab) -> Iterator[Row]:
         ("ROUGE-L", [one["rougeL"]["mean"] for one in found], 0.02),
     ):
         yield Row(
-            f"{what} on GPU and CPU", ", ".join(f"{v:.4f}" for v in values), f"within {most}", abs(values[0] - values[1]) <= most
+            f"{what} on GPU and CPU",
+            ", ".join(f"{v:.4f}" for v in values),
+            f"within {most}",
+            abs(values[0] - values[1]) <= most,
         )
     yield Row("answers/s", f"{found[0]['speed']['answers_per_second']:.1f}")
     yield from each(lab, ["generating"], learns)
@@ -496,7 +544,9 @@ def evaluation(lab: Lab) -> Iterator[Row]:
 def calibrated(lab: Lab) -> Iterator[Row]:
     """`make bench`, and its forecast of its own steps."""
     lab.needs(FORTY_GIB)
-    for row in json.loads(lab.program("bench", {"CONFIG": lab.words(TRAININGS["8B LoRA"])["CONFIG"], "JSON": "1"}))["rows"]:
+    for row in json.loads(lab.program("bench", {"CONFIG": lab.words(TRAININGS["8B LoRA"])["CONFIG"], "JSON": "1"}))[
+        "rows"
+    ]:
         off = abs(row["ratio"] - 1) if row["ratio"] and row["what"].endswith("calibration") else None
         bound, holds = ("within 15 % of the plan", off <= 0.15) if off is not None else ("", None)
         yield Row(row["what"], f"{row['measured']:,.4g} {row['unit']}", bound, holds)
@@ -505,14 +555,19 @@ def calibrated(lab: Lab) -> Iterator[Row]:
 def compared_with_trl(lab: Lab) -> Iterator[Row]:
     """Training time compared with TRL's `SFTTrainer` with its defaults: the same ragged rows, order and adapters."""
     require("trl")
-    run = lab.train("8B LoRA, 4 rows a step" if lab.on_cpu or lab.memory_bytes >= FORTY_GIB * GIB else "LoRA, 4 rows a step")
+    run = lab.train(
+        "8B LoRA, 4 rows a step" if lab.on_cpu or lab.memory_bytes >= FORTY_GIB * GIB else "LoRA, 4 rows a step"
+    )
     losses = list(run.column("loss").values())
     with tempfile.TemporaryDirectory(dir=lab.folder) as scratch:
         spec, result = Path(scratch) / "spec.json", Path(scratch) / "result.json"
         write_json(spec, spec_of(RunFolder(run.folder), Path(scratch), len(losses)))
         lab.must(0, "-m", "benchmarks.training", "trl", str(spec), str(result))
         theirs = read_json(result)
-    seconds, apart = run.metrics["train_runtime"], max(abs(a - b) for a, b in zip(losses, theirs["losses"], strict=True))
+    seconds, apart = (
+        run.metrics["train_runtime"],
+        max(abs(a - b) for a, b in zip(losses, theirs["losses"], strict=True)),
+    )
     share = seconds / theirs["seconds"]
     measured = f"{share:.2f} ({seconds:.1f} s, {theirs['seconds']:.1f} s)"
     yield Row("training time as a share of TRL's", measured, f"<= {TRL_GOAL}", share <= TRL_GOAL)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.evaluation [pairs=1] [rows=200] [tokens=128] [write=docs/benchmarks-evaluation.md]
 
-All three answer the same prompts with the same loaded model, greedily, up to the same end of turn, in one process; each runs once
-per pair, in turn, and medians are compared. Ours is the whole `score_by_generation`, scores and intervals included.
+All three answer the same prompts with the same loaded model, greedily, up to the same end of turn, in one process; each
+runs once per pair, in turn, and medians are compared. Ours is the whole `score_by_generation`, scores and intervals
+included.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ NAMES = {
 GOALS = {SINGLE: 3.0, BATCHED: 1.5}
 """How often as many answers a second we aim at."""
 EVERY = {SINGLE: 4}
-"""One prompt at a time takes so long that only every fourth is answered: a sample of all lengths, from answers a second alike."""
+"""One prompt at a time takes so long that only every fourth is answered: a sample of all lengths, from answers a second
+alike.
+"""
 
 
 class Measurement(NamedTuple):
@@ -73,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(folder: Path, count: int, tokens: int) -> Setting:
-    """Return the embedded model, and the first built-in rows (the model is untuned, so any will do) as our evaluation prepares them."""
+    """Return the embedded model, and the first built-in rows (the model is untuned, so any will do) as our evaluation
+    prepares them.
+    """
     write_json(
         folder / "bench.yaml",
         {
@@ -102,7 +107,9 @@ def prepare(folder: Path, count: int, tokens: int) -> Setting:
     device = best_device()
     model, tokenizer = load_weights(run, None, loaded.config, device)
     rows = [data[index] for index in range(min(count, len(data)))]
-    return Setting(model=model, tokenizer=tokenizer, rows=rows, batch_size=plan.eval_batch_size, tokens=tokens, device=device)
+    return Setting(
+        model=model, tokenizer=tokenizer, rows=rows, batch_size=plan.eval_batch_size, tokens=tokens, device=device
+    )
 
 
 def measure(setting: Setting, pairs: int) -> dict[str, list[Measurement]]:
@@ -116,7 +123,9 @@ def measure(setting: Setting, pairs: int) -> dict[str, list[Measurement]]:
             one = Measurement(time.perf_counter() - started, time.process_time() - worked, answers)
             found[name].append(one)
             print(
-                f"pair {pair + 1}: {name:<12}{one.seconds:7.1f} s, processor {one.cpu_seconds:.1f} s", file=sys.stderr, flush=True
+                f"pair {pair + 1}: {name:<12}{one.seconds:7.1f} s, processor {one.cpu_seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
             )
     return found
 
@@ -150,7 +159,9 @@ def batched(setting: Setting) -> list[str]:
 
 
 def generated(setting: Setting, batch_size: int) -> list[str]:
-    """Answers with transformers' `generate`, as its documentation does: left padding by the tokenizer, greedy, batch by batch."""
+    """Answers with transformers' `generate`, as its documentation does: left padding by the tokenizer, greedy, batch by
+    batch.
+    """
     import torch
 
     from sft_play.model.tokenizer import end_of_turn_ids
@@ -188,13 +199,17 @@ def table(found: Mapping[str, Sequence[Measurement]], setting: Setting) -> tuple
             ratio, theirs = rates[OURS] / rates[name], values[0].answers
             differ = sum(a != b for a, b in zip(our_answers[:: EVERY.get(name, 1)], theirs, strict=True))
             good = good and ratio >= GOALS[name]
-            compared = [f"{ratio:.2f} times as fast", f"{GOALS[name]:g} times", f"{works[name] / works[OURS]:.2f} times"]
+            compared = [
+                f"{ratio:.2f} times as fast",
+                f"{GOALS[name]:g} times",
+                f"{works[name] / works[OURS]:.2f} times",
+            ]
             compared.append(f"{differ} of {len(theirs)}")
         rows.append([NAMES[name], f"{rates[name]:.2f}", *compared])
     head = ["way", "answers/s", "ours is", "goal", "by processor time", "answers that differ from ours"]
     said = (
-        f"{date_and_machine()}; {len(our_answers)} prompts, batches of {setting.batch_size}, at most {setting.tokens} new tokens, "
-        f"medians of {len(found[OURS])} interleaved measurements:"
+        f"{date_and_machine()}; {len(our_answers)} prompts, batches of {setting.batch_size}, at most {setting.tokens}"
+        f" new tokens, medians of {len(found[OURS])} interleaved measurements:"
     )
     lines = [said, "", *markdown(head, rows), "", "Both goals are reached." if good else "NOT ALL GOALS ARE REACHED."]
     return "\n".join(lines), good

@@ -1,4 +1,6 @@
-"""What the benchmarks share: arguments, rows and configurations of real runs, a process with its time and memory, and pages."""
+"""What the benchmarks share: arguments, rows and configurations of real runs, a process with its time and memory, and
+pages.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def options_of(arguments: Sequence[str], **defaults: int) -> tuple[dict[str, int
     document = given.pop("write", None)
     unknown = [name for name, value in given.items() if name not in defaults or not value.isdigit()]
     if unknown:
-        print(f"unknown arguments: {', '.join(unknown)}; there are {', '.join(defaults)} (numbers) and write", file=sys.stderr)
+        print(
+            f"unknown arguments: {', '.join(unknown)}; there are {', '.join(defaults)} (numbers) and write",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     return defaults | {name: int(value) for name, value in given.items()}, document
 

@@ -2,8 +2,9 @@
 
     unshare --net sh -c 'ip link set lo up && python -m benchmarks.launchers machines=1000'
 
-Each machine is a `Rendezvous` with a connection of its own, as `make train-distributed` has it. Some processes stand for all of them; node 0
-has one to itself. torch asks DNS for the name of each machine that connects: `unshare --net` (as root) is a network where that fails at once.
+Each machine is a `Rendezvous` with a connection of its own, as `make train-distributed` has it. Some processes stand
+for all of them; node 0 has one to itself. torch asks DNS for the name of each machine that connects: `unshare --net`
+(as root) is a network where that fails at once.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.hardware import Device
 
-LOST = Outcome(code=75, rank=1, cause="killed", message="error: rank 1 was killed by SIGKILL; all other ranks were stopped")
+LOST = Outcome(
+    code=75, rank=1, cause="killed", message="error: rank 1 was killed by SIGKILL; all other ranks were stopped"
+)
 CARDS = tuple(
-    Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, free_bytes=79 * 10**9, bf16=True, number=k) for k in range(8)
+    Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, free_bytes=79 * 10**9, bf16=True, number=k)
+    for k in range(8)
 )
 
 
@@ -42,7 +46,10 @@ class Machines:
     def __init__(self, count: int, port: int) -> None:
         self.count, self.port = count, port
         root = Path(__file__).parent.parent
-        self.config, self.versions = config_here(load_config(root / "configs" / "quickstart.yaml")), versions_here("cpu")
+        self.config, self.versions = (
+            config_here(load_config(root / "configs" / "quickstart.yaml")),
+            versions_here("cpu"),
+        )
 
     def one(self, rank: int) -> Rendezvous:
         """Return a machine that is not open yet."""
@@ -52,17 +59,28 @@ class Machines:
     def facts(self, ours: Rendezvous) -> Given:
         """Return a machine's facts, as large as real ones."""
         facts = NodeFacts(
-            rank=ours.node.rank, host=ours.host, num_nodes=self.count, resumed=False, checkpoint=None, command={},
-            config=self.config, versions=self.versions, kind="cuda", devices=CARDS,
-        )  # fmt: skip
+            rank=ours.node.rank,
+            host=ours.host,
+            num_nodes=self.count,
+            resumed=False,
+            checkpoint=None,
+            command={},
+            config=self.config,
+            versions=self.versions,
+            kind="cuda",
+            devices=CARDS,
+        )
         return asdict(facts)
 
     def meet(self, ours: Rendezvous) -> None:
         """Meet and share, as before each attempt."""
         assert (
-            ours.meet(lambda: self.facts(ours), compare_given, lambda found: {"processes": len(found)})["processes"] == self.count
+            ours.meet(lambda: self.facts(ours), compare_given, lambda found: {"processes": len(found)})["processes"]
+            == self.count
         )
-        ours.share("prepared", {"prepared": {"training data": "1000 rows, 0123456789ab"}}, agree, lambda _: {"port": self.port})
+        ours.share(
+            "prepared", {"prepared": {"training data": "1000 rows, 0123456789ab"}}, agree, lambda _: {"port": self.port}
+        )
 
 
 def agree(_: Sequence[Given]) -> list[UserError]:
@@ -84,11 +102,22 @@ def measure(count: int, beating: int, processes: int = 4) -> dict[str, float]:
     ours.open()
     crowd = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.launchers", "crowd", str(count), str(machines.port), str(k), str(processes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.launchers",
+                "crowd",
+                str(count),
+                str(machines.port),
+                str(k),
+                str(processes),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for k in range(processes)
-    ]  # fmt: skip
+    ]
     try:
         for one in crowd:  # all are connected
             assert one.stdout is not None and one.stdout.readline() == "open\n"
@@ -116,9 +145,13 @@ def measure(count: int, beating: int, processes: int = 4) -> dict[str, float]:
 
 
 def crowd(count: int, port: int, first: int, processes: int) -> list[int]:
-    """Machines first + 1, first + 1 + processes, ..., a thread each once all are connected; return the codes with which the run ended for them."""
+    """Machines first + 1, first + 1 + processes, ..., a thread each once all are connected; return the codes with which
+    the run ended for them.
+    """
     machines, codes = Machines(count, port), list[int]()
-    sys.setswitchinterval(0.2)  # hundreds of threads that wait for one interpreter lock would wake each other every 5 ms
+    sys.setswitchinterval(
+        0.2
+    )  # hundreds of threads that wait for one interpreter lock would wake each other every 5 ms
 
     def ended(ours: Rendezvous) -> Outcome:
         while not isinstance(found := ours.ended_elsewhere(), Outcome):

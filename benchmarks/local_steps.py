@@ -2,8 +2,9 @@
 
     python -m benchmarks.local_steps [steps=32] [rows=8] [length=96] [held=48] [seed=42] [ways=7] [write=table.md]
 
-Trains the embedded model of 135 million weights (LoRA, r 16) on functions of the standard library with 2 ranks, through `python -m
-sft_play train-distributed`, as a user does. Every run sees the same rows in the same order; what differs is what the ranks send.
+Trains the embedded model of 135 million weights (LoRA, r 16) on functions of the standard library with 2 ranks, through
+`python -m sft_play train-distributed`, as a user does. Every run sees the same rows in the same order; what differs is
+what the ranks send.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, pu
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "every step shared (H = 1)": {},
-    "`local_steps: 4`, outer step 0.7, momentum 0.9": {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
+    "`local_steps: 4`, outer step 0.7, momentum 0.9": {
+        "local_steps": 4,
+        "outer_learning_rate": 0.7,
+        "outer_momentum": 0.9,
+    },
     "`local_steps: 4`": {"local_steps": 4},
-    "`local_steps: 16`, outer step 0.7, momentum 0.9": {"local_steps": 16, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
+    "`local_steps: 16`, outer step 0.7, momentum 0.9": {
+        "local_steps": 16,
+        "outer_learning_rate": 0.7,
+        "outer_momentum": 0.9,
+    },
     "`local_steps: 16`": {"local_steps": 16},
     "`compression: fp16`": {"compression": "fp16"},
 }
@@ -42,7 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def measure(folder: Path, name: str, launch: Mapping[str, Any], numbers: Mapping[str, int]) -> tuple[list[float], float]:
+def measure(
+    folder: Path, name: str, launch: Mapping[str, Any], numbers: Mapping[str, int]
+) -> tuple[list[float], float]:
     """Train once; return the loss of each step and that of the held-out rows after the last one, nats per token."""
     settings = {
         "model": {"name": MODEL, "max_seq_len": numbers["length"]},
@@ -53,12 +64,18 @@ def measure(folder: Path, name: str, launch: Mapping[str, Any], numbers: Mapping
             "overlong": "drop",
         },
         "train": {
-            "global_batch_size": numbers["rows"], "max_steps": numbers["steps"], "learning_rate": 1e-3, "warmup_steps": 2,
-            "save_strategy": "no", "eval_strategy": "steps", "eval_steps": numbers["steps"], "predict_with_generate": False,
+            "global_batch_size": numbers["rows"],
+            "max_steps": numbers["steps"],
+            "learning_rate": 1e-3,
+            "warmup_steps": 2,
+            "save_strategy": "no",
+            "eval_strategy": "steps",
+            "eval_steps": numbers["steps"],
+            "predict_with_generate": False,
             "seed": numbers["seed"],
         },
         "launch": {**launch, "balance": "off"},
-    }  # fmt: skip
+    }
     run = train(folder, name, settings, "train-distributed", "NUM_GPUS=2")
     return [row["loss"] for row in rows_of(run, "train")], rows_of(run, "eval")[-1]["eval_loss"]
 
@@ -72,9 +89,9 @@ def table(found: Mapping[str, tuple[list[float], float]], numbers: Mapping[str, 
         for name, (losses, held_out) in found.items()
     ]
     said = (
-        f"{date_and_machine()}; 2 ranks, {numbers['steps']} steps of {numbers['rows']} rows of up to {numbers['length']} tokens, "
-        f"LoRA r 16, learning rate 1e-3, {numbers['held']} held-out rows, seed {numbers['seed']}; "
-        f"loss of the first step {first_losses[0]:.3f}:"
+        f"{date_and_machine()}; 2 ranks, {numbers['steps']} steps of {numbers['rows']} rows of up to"
+        f" {numbers['length']} tokens, LoRA r 16, learning rate 1e-3, {numbers['held']} held-out rows, seed"
+        f" {numbers['seed']}; loss of the first step {first_losses[0]:.3f}:"
     )
     return "\n".join([said, "", *markdown(head, rows)])
 

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.memory [write=docs/memory.md]`: what a plan predicts by trace beside what two real steps needed.
+"""`python -m benchmarks.memory [write=docs/memory.md]`: what a plan predicts by trace beside what two real steps
+needed.
 
-Every row is a whole `python -m sft_play plan` by trace, and one by a probe of the same plan: the longest rows of the data, as many at
-once as the row says. On a GPU allocated, reserved and the device's total are compared; on a CPU only the resident memory is known.
+Every row is a whole `python -m sft_play plan` by trace, and one by a probe of the same plan: the longest rows of the
+data, as many at once as the row says. On a GPU allocated, reserved and the device's total are compared; on a CPU only
+the resident memory is known.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ CASES: Mapping[str, Sequence[str]] = {
     "LoRA, 1 row": ["TRAIN_BATCH_SIZE=1", "TRAIN_GLOBAL_BATCH_SIZE=2"],
     "LoRA, 4 rows": ["TRAIN_BATCH_SIZE=4", "TRAIN_GLOBAL_BATCH_SIZE=8"],
     "LoRA, 8 rows": ["TRAIN_BATCH_SIZE=8", "TRAIN_GLOBAL_BATCH_SIZE=16"],
-    "LoRA, 8 rows, checkpointing": ["TRAIN_BATCH_SIZE=8", "TRAIN_GLOBAL_BATCH_SIZE=16", "TRAIN_GRADIENT_CHECKPOINTING=true"],
+    "LoRA, 8 rows, checkpointing": [
+        "TRAIN_BATCH_SIZE=8",
+        "TRAIN_GLOBAL_BATCH_SIZE=16",
+        "TRAIN_GRADIENT_CHECKPOINTING=true",
+    ],
     "every weight, 2 rows": ["TUNING_MODE=full", "TRAIN_BATCH_SIZE=2", "TRAIN_GLOBAL_BATCH_SIZE=4"],
 }
 ALLOWED_BYTES = 100 * 2**20
@@ -48,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
 def measure(words: Sequence[str]) -> dict[str, dict[str, int]]:
     """Return the parts of the tightest rank by trace and by probe.
 
-    The probe runs first, since it prepares the data: then both know the longest row. Its record is removed, so that it does not
-    correct the trace.
+    The probe runs first, since it prepares the data: then both know the longest row. Its record is removed, so that it
+    does not correct the trace.
     """
     probe = plan(words, "probe")
     for path in (cache_folder() / "probes").glob("*.json"):
@@ -76,13 +82,20 @@ def plan(words: Sequence[str], source: str) -> dict[str, int]:
 
 
 def compare(found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[list[str], bool]:
-    """Return the table's cells, and whether the growth agrees to 10 %, on a GPU allocated memory to 2 %, reserved and device memory to 5 %.
+    """Return the table's cells, and whether the growth agrees to 10 %, on a GPU allocated memory to 2 %, reserved and
+    device memory to 5 %.
 
     On a GPU 100 MiB are always allowed: cuBLAS and cublasLt take workspaces for each thread that calls them.
     """
     held, cells = True, list[str]()
-    # All but these parts: what the process grew by, what torch's allocator handed out, what it holds, what the process holds.
-    growth, *of_a_gpu = (("context", "free"), 0.1), (NOT_ALLOCATED, 0.02), (("context", "free"), 0.05), (("free",), 0.05)
+    # All but these parts: what the process grew by, what torch's allocator handed out, what it holds, what the process
+    # holds.
+    growth, *of_a_gpu = (
+        (("context", "free"), 0.1),
+        (NOT_ALLOCATED, 0.02),
+        (("context", "free"), 0.05),
+        (("free",), 0.05),
+    )
     for omitted, bound in (growth, *(of_a_gpu if on_gpu else ())):
         planned, measured = (sum_without(found[source], omitted) for source in ("trace", "probe"))
         cells += [f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{planned / measured - 1:+.1%}"]

@@ -1,10 +1,11 @@
-"""`make bench-preparation`: rows a second of `make data` beside a plain `datasets.map(apply_chat_template)`, and the memory of both.
+"""`make bench-preparation`: rows a second of `make data` beside a plain `datasets.map(apply_chat_template)`, and the
+memory of both.
 
     python -m benchmarks.preparation [rows=200000] [pairs=1] [write=docs/benchmarks-preparation.md]
 
-Each measurement is a whole command in processes of its own, from the start to the end: imports, reading the JSON lines, writing the
-rows. Both read the same file of conversations of about 200 tokens and use as many processes. `python -m benchmarks.preparation
-map FILE FOLDER MODEL PROCESSES` is the plain one.
+Each measurement is a whole command in processes of its own, from the start to the end: imports, reading the JSON lines,
+writing the rows. Both read the same file of conversations of about 200 tokens and use as many processes. `python -m
+benchmarks.preparation map FILE FOLDER MODEL PROCESSES` is the plain one.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ def write_rows(path: Path, count: int, seed: int) -> Path:
 
 
 def run_measured(arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[Measurement, str]:
-    """Run a command to its end; return its time, the most memory of all its processes, and what it printed. Raise on failure."""
+    """Run a command to its end; return its time, the most memory of all its processes, and what it printed. Raise on
+    failure.
+    """
     environment = {
         **os.environ,
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -166,7 +169,9 @@ def processor_seconds() -> float:
 
 
 def held_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants, pages that they share counted once (where the system tells)."""
+    """Return the memory of a process and its descendants, pages that they share counted once (where the system
+    tells).
+    """
     total = 0
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -186,14 +191,16 @@ def table(found: Mapping[str, Sequence[Measurement]], rows: int) -> tuple[str, b
         memory, tokens = median(m.peak_bytes for m in values) / 2**30, values[0].tokens
         speed = f"{rows / seconds[name]:,.0f}" if name != AGAIN else ""
         counted = f"{tokens:,}" if tokens else ""
-        cells.append([NAMES[name], f"{seconds[name]:.1f}", f"{processor[name]:.1f}", speed, f"{memory:.2f} GiB", counted])
+        cells.append(
+            [NAMES[name], f"{seconds[name]:.1f}", f"{processor[name]:.1f}", speed, f"{memory:.2f} GiB", counted]
+        )
     ratio = seconds[PLAIN] / seconds[OURS]
     good = ratio >= LEAST_SPEED and seconds[AGAIN] <= MOST_SECONDS_AGAIN
     said = f"{date_and_machine()}; {rows:,} rows, {cpu_threads()} processes, medians of {len(found[OURS])}:"
     bounds = (
-        f"Our speed is {ratio:.2f} times that of the plain `map` ({processor[PLAIN] / processor[OURS]:.2f} by processor time). "
-        f"Bounds: at least {LEAST_SPEED} times, and at most {MOST_SECONDS_AGAIN:.0f} s the second time. "
-        f"{'Both hold.' if good else 'NOT ALL HOLD.'}"
+        f"Our speed is {ratio:.2f} times that of the plain `map` ({processor[PLAIN] / processor[OURS]:.2f} by processor"
+        f" time). Bounds: at least {LEAST_SPEED} times, and at most {MOST_SECONDS_AGAIN:.0f} s the second time."
+        f" {'Both hold.' if good else 'NOT ALL HOLD.'}"
     )
     head = ["", "seconds", "processor seconds", "rows a second", "peak memory", "tokens"]
     return "\n".join([said, "", *markdown(head, cells), "", bounds]), good

@@ -1,9 +1,10 @@
-"""`make bench-saving`: what a save takes, its share of a step, with and without verification, waiting and in the background.
+"""`make bench-saving`: what a save takes, its share of a step, with and without verification, waiting and in the
+background.
 
     python -m benchmarks.saving [steps=6] [every=2] [write=docs/benchmarks-saving.md]
 
-Trains the embedded model of 135 million weights through `python -m sft_play train`, as a user does, and reads what the run says of its
-saves. Training that waits for its saves and training that does not take turns.
+Trains the embedded model of 135 million weights through `python -m sft_play train`, as a user does, and reads what the
+run says of its saves. Training that waits for its saves and training that does not take turns.
 """
 
 from __future__ import annotations
@@ -45,10 +46,15 @@ def measure(folder: Path, mode: str, *, steps: int, every: int, background: bool
         "tuning": {"mode": mode, "lora": {"r": 16, "alpha": 32}},
         "data": {"train_path": write_rows(folder / "rows.jsonl", 4 * BATCH_SIZE), "overlong": "truncate"},
         "train": {
-            "batch_size": BATCH_SIZE, "grad_accum": 1, "max_steps": steps, "save_steps": every, "save_total_limit": 2,
-            "eval_strategy": "no", "async_save": background,
+            "batch_size": BATCH_SIZE,
+            "grad_accum": 1,
+            "max_steps": steps,
+            "save_steps": every,
+            "save_total_limit": 2,
+            "eval_strategy": "no",
+            "async_save": background,
         },
-    }  # fmt: skip
+    }
     run = train(folder, f"{mode}-{background}", settings)
     saves, totals = rows_of(run, "save"), read_json(run.training_metrics)
     assert saves and all("failed" not in one for one in saves), saves
@@ -61,20 +67,40 @@ def measure(folder: Path, mode: str, *, steps: int, every: int, background: bool
 def table(found: Mapping[tuple[str, bool], Mapping[str, float]], every: int) -> tuple[str, bool]:
     """Return the figures as Markdown, and whether verification keeps its goal in every run that waits."""
     head = [
-        "tuning", "saved", "checkpoint", "a step", "pause", "pause without verification", "pause in steps",
-        f"of the time, saving every {every} steps", "verification", "its share of a save",
-    ]  # fmt: skip
+        "tuning",
+        "saved",
+        "checkpoint",
+        "a step",
+        "pause",
+        "pause without verification",
+        "pause in steps",
+        f"of the time, saving every {every} steps",
+        "verification",
+        "its share of a save",
+    ]
     rows = []
     for (mode, background), one in found.items():
         pause, step, verify = one["pause"], one["step"], one["verify"]
-        rows.append([
-            MODES[mode], "in the background" if background else "while training waits", f"{one['bytes'] / 2**20:,.0f} MiB",
-            f"{step:.2f} s", f"{pause:.2f} s", f"{pause - (0 if background else verify):.2f} s", f"{pause / step:.2f}",
-            f"{pause / (pause + every * step):.1%}", f"{verify:.2f} s", f"{one['share']:.1%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                MODES[mode],
+                "in the background" if background else "while training waits",
+                f"{one['bytes'] / 2**20:,.0f} MiB",
+                f"{step:.2f} s",
+                f"{pause:.2f} s",
+                f"{pause - (0 if background else verify):.2f} s",
+                f"{pause / step:.2f}",
+                f"{pause / (pause + every * step):.1%}",
+                f"{verify:.2f} s",
+                f"{one['share']:.1%}",
+            ]
+        )
     worst = max(one["share"] for (_, background), one in found.items() if not background)
     good = worst < GOAL
-    goal = f"Goal: verification under {GOAL:.0%} of a save while training waits: {'kept' if good else 'missed'} ({worst:.1%})."
+    goal = (
+        f"Goal: verification under {GOAL:.0%} of a save while training waits: {'kept' if good else 'missed'}"
+        f" ({worst:.1%})."
+    )
     lines = [f"{date_and_machine()}:", "", *markdown(head, rows), "", goal]
     return "\n".join(lines), good
 

@@ -1,10 +1,11 @@
-"""`make bench-training`: a training of ours compared with transformers' `Trainer` and TRL's `SFTTrainer`, in time and memory.
+"""`make bench-training`: a training of ours compared with transformers' `Trainer` and TRL's `SFTTrainer`, in time and
+memory.
 
     python -m benchmarks.training [pairs=5] [steps=8] [write=docs/benchmarks.md]
 
-Every measurement is a fresh process. The competitors get our prepared rows, labels, order, adapters and optimizer, and the
-losses of all must agree, so the same work is timed. One measurement of each, in turn, makes a pair; the medians are compared.
-`python -m benchmarks.training KIND SPEC.json OUT.json` is one measurement of another trainer.
+Every measurement is a fresh process. The competitors get our prepared rows, labels, order, adapters and optimizer, and
+the losses of all must agree, so the same work is timed. One measurement of each, in turn, makes a pair; the medians are
+compared. `python -m benchmarks.training KIND SPEC.json OUT.json` is one measurement of another trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import MODEL, date_and_machine, markdown, options_of, publish, rows_of, run_measured, train, write_rows
+from benchmarks.harness import (
+    MODEL,
+    date_and_machine,
+    markdown,
+    options_of,
+    publish,
+    rows_of,
+    run_measured,
+    train,
+    write_rows,
+)
 from sft_play.data.batches import GlobalBatchSampler
 from sft_play.files import read_json, write_json
 from sft_play.plan.plan import Plan
@@ -71,11 +82,18 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, list[Measurement]
         "tuning": {"mode": "lora", "lora": LORA},
         "data": {"train_path": write_rows(folder / "rows.jsonl", steps * BATCH_SIZE)},
         "train": {
-            "batch_size": BATCH_SIZE, "grad_accum": 1, "max_steps": steps, "learning_rate": LEARNING_RATE,
-            "lr_scheduler_type": "constant", "warmup_steps": 0, "gradient_checkpointing": False, "save_strategy": "no",
-            "eval_strategy": "no", "seed": SEED,
+            "batch_size": BATCH_SIZE,
+            "grad_accum": 1,
+            "max_steps": steps,
+            "learning_rate": LEARNING_RATE,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "seed": SEED,
         },
-    }  # fmt: skip
+    }
     found: dict[str, list[Measurement]] = {name: [] for name in NAMES}
     for pair in range(pairs):
         run = train(folder, f"pair-{pair}", settings)
@@ -99,21 +117,36 @@ def measure_other(kind: str, folder: Path, run: RunFolder, steps: int) -> Measur
     write_json(spec, spec_of(run, folder, steps))
     peak = run_measured([sys.executable, "-m", "benchmarks.training", kind, str(spec), str(out)], {})
     result = read_json(out)
-    return Measurement(seconds=result["seconds"], peak_bytes=result["device_peak_bytes"] or peak, losses=tuple(result["losses"]))
+    return Measurement(
+        seconds=result["seconds"], peak_bytes=result["device_peak_bytes"] or peak, losses=tuple(result["losses"])
+    )
 
 
 def spec_of(run: RunFolder, folder: Path, steps: int) -> dict[str, Any]:
-    """Return what `train_other` reads to do what `run` did: its rows in its order, its model, precision and optimizer."""
+    """Return what `train_other` reads to do what `run` did: its rows in its order, its model, precision and
+    optimizer.
+    """
     plan, prepared = Plan.load(run.plan), Prepared.load(run.prepared)
     assert prepared.train is not None
     sampler = GlobalBatchSampler(prepared.train.rows, BATCH_SIZE, [(BATCH_SIZE, 1)], rank=0, seed=SEED)
     shared = {
-        "output_dir": str(folder / "other"), "per_device_train_batch_size": BATCH_SIZE, "max_steps": steps,
-        "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
-        "optim": plan.optim, "seed": SEED, "bf16": plan.precision == "bf16", "use_cpu": plan.device == "cpu",
-        "train_sampling_strategy": "sequential", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "output_dir": str(folder / "other"),
+        "per_device_train_batch_size": BATCH_SIZE,
+        "max_steps": steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "optim": plan.optim,
+        "seed": SEED,
+        "bf16": plan.precision == "bf16",
+        "use_cpu": plan.device == "cpu",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
         "disable_tqdm": True,
-    }  # fmt: skip
+    }
     return {
         "rows": prepared.train.path,
         "order": sampler.order(),
@@ -128,7 +161,14 @@ def train_other(kind: str, spec_path: str, out: str) -> int:
     import datasets
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
 
     spec = read_json(Path(spec_path))
     rows = datasets.load_from_disk(spec["rows"]).select_columns(["input_ids", "labels"]).select(spec["order"])
@@ -165,16 +205,27 @@ def table(found: dict[str, list[Measurement]], pairs: int, steps: int) -> tuple[
     for name, values in found.items():
         seconds, memory = median(m.seconds for m in values), median(m.peak_bytes for m in values)
         shares = [our_seconds / seconds, our_memory / memory]
-        difference = max(abs(a - b) for mine in ours for other in values for a, b in zip(mine.losses, other.losses, strict=True))
+        difference = max(
+            abs(a - b) for mine in ours for other in values for a, b in zip(mine.losses, other.losses, strict=True)
+        )
         compared = ["", "", ""] if name == OURS else [*(f"{share:.2f}" for share in shares), f"{difference:.1e}"]
         rows.append([NAMES[name], f"{seconds:.1f}", compared[0], f"{memory / 2**30:.2f} GiB", *compared[1:]])
         bound = GOALS.get(name, (1.0, 1.0))[0]
         good = good and shares[0] <= bound and difference <= LOSS_TOLERANCE and (name != "trainer" or shares[1] <= 1.0)
     bounds = ", ".join(f"{NAMES[name]} {bound} (goal {goal})" for name, (bound, goal) in GOALS.items())
-    head = ["trainer", "seconds", "ours / theirs", "peak memory", "ours / theirs", "largest difference of a step's loss"]
+    head = [
+        "trainer",
+        "seconds",
+        "ours / theirs",
+        "peak memory",
+        "ours / theirs",
+        "largest difference of a step's loss",
+    ]
     lines = [f"{date_and_machine()}; {steps} steps of {BATCH_SIZE} rows, medians of {pairs} interleaved pairs:", ""]
     lines += [*markdown(head, rows), ""]
-    lines.append(f"Bounds on our time: {bounds}; memory at most the `Trainer`'s. {'All hold.' if good else 'NOT ALL HOLD.'}")
+    lines.append(
+        f"Bounds on our time: {bounds}; memory at most the `Trainer`'s. {'All hold.' if good else 'NOT ALL HOLD.'}"
+    )
     return "\n".join(lines), good
 
 

@@ -1,5 +1,5 @@
-"""What watching costs, as processor time, in one run: every second block of steps is logged at every step with all that is measured, the others
-not at all.
+"""What watching costs, as processor time, in one run: every second block of steps is logged at every step with all that
+is measured, the others not at all.
 
     python -m benchmarks.watching [steps=140] [block=1]
 
@@ -66,7 +66,10 @@ def main(arguments: Sequence[str]) -> int:
         blocks = read_json(run.path / "watching.json")
     on, off = (median(blocks[name][1:]) for name in ("on", "off"))  # the first of each warms up
     print(
-        json.dumps({"on, CPU s a step": round(on, 4), "off, CPU s a step": round(off, 4), "ratio": round(on / off, 4)}, indent=2)
+        json.dumps(
+            {"on, CPU s a step": round(on, 4), "off, CPU s a step": round(off, 4), "ratio": round(on / off, 4)},
+            indent=2,
+        )
     )
     return int(on / off > 1.01)
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""`make check`: print the size of each room; fail at an import circle or at a module of over 400 lines of code.
+"""`make check`: print the size of each room; fail at an import circle or at a module of over 450 lines of code.
 
-Lazy and typing-only imports count. Tokens are Python's own and code lines those with one, without comments and docstrings.
+Lazy and typing-only imports count. Tokens are Python's own and code lines those with one, without comments and
+docstrings.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_LINES = 400
-NO_TOKENS = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER})
+MOST_LINES = 450
+NO_TOKENS = frozenset(
+    {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+)
 
 
 def modules() -> dict[str, Path]:

@@ -1,6 +1,7 @@
 """Seconds of head and loss, forward and backward, all at once against chunks: SmolLM2's head, every token a label.
 
-`python scripts/measure_chunked_loss.py [ROUNDS [POSITIONS ...]]` prints the least of the rounds (5 unless told), which alternate between both ways.
+`python scripts/measure_chunked_loss.py [ROUNDS [POSITIONS ...]]` prints the least of the rounds (5 unless told), which
+alternate between both ways.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ def main() -> None:
         for positions in all_positions or POSITIONS:
             hidden, targets = torch.randn(1, positions, HIDDEN), torch.randint(VOCABULARY, (positions,))
             found = [
-                min(times) for times in zip(*([seconds(m, hidden, targets) for m in models] for _ in range(rounds)), strict=True)
+                min(times)
+                for times in zip(*([seconds(m, hidden, targets) for m in models] for _ in range(rounds)), strict=True)
             ]
-            print(f"| {'trained' if trains else 'frozen'} | {positions} | {found[0]:.2f} | {found[1]:.2f} |", flush=True)
+            print(
+                f"| {'trained' if trains else 'frozen'} | {positions} | {found[0]:.2f} | {found[1]:.2f} |", flush=True
+            )
 
 
 if __name__ == "__main__":

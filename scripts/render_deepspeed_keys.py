@@ -1,7 +1,8 @@
-"""Reads which configuration keys the installed DeepSpeed knows, rejects and renames, and writes them as a table kept in git.
+"""Reads which configuration keys the installed DeepSpeed knows, rejects and renames, and writes them as a table kept in
+git.
 
-`python scripts/render_deepspeed_keys.py` after each change of the DeepSpeed pin. `launch.deepspeed` checks a user's JSON
-with the table, without importing DeepSpeed; `tests/contract/test_rendered_files.py` notices drift.
+`python scripts/render_deepspeed_keys.py` after each change of the DeepSpeed pin. `launch.deepspeed` checks a user's
+JSON with the table, without importing DeepSpeed; `tests/contract/test_rendered_files.py` notices drift.
 """
 
 from __future__ import annotations
@@ -42,11 +43,16 @@ def fields(model: Any) -> dict[str, str]:
 
 
 def table() -> dict[str, Any]:
-    """Return the table: removed keys with DeepSpeed's reason, and the keys of each section that forbids unknown ones."""
+    """Return the table: removed keys with DeepSpeed's reason, and the keys of each section that forbids unknown
+    ones.
+    """
     from deepspeed.runtime import config
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
 
     removed = dict(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     removed |= {f"zero_optimization.{key}": text for key, text in config._REMOVED_ZERO_CONFIG_KEYS.items()}

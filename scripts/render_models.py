@@ -1,6 +1,8 @@
-"""`python -m scripts.render_models [kept] [FAMILY ...]`: writes the tables of families in `docs/models.md` by running tiny models of them.
+"""`python -m scripts.render_models [kept] [FAMILY ...]`: writes the tables of families in `docs/models.md` by running
+tiny models of them.
 
-All families take half an hour; with names, only theirs are made again. `kept` makes the second table only, in two minutes.
+All families take half an hour; with names, only theirs are made again. `kept` makes the second table only, in two
+minutes.
 """
 
 from __future__ import annotations
@@ -27,8 +29,17 @@ class Table(NamedTuple):
     head: str
 
 
-TUNED = Table("<!-- begin families -->\n", "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|")
-COLUMNS = ("families", "base's own, known to its class", "stops", "router loss", "rotary angles", "decayed without a matrix")
+TUNED = Table(
+    "<!-- begin families -->\n", "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|"
+)
+COLUMNS = (
+    "families",
+    "base's own, known to its class",
+    "stops",
+    "router loss",
+    "rotary angles",
+    "decayed without a matrix",
+)
 KEPT = Table("<!-- begin kept -->\n", f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
 
 SHORT = {"MLP": "down_proj, gate_proj, up_proj", "attention": "k_proj, o_proj, q_proj, v_proj"}

@@ -1,6 +1,7 @@
 """Draws docs/pictures/*.svg: what a command really prints, as a terminal shows it.
 
-`python -m scripts.render_pictures` runs the quickstart (some minutes) and a plan; `python -m scripts.render_pictures plan` only the latter.
+`python -m scripts.render_pictures` runs the quickstart (some minutes) and a plan; `python -m scripts.render_pictures
+plan` only the latter.
 """
 
 from __future__ import annotations

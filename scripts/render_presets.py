@@ -1,7 +1,8 @@
-"""Writes the figures of `docs/presets.md` and the table of `docs/hardware.md`, after each change of presets, formulas or catalogue.
+"""Writes the figures of `docs/presets.md` and the table of `docs/hardware.md`, after each change of presets, formulas
+or catalogue.
 
-With `--check` it writes nothing and exits with 1 when a figure is stale. Only what stands between `<!-- begin NAME -->` and
-`<!-- end -->` is replaced. Figures are by formula, so that they are the same on every machine.
+With `--check` it writes nothing and exits with 1 when a figure is stale. Only what stands between `<!-- begin NAME -->`
+and `<!-- end -->` is replaced. Figures are by formula, so that they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -34,9 +35,16 @@ from sft_play.plan.request import (  # noqa: E402
 from sft_play.plan.sources import LAN, MADE_FOR  # noqa: E402
 
 QUOTED = {
-    "rtx4090_sli": (6, 4), "a100_pair": (8, 4), "h100_pair": (8, 4), "h200_pair": (4, 4), "h200_quad": (16, 2), "l40s_single": (8, 1),
-    "l40s_pair": (28, 1), "home_lan": (1, 8), "home_lan_13b": (1, 36),
-}  # fmt: skip
+    "rtx4090_sli": (6, 4),
+    "a100_pair": (8, 4),
+    "h100_pair": (8, 4),
+    "h200_pair": (4, 4),
+    "h200_quad": (16, 2),
+    "l40s_single": (8, 1),
+    "l40s_pair": (28, 1),
+    "home_lan": (1, 8),
+    "home_lan_13b": (1, 36),
+}
 """Preset -> micro-batch and accumulation that people quote."""
 
 
@@ -57,12 +65,21 @@ CLAIMS = (
 
 def plan_of(preset: str, hardware: str, **train: int) -> Plan:
     """Return the plan that `make plan CONFIG=configs/PRESET.yaml HARDWARE=... SOURCE=formula TRAIN_...=` shows."""
-    typed = [Override(key=f"train.{key}", text=str(value), origin=f"TRAIN_{key.upper()}={value}") for key, value in train.items()]
+    typed = [
+        Override(key=f"train.{key}", text=str(value), origin=f"TRAIN_{key.upper()}={value}")
+        for key, value in train.items()
+    ]
     loaded = load_config(ROOT / "configs" / f"{preset}.yaml", typed, {})
     found = parse_hardware(hardware)
     request = LaunchRequest(command_strategy="auto" if len(found.devices) > 1 else "single")
     return make_plan(
-        Request(config=loaded.config, typed=loaded.typed, hardware=found, shape=shape_of(loaded.config.model), launch=request)
+        Request(
+            config=loaded.config,
+            typed=loaded.typed,
+            hardware=found,
+            shape=shape_of(loaded.config.model),
+            launch=request,
+        )
     )
 
 
@@ -75,7 +92,10 @@ def tightest(plan: Plan) -> tuple[int, int]:
 def table() -> str:
     """Return a row for every claim: what the plan takes, and what people quote."""
     lines = [
-        "| preset | `HARDWARE=` | plan: micro-batch x accumulation | recompute | GiB of room, tightest | people quote | needs GiB |",
+        (
+            "| preset | `HARDWARE=` | plan: micro-batch x accumulation | recompute | GiB of room, tightest | people"
+            " quote | needs GiB |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for claim in CLAIMS:
@@ -83,8 +103,9 @@ def table() -> str:
         peak, room = tightest(plan)
         micro, steps = (_each([getattr(rank, name) for rank in plan.ranks]) for name in ("micro_batch", "accumulation"))
         lines.append(
-            f"| `{claim.preset}` | `{claim.hardware}` | {plan.strategy}, {micro} x {steps} | "
-            f"{'yes' if plan.gradient_checkpointing else 'no'} | {peak / GIB:.1f} of {room / GIB:.1f} | {_quoted(claim)} |"
+            f"| `{claim.preset}` | `{claim.hardware}` | {plan.strategy}, {micro} x {steps} |"
+            f" {'yes' if plan.gradient_checkpointing else 'no'} | {peak / GIB:.1f} of {room / GIB:.1f} |"
+            f" {_quoted(claim)} |"
         )
     return "\n".join(lines)
 
@@ -106,10 +127,14 @@ def _quoted(claim: Claim) -> str:
 
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "weights": ("frozen", "quant_state"), "adapters": ("adapters",), "optimizer": ("optimizer",), "gradients": ("gradients",),
-    "activations": ("activations", "recompute"), "logits": ("logits",),
+    "weights": ("frozen", "quant_state"),
+    "adapters": ("adapters",),
+    "optimizer": ("optimizer",),
+    "gradients": ("gradients",),
+    "activations": ("activations", "recompute"),
+    "logits": ("logits",),
     "rest": ("buffers", "casts", "dequantised", "workspace", "context", "fragmentation"),
-}  # fmt: skip
+}
 
 
 def groups(plan: Plan, rank: int) -> dict[str, float]:
@@ -151,7 +176,10 @@ def gemma() -> str:
     shape = [f"{plan.ranks[0].micro_batch} x {plan.ranks[0].accumulation}" for plan in (quoted, chosen)]
     how = ["recomputing" if plan.gradient_checkpointing else "keeping all" for plan in (quoted, chosen)]
     lines = [
-        f"| part, GB per GPU | people quote, 4 x 4 | plan for {shape[0]}, {how[0]} | plan on its own: {shape[1]}, {how[1]} |",
+        (
+            f"| part, GB per GPU | people quote, 4 x 4 | plan for {shape[0]}, {how[0]} | plan on its own: {shape[1]},"
+            f" {how[1]} |"
+        ),
         "|---|---|---|---|",
     ]
     lines += [f"| {name} | {said.get(name, '')} | {_gb(left[name])} | {_gb(right[name])} |" for name in left]

@@ -1,7 +1,8 @@
-"""Write what is rendered from code: the table of `TrainingArguments`, `docs/configuration.md`, `configs/schema.json` and `AGENTS.md`.
+"""Write what is rendered from code: the table of `TrainingArguments`, `docs/configuration.md`, `configs/schema.json`
+and `AGENTS.md`.
 
-`python scripts/render_reference.py` after each change of the schema or of the transformers pin. The table lets layer 1 check
-`train.*` without importing torch; `tests/contract/test_config_command.py` notices drift.
+`python scripts/render_reference.py` after each change of the schema or of the transformers pin. The table lets layer 1
+check `train.*` without importing torch; `tests/contract/test_config_command.py` notices drift.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from sft_play.__main__ import COMMANDS  # noqa: E402
 from sft_play.config.call import Command  # noqa: E402
 from sft_play.config.keys import Key, extra_keys, read_field_docs, schema_keys, sections  # noqa: E402
 from sft_play.config.layers import ALSO_TAKEN  # noqa: E402
-from sft_play.config.reader import Range, describe, fields_of, limits_of, literals, options, required_fields  # noqa: E402
+from sft_play.config.reader import (  # noqa: E402
+    Range,
+    describe,
+    fields_of,
+    limits_of,
+    literals,
+    options,
+    required_fields,
+)
 from sft_play.config.schema import DataSource  # noqa: E402
 from sft_play.config.yaml_files import scalar_text  # noqa: E402
 
@@ -132,7 +141,8 @@ def _sources() -> list[str]:
     texts = read_field_docs(DataSource)
     for name, annotation in fields_of(DataSource).items():
         lines.append(
-            f"| `{name}` | {_cell(_short(describe(annotation)).removesuffix(', null'))} | {_cell(texts.get(name, ''))} |"
+            f"| `{name}` | {_cell(_short(describe(annotation)).removesuffix(', null'))} |"
+            f" {_cell(texts.get(name, ''))} |"
         )
     return [*lines, ""]
 
@@ -140,7 +150,10 @@ def _sources() -> list[str]:
 def _extras() -> list[str]:
     names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in extra_keys().values())
     about = (
-        "Fields of `transformers.TrainingArguments`, with their defaults (but [`report_to`](watching.md#trackers): `tensorboard`).",
+        (
+            "Fields of `transformers.TrainingArguments`, with their defaults (but [`report_to`](watching.md#trackers):"
+            " `tensorboard`)."
+        ),
         "Others are refused with what to use instead.",
     )
     return ["## Further keys of `train`", "", *about, "", f"{names}."]
@@ -152,7 +165,9 @@ def _values(key: Key) -> str:
     text, default = _expected(key), f"`{shown}`"
     if shown is None:
         return text.removesuffix(", null")
-    return text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **`{scalar_text(key.default)}`**"
+    return (
+        text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **`{scalar_text(key.default)}`**"
+    )
 
 
 def _expected(key: Key) -> str:
@@ -164,7 +179,9 @@ def _expected(key: Key) -> str:
 
 def _short(expected: str) -> str:
     """The same as the cell of a table: without articles, and without the least that most integers have."""
-    return re.sub(r"integer >= 1(?!\d| and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(" or ", ", ")
+    return re.sub(r"integer >= 1(?!\d| and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(
+        " or ", ", "
+    )
 
 
 def _cell(text: str) -> str:
@@ -180,7 +197,10 @@ def render_schema() -> str:
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            "extends": {"description": "Preset or file, or several, whose keys this file changes.", "type": ["string", "array"]}
+            "extends": {
+                "description": "Preset or file, or several, whose keys this file changes.",
+                "type": ["string", "array"],
+            }
         },
     }
     for section, record in sections().items():
@@ -225,7 +245,12 @@ def _json_part(part: Any, limits: Range) -> dict[str, Any]:
             name: {"anyOf": _json_choices(annotation), "description": LINK.sub(r"\1", texts.get(name, ""))}
             for name, annotation in fields_of(part).items()
         }
-        return {"type": "object", "required": required_fields(part), "additionalProperties": False, "properties": properties}
+        return {
+            "type": "object",
+            "required": required_fields(part),
+            "additionalProperties": False,
+            "properties": properties,
+        }
     names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
     schema: dict[str, Any] = {"type": names.get(typing.get_origin(part) or part, "object")}
     if part in (int, float) and limits.also is None:

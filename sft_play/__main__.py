@@ -1,4 +1,6 @@
-"""`python -m sft_play COMMAND NAME=value ...`: a table of commands, dispatched by import; prints errors, returns exit codes."""
+"""`python -m sft_play COMMAND NAME=value ...`: a table of commands, dispatched by import; prints errors, returns exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,34 @@ from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import UserError
 from sft_play.files import typed_path
 
-PROCESSES = "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
+PROCESSES = (
+    "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
+)
 LAUNCH = f"CONFIG {PROCESSES}"
 SPINS = "1000"
-"""Rounds for which a thread of torch's OpenMP (libgomp) waits with its core in use. By itself it takes 300,000 where there is a core for each
-thread: once another program has one of them, every parallel region waits for a whole time slice (more than ten times slower with two
-threads on two busy cores). 1,000 is what libgomp itself takes where threads outnumber cores."""
+"""Rounds for which a thread of torch's OpenMP (libgomp) waits with its core in use. By itself it takes 300,000 where
+there is a core for each thread: once another program has one of them, every parallel region waits for a whole time
+slice (more than ten times slower with two threads on two busy cores). 1,000 is what libgomp itself takes where threads
+outnumber cores.
+"""
 
 
 COMMANDS: dict[str, Command] = {
-    "quickstart": Command("sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH),
-    "config": Command("sft_play.config.call:show", "the resolved configuration, each key with its origin", "CONFIG RUN JSON"),
+    "quickstart": Command(
+        "sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH
+    ),
+    "config": Command(
+        "sft_play.config.call:show", "the resolved configuration, each key with its origin", "CONFIG RUN JSON"
+    ),
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
         "CONFIG RUN JSON SOURCE NUM_GPUS NUM_NODES ACCELERATE_CONFIG DEEPSPEED_CONFIG HARDWARE PRICE_PER_HOUR WHY",
     ),
     "data": Command(
-        "sft_play.prepare:data", "read, check and cache the data as tokens; JSON=1 gives the manifests", "CONFIG RUN JSON"
+        "sft_play.prepare:data",
+        "read, check and cache the data as tokens; JSON=1 gives the manifests",
+        "CONFIG RUN JSON",
     ),
     "gpu-info": Command("sft_play.plan.commands:gpu_info", "the GPUs of this machine", "JSON", overrides=False),
     "memory-check": Command(
@@ -51,10 +63,16 @@ COMMANDS: dict[str, Command] = {
     "train-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH),
     "train-distributed": Command("sft_play.launch.commands:train", "all GPUs, or NUM_GPUS processes", LAUNCH),
     "train-distributed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH),
-    "train-deepspeed": Command("sft_play.launch.commands:train", "the same under DeepSpeed ZeRO", f"{LAUNCH} DEEPSPEED_CONFIG"),
-    "train-deepspeed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", f"{LAUNCH} DEEPSPEED_CONFIG"),
+    "train-deepspeed": Command(
+        "sft_play.launch.commands:train", "the same under DeepSpeed ZeRO", f"{LAUNCH} DEEPSPEED_CONFIG"
+    ),
+    "train-deepspeed-tb": Command(
+        "sft_play.tensorboard:train", "the same, with TensorBoard", f"{LAUNCH} DEEPSPEED_CONFIG"
+    ),
     "train-fsdp": Command("sft_play.launch.commands:train", "the same under FSDP2", LAUNCH),
-    "resume": Command("sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", f"RUN {PROCESSES}"),
+    "resume": Command(
+        "sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", f"RUN {PROCESSES}"
+    ),
     "eval": Command(
         "sft_play.evaluation.evaluate:main",
         "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA; BENCHMARKS= for standard ones",
@@ -76,7 +94,9 @@ COMMANDS: dict[str, Command] = {
         "chat with a RUN or any MODEL; PROMPT= for one answer, INPUT= and OUTPUT= for files",
         "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT",
     ),
-    "merge": Command("sft_play.model.use:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"),
+    "merge": Command(
+        "sft_play.model.use:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"
+    ),
     "serve": Command(
         "sft_play.serve:main",
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
@@ -88,7 +108,10 @@ COMMANDS: dict[str, Command] = {
         "CONFIG RUN JSON CLUSTER MASTER_PORT",
     ),
     "cluster-install": Command(
-        "sft_play.cluster.bring:install_all", "make the environment on every machine of CLUSTER", "JSON CLUSTER", overrides=False
+        "sft_play.cluster.bring:install_all",
+        "make the environment on every machine of CLUSTER",
+        "JSON CLUSTER",
+        overrides=False,
     ),
     "train-cluster": Command(
         "sft_play.cluster.train:main",
@@ -108,7 +131,10 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "cluster-stop": Command(
-        "sft_play.cluster.status:stop", "save and stop RUN on all machines of CLUSTER", "RUN JSON CLUSTER", overrides=False
+        "sft_play.cluster.status:stop",
+        "save and stop RUN on all machines of CLUSTER",
+        "RUN JSON CLUSTER",
+        overrides=False,
     ),
     "slurm": Command(
         "sft_play.schedulers.slurm:main",
@@ -122,14 +148,17 @@ COMMANDS: dict[str, Command] = {
     ),
     "runs": Command(
         "sft_play.launch.runs:main",
-        "the list of runs: state, steps, scores, speed, memory, time, cost; SORT=-tokens_per_second WHERE='method=lora' CSV=1",
+        "the list of runs: state, steps, scores, speed, memory, time, cost; SORT=-tokens_per_second WHERE='method=lora'"
+        " CSV=1",
         "JSON CSV PRICE_PER_HOUR SORT WHERE",
         overrides=False,
     ),
     "report": Command(
         "sft_play.report.page:main", "one HTML file with everything that a RUN left", "RUN JSON OUT", overrides=False
     ),
-    "card": Command("sft_play.report.card:main", "the hub's model card of a RUN", "RUN JSON CHECKPOINT OUT", overrides=False),
+    "card": Command(
+        "sft_play.report.card:main", "the hub's model card of a RUN", "RUN JSON CHECKPOINT OUT", overrides=False
+    ),
     "push": Command(
         "sft_play.report.card:push",
         "a RUN's model to the hub as REPO: shows what would go; YES=1 uploads it, PRIVATE=0 publicly",
@@ -173,7 +202,9 @@ COMMANDS: dict[str, Command] = {
         "measure this machine and some training steps, so that the forecast is right",
         "CONFIG JSON NUM_GPUS",
     ),
-    "tensorboard": Command("sft_play.tensorboard:start", "curves of all runs", "RUN JSON HOST TENSORBOARD_PORT", overrides=False),
+    "tensorboard": Command(
+        "sft_play.tensorboard:start", "curves of all runs", "RUN JSON HOST TENSORBOARD_PORT", overrides=False
+    ),
     "tensorboard-stop": Command(
         "sft_play.tensorboard:stop", "end the TensorBoard that this project started", "JSON", overrides=False
     ),
@@ -268,7 +299,9 @@ def _answer(arguments: list[str]) -> int:
         if name := getattr(stop, "signal", None):
             print(f"stopped by {name}", file=sys.stderr)
         raise
-    except BrokenPipeError:  # `make config | head`: the reader has gone; as shells do, say that the command did not end by itself
+    except (
+        BrokenPipeError
+    ):  # `make config | head`: the reader has gone; as shells do, say that the command did not end by itself
         sys.stderr.close()
         return 141
     except OSError as error:

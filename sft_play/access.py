@@ -1,4 +1,6 @@
-"""Who may talk to a server of this project: addresses it may listen on, and the check before every request. No heavy package."""
+"""Who may talk to a server of this project: addresses it may listen on, and the check before every request. No heavy
+package.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def address_of(host: str | None) -> str:
-    """Return the IP address that `HOST=` names, 127.0.0.1 when it was not given. Raise `UserError` for a name or nonsense."""
+    """Return the IP address that `HOST=` names, 127.0.0.1 when it was not given. Raise `UserError` for a name or
+    nonsense.
+    """
     text = (host or LOOPBACK).strip()
     if text == "localhost":
         return LOOPBACK
@@ -60,12 +64,15 @@ def serve_token(address: str) -> str | None:
     if not token:
         raise UserError(
             f"`HOST` is `{address}`, which other machines can reach, and `{TOKEN_VARIABLE}` is not set",
-            hint=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32), which clients then send as their API key; or omit HOST and use "
-            f"`ssh -L`",
+            hint=(
+                f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32), which clients then send as their API key; or omit"
+                " HOST and use `ssh -L`"
+            ),
         )
     if len(token) < LEAST_TOKEN or not re.fullmatch(r"[\x21-\x7e]+", token):
         raise UserError(
-            f"`{TOKEN_VARIABLE}` has {len(token)} letters; expected at least {LEAST_TOKEN}, without blanks and of ASCII",
+            f"`{TOKEN_VARIABLE}` has {len(token)} letters; expected at least {LEAST_TOKEN}, without blanks and of"
+            " ASCII",
             hint=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32)",
         )
     return token
@@ -74,14 +81,22 @@ def serve_token(address: str) -> str | None:
 class Guard:
     """An ASGI application that asks for the token before another one, and refuses what a browser was talked into.
 
-    Without a token (on a loopback address) a request must name this machine as its host, and must not come from another site's page:
-    a page that anyone wrote can make a browser call 127.0.0.1.
+    Without a token (on a loopback address) a request must name this machine as its host, and must not come from another
+    site's page: a page that anyone wrote can make a browser call 127.0.0.1.
     """
 
     def __init__(
-        self, app: App, *, token: str | None, address: str, pages: frozenset[str] = frozenset(), as_password: bool = False
+        self,
+        app: App,
+        *,
+        token: str | None,
+        address: str,
+        pages: frozenset[str] = frozenset(),
+        as_password: bool = False,
     ) -> None:
-        """`pages`: paths that may be asked for; all where none are named. `as_password`: a browser may ask for the token and send it as one."""
+        """`pages`: paths that may be asked for; all where none are named. `as_password`: a browser may ask for the
+        token and send it as one.
+        """
         self.app, self._pages, self._as_password = app, pages, as_password
         self._digest = hashlib.sha256(token.encode()).digest() if token else None
         self._own = {"localhost", address, LOOPBACK, "::1"}

@@ -1,8 +1,9 @@
 """`make bench`: what this machine does, compared with the plan, kept as calibration for the forecast.
 
-Real optimizer steps go the road of `make train`, into a folder that is thrown away. Their rows are one global batch and a quarter, so every
-second step of the run is a short one: steps of two sizes tell the fixed cost of a micro-step from the cost of its tokens. Devices and
-links are measured by processes that print JSON: `python -m sft_play.bench KIND`, or `... RANK WORLD PORT BACKEND`.
+Real optimizer steps go the road of `make train`, into a folder that is thrown away. Their rows are one global batch and
+a quarter, so every second step of the run is a short one: steps of two sizes tell the fixed cost of a micro-step from
+the cost of its tokens. Devices and links are measured by processes that print JSON: `python -m sft_play.bench KIND`, or
+`... RANK WORLD PORT BACKEND`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from sft_play.data.batches import GlobalBatchSampler
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json
 from sft_play.launch.commands import start_run
-from sft_play.launch.environment import DROPPED, SCRUBBED, free_port, loopback_interface, visible_cards, without_peer_to_peer
+from sft_play.launch.environment import (
+    DROPPED,
+    SCRUBBED,
+    free_port,
+    loopback_interface,
+    visible_cards,
+    without_peer_to_peer,
+)
 from sft_play.launch.job import CommandStrategy, Job
 from sft_play.plan.architecture import label, shape_of
 from sft_play.plan.batch import Batch
@@ -64,8 +72,12 @@ PACKAGES = ("sft-play", "torch", "transformers", "peft")
 def _row(what: str, unit: str, measured: float, expected: float | None) -> dict[str, Any]:
     """Return one line of the table; `expected` by the plan before this measurement."""
     return {
-        "what": what, "unit": unit, "measured": measured, "expected": expected, "ratio": measured / expected if expected else None,
-    }  # fmt: skip
+        "what": what,
+        "unit": unit,
+        "measured": measured,
+        "expected": expected,
+        "ratio": measured / expected if expected else None,
+    }
 
 
 def main(call: Call) -> int:
@@ -82,7 +94,9 @@ def main(call: Call) -> int:
         used = range(processes or cards)
         require_usable(hardware, used, os.environ | gpus_of(hardware, used))
     notes, load = list[str](), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > BUSY * hardware.cpu_threads:  # threads of one product that wait for a shared core make it many times slower
+    if (
+        load > BUSY * hardware.cpu_threads
+    ):  # threads of one product that wait for a shared core make it many times slower
         notes.append(f"other programs keep {load:.1f} of {hardware.cpu_threads} threads busy: the figures are too low")
         print(notes[-1], file=sys.stderr, flush=True)
     print("measuring products of matrices and copies", file=sys.stderr, flush=True)
@@ -113,14 +127,17 @@ def main(call: Call) -> int:
     paths = [str(one.save()) for one in found.values()]
     seconds = time.perf_counter() - started
     if call.json:
-        fitted = {name: getattr(fit, name) for name in ("seconds_per_micro_step", "flops_per_second", "spread", "points")}
+        fitted = {
+            name: getattr(fit, name) for name in ("seconds_per_micro_step", "flops_per_second", "spread", "points")
+        }
         facts = {"device": first, "kind": hardware.kind, "threads": hardware.cpu_threads, "rows": rows, "fit": fitted}
         print(json.dumps(facts | {"calibration": paths[0], "notes": notes, "seconds": round(seconds, 1)}, indent=2))
         return 0
     print(f"{first}\n{_table(rows)}")
     print(
-        f"a micro-step of {label(steps.config.model)} costs {1e3 * fit.seconds_per_micro_step:.3g} ms + FLOPs / "
-        f"{fit.flops_per_second / 1e9:,.4g} GFLOP/s a rank ({fit.points} steps, {fit.spread:.0%} off the line at the median)"
+        f"a micro-step of {label(steps.config.model)} costs {1e3 * fit.seconds_per_micro_step:.3g} ms + FLOPs /"
+        f" {fit.flops_per_second / 1e9:,.4g} GFLOP/s a rank ({fit.points} steps, {fit.spread:.0%} off the line at the"
+        " median)"
     )
     print(*(f"note: {note}\n" for note in notes), sep="", end="")
     print(f"kept in {paths[0]}; `make plan` and training forecast by it from now on\n{seconds:.0f} s in all")
@@ -147,9 +164,14 @@ def _measure_device(hardware: Hardware, device: Device, index: int, rows: list[d
     bandwidth = device.bandwidth or (CPU_BANDWIDTH if hardware.kind == "cpu" else None)
     rows.append(_row(f"memory, copy{name}", "GB/s", value["bandwidth"] / 1e9, bandwidth / 1e9 if bandwidth else None))
     return Calibration(
-        device=device.name, kind=hardware.kind, threads=hardware.cpu_threads, measured=time.strftime("%Y-%m-%d"), bandwidth=value["bandwidth"],
-        versions={name: version(name) for name in PACKAGES}, matmul_flops=value["matmul"],
-    )  # fmt: skip
+        device=device.name,
+        kind=hardware.kind,
+        threads=hardware.cpu_threads,
+        measured=time.strftime("%Y-%m-%d"),
+        bandwidth=value["bandwidth"],
+        versions={name: version(name) for name in PACKAGES},
+        matmul_flops=value["matmul"],
+    )
 
 
 def _measure_links(hardware: Hardware, ranks: int, rows: list[dict[str, Any]]) -> dict[str, Link]:
@@ -178,7 +200,9 @@ def gpus_of(hardware: Hardware, indices: Sequence[int]) -> dict[str, str]:
 
 
 def _children(calls: list[list[str]], threads: int, gpus: Mapping[str, str]) -> list[Any]:
-    """Run measurements side by side, in processes that see `gpus`; return what they print. Raise `HardwareError` when one fails."""
+    """Run measurements side by side, in processes that see `gpus`; return what they print. Raise `HardwareError` when
+    one fails.
+    """
     kept = {k: v for k, v in os.environ.items() if k not in DROPPED and not SCRUBBED.fullmatch(k)}
     environment = {"OMP_NUM_THREADS": str(threads), **kept, **gpus, "GLOO_SOCKET_IFNAME": loopback_interface() or "lo"}
     running = [
@@ -194,7 +218,9 @@ def _children(calls: list[list[str]], threads: int, gpus: Mapping[str, str]) -> 
     try:
         outputs = [process.communicate(timeout=TIMEOUT_SECONDS) for process in running]
     except subprocess.TimeoutExpired as error:
-        raise HardwareError(f"a measurement took longer than {TIMEOUT_SECONDS} s: `{' '.join(error.cmd[1:])}`") from error
+        raise HardwareError(
+            f"a measurement took longer than {TIMEOUT_SECONDS} s: `{' '.join(error.cmd[1:])}`"
+        ) from error
     finally:
         for process in running:
             if process.poll() is None:
@@ -210,10 +236,17 @@ PAIRS = range(3, 7)
 SECONDS = 35.0
 """What the counted steps should take by the plan."""
 FIXED = {
-    "train.grad_accum": "auto", "train.save_strategy": "no", "train.eval_strategy": "no", "train.logging_steps": "1",
-    "train.load_best_model_at_end": "false", "train.report_to": "none", "train.packing": "off", "launch.balance": "off",
-    "launch.sequence_parallel": "1", "launch.tensor_parallel": "1",
-}  # fmt: skip
+    "train.grad_accum": "auto",
+    "train.save_strategy": "no",
+    "train.eval_strategy": "no",
+    "train.logging_steps": "1",
+    "train.load_best_model_at_end": "false",
+    "train.report_to": "none",
+    "train.packing": "off",
+    "launch.balance": "off",
+    "launch.sequence_parallel": "1",
+    "launch.tensor_parallel": "1",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,10 +283,14 @@ class Steps:
 
 
 def settings(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
-    """Return what a short run needs in addition to the configuration. Raise `UserError` for what `make train` would refuse early."""
+    """Return what a short run needs in addition to the configuration. Raise `UserError` for what `make train` would
+    refuse early.
+    """
     typed = [one.origin for one in call.overrides if one.key in {"train.max_steps", "train.global_batch_size", *FIXED}]
     if typed:
-        raise UserError(f"`{typed[0]}`: `make bench` sets this itself", hint="omit it; batch_size and everything else count")
+        raise UserError(
+            f"`{typed[0]}`: `make bench` sets this itself", hint="omit it; batch_size and everything else count"
+        )
     loaded, hardware = call.load_config(), detect()
     request = LaunchRequest(command_strategy=command, num_gpus=call.integer("NUM_GPUS", minimum=1), early=True)
     plan = plan_for(loaded, hardware, request)
@@ -266,13 +303,18 @@ def settings(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
 
 
 def train_some(call: Call, command: CommandStrategy, overrides: tuple[Override, ...]) -> Steps:
-    """Train a handful of steps with `overrides` by `settings`. Raise `UserError` as training does, `HardwareError` if it fails."""
-    bench = replace(call, overrides=call.overrides + overrides, options={**call.options, "RUN_NAME": "bench"}, json=True)
+    """Train a handful of steps with `overrides` by `settings`. Raise `UserError` as training does, `HardwareError` if
+    it fails.
+    """
+    bench = replace(
+        call, overrides=call.overrides + overrides, options={**call.options, "RUN_NAME": "bench"}, json=True
+    )
     with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as folder, _aside(folder) as log:
         run, outcome = start_run(bench, command, before_launch=_few_rows)
         if outcome.code:
             raise HardwareError(
-                f"training ended with code {outcome.code}: {outcome.message or log.read_text(errors='replace')[-2000:]}",
+                f"training ended with code {outcome.code}:"
+                f" {outcome.message or log.read_text(errors='replace')[-2000:]}",
                 hint="`make train` with the same CONFIG shows more",
             )
         return read_steps(run)
@@ -280,7 +322,9 @@ def train_some(call: Call, command: CommandStrategy, overrides: tuple[Override, 
 
 @contextlib.contextmanager
 def _aside(folder: str) -> Iterator[Path]:
-    """Put runs and what the launch says into `folder`, and yield the file of the latter; errors are raised all the same."""
+    """Put runs and what the launch says into `folder`, and yield the file of the latter; errors are raised all the
+    same.
+    """
     before, log = os.environ.get("RUNS_DIR"), Path(folder) / "bench.log"
     os.environ["RUNS_DIR"] = folder
     try:
@@ -308,9 +352,15 @@ def _few_rows(job: Job, run: RunFolder) -> None:
     lengths = sorted(len(row["input_ids"]) for row in few)
     labels = sum(label != -100 for row in few for label in row["labels"][1:])
     split = replace(
-        prepared.train, path=str(run.path / "rows"), rows=wanted, tokens=sum(lengths), label_tokens=labels, longest=lengths[-1],
-        median=lengths[wanted // 2], sources=(),  # each row once, whatever their weights
-    )  # fmt: skip
+        prepared.train,
+        path=str(run.path / "rows"),
+        rows=wanted,
+        tokens=sum(lengths),
+        label_tokens=labels,
+        longest=lengths[-1],
+        median=lengths[wanted // 2],
+        sources=(),  # each row once, whatever their weights
+    )
     replace(prepared, train=split, validation=None).save(run.prepared)
 
 
@@ -327,16 +377,22 @@ def read_steps(run: RunFolder) -> Steps:
     sizes = [(len(row["input_ids"]), sum(label != -100 for label in row["labels"][1:])) for row in rows]
     metrics = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     found = []
-    for row, batches in zip([m for m in metrics if m["kind"] == "train"], _batches(config, plan, len(sizes)), strict=True):
+    for row, batches in zip(
+        [m for m in metrics if m["kind"] == "train"], _batches(config, plan, len(sizes)), strict=True
+    ):
         tokens = sum(sizes[index][0] for rank in batches for micro in rank for index in micro)
         work = [sum(_flops(config, shape, setup, [sizes[i] for i in micro]) for micro in rank) for rank in batches]
         count = sum(len(micro) for rank in batches for micro in rank)
         found.append(Step(seconds=tokens / row["tokens_per_second"], tokens=tokens, flops=max(work), rows=count))
     return Steps(
-        config=config, plan=plan, shape=shape, setup=setup, steps=tuple(found[2:]),
+        config=config,
+        plan=plan,
+        shape=shape,
+        setup=setup,
+        steps=tuple(found[2:]),
         data=Data(row_tokens=split.tokens / split.rows, longest=split.longest, label_share=share),
         peak_memory_bytes=read_json(run.training_metrics)["peak_memory_bytes"],
-    )  # fmt: skip
+    )
 
 
 def _batches(config: Config, plan: Plan, rows: int) -> Iterator[list[list[list[int]]]]:
@@ -344,7 +400,9 @@ def _batches(config: Config, plan: Plan, rows: int) -> Iterator[list[list[list[i
     seed = config.train.extra.get("data_seed")
     slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
     samplers = [
-        GlobalBatchSampler(rows, plan.global_batch_size, slots, rank=rank, seed=config.train.seed if seed is None else seed)
+        GlobalBatchSampler(
+            rows, plan.global_batch_size, slots, rank=rank, seed=config.train.seed if seed is None else seed
+        )
         for rank in range(plan.world_size)
     ]
     assert plan.steps is not None
@@ -363,29 +421,51 @@ def _flops(config: Config, shape: ModelShape, setup: Setup, rows: list[tuple[int
     lengths = [float(length) for length, _ in rows]
     computed = len(lengths) * max(lengths, default=0.0) if setup.layout != "flattened" else sum(lengths)
     return batch_flops(
-        config, shape, tokens=computed, labels=sum(labels for _, labels in rows), pairs=attended_pairs(setup, lengths),
+        config,
+        shape,
+        tokens=computed,
+        labels=sum(labels for _, labels in rows),
+        pairs=attended_pairs(setup, lengths),
         recompute=setup.gradient_checkpointing,
-    )  # fmt: skip
+    )
 
 
 def fit_steps(steps: Steps, hardware: Hardware, calibration: Calibration) -> StepFit:
-    """Return the line of the measured steps, without what the update and the exchange cost by their own measurements."""
+    """Return the line of the measured steps, without what the update and the exchange cost by their own
+    measurements.
+    """
     config, shape, setup, plan = steps.config, steps.shape, steps.setup, steps.plan
     devices = tuple(hardware.devices[index % len(hardware.devices)] for index in range(plan.world_size))
     link = link_of(hardware, devices, 1, calibration)
     accumulation = plan.ranks[0].accumulation
     request = Request(config=config, hardware=hardware, shape=shape, calibration=calibration)
-    beside = optimizer_seconds(request, setup, devices) + (exchange_seconds(request, setup, accumulation, link) if link else 0.0)
-    points = [(step.flops / accumulation, max(step.seconds - beside, 0.1 * step.seconds) / accumulation) for step in steps.steps]
+    beside = optimizer_seconds(request, setup, devices) + (
+        exchange_seconds(request, setup, accumulation, link) if link else 0.0
+    )
+    points = [
+        (step.flops / accumulation, max(step.seconds - beside, 0.1 * step.seconds) / accumulation)
+        for step in steps.steps
+    ]
     line = fit_line(points)
     per_token = flops_per_token(
-        config, shape, int(steps.data.row_tokens), recompute=setup.gradient_checkpointing, label_share=steps.data.label_share
-    )  # fmt: skip
+        config,
+        shape,
+        int(steps.data.row_tokens),
+        recompute=setup.gradient_checkpointing,
+        label_share=steps.data.label_share,
+    )
     return StepFit(
-        work=describe_work(config, shape, setup), model=label(config.model), seconds_per_micro_step=line[0], flops_per_second=line[1],
-        threads=hardware.cpu_threads / plan.world_size if hardware.kind == "cpu" else 1.0, layers=shape.layers,
-        flops_per_token=per_token, points=len(points), spread=spread(points, line), measured=time.strftime("%Y-%m-%d"),
-    )  # fmt: skip
+        work=describe_work(config, shape, setup),
+        model=label(config.model),
+        seconds_per_micro_step=line[0],
+        flops_per_second=line[1],
+        threads=hardware.cpu_threads / plan.world_size if hardware.kind == "cpu" else 1.0,
+        layers=shape.layers,
+        flops_per_token=per_token,
+        points=len(points),
+        spread=spread(points, line),
+        measured=time.strftime("%Y-%m-%d"),
+    )
 
 
 def forecast_steps(steps: Steps, hardware: Hardware, calibration: Calibration | None) -> float | None:
@@ -440,7 +520,9 @@ def _typical_seconds(work: Callable[[], object], here: Any) -> float:
 
 
 def time_all_reduce(rank: int, world: int, port: int, backend: str) -> dict[str, float]:
-    """Return bytes (as text) -> median seconds in which all ranks have the sum, the slowest rank's, after two for nothing."""
+    """Return bytes (as text) -> median seconds in which all ranks have the sum, the slowest rank's, after two for
+    nothing.
+    """
     import torch
     from torch import distributed
 

@@ -1,8 +1,8 @@
 """`make doctor`: what in this environment will or may go wrong, each finding with its id, severity and remedy.
 
-Every check stands alone and needs nothing but the standard library, so that the doctor also works where packages are missing: GPUs are
-asked through NVML as every launch does, and torch in a separate process. `python -m sft_play.doctor` is the same without the packages
-of the configuration. `docs/doctor.md` lists the findings.
+Every check stands alone and needs nothing but the standard library, so that the doctor also works where packages are
+missing: GPUs are asked through NVML as every launch does, and torch in a separate process. `python -m sft_play.doctor`
+is the same without the packages of the configuration. `docs/doctor.md` lists the findings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,17 @@ PORT = 29500
 OLDEST_PYTHON = (3, 11)
 ROOT = Path(sft_play.__file__).parent.parent
 """The repository, when the package is installed editable as `make install` does."""
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "omegaconf", "tensorboard")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "bitsandbytes",
+    "omegaconf",
+    "tensorboard",
+)
 
 GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(
@@ -66,14 +76,31 @@ def main(call: Call) -> int:
 def report(model: str | None = None, *, as_json: bool) -> int:
     """Print the findings, errors first; return the exit code. `model`: the configuration's, where one was given."""
     checks: list[Callable[[], Iterable[Finding]]] = [
-        python_version, packages, shadowed_libraries, compilers, build_locks, gpus, hidden, folders, memory, open_files, variables, port, hub,
+        python_version,
+        packages,
+        shadowed_libraries,
+        compilers,
+        build_locks,
+        gpus,
+        hidden,
+        folders,
+        memory,
+        open_files,
+        variables,
+        port,
+        hub,
         partial(token, model),
-    ]  # fmt: skip
-    findings = sorted((finding for check in checks for finding in check()), key=lambda one: SEVERITIES.index(one.severity))
+    ]
+    findings = sorted(
+        (finding for check in checks for finding in check()), key=lambda one: SEVERITIES.index(one.severity)
+    )
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
     if as_json:
         print(
-            json.dumps({"checks": len(checks), "counts": counts, "findings": [asdict(finding) for finding in findings]}, indent=2)
+            json.dumps(
+                {"checks": len(checks), "counts": counts, "findings": [asdict(finding) for finding in findings]},
+                indent=2,
+            )
         )
     else:
         for line in finding_lines(findings):
@@ -129,11 +156,15 @@ def required_packages() -> list[str]:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Return package -> version of constraints.txt, with Unsloth's own where it is installed; empty where there are no such files."""
+    """Return package -> version of constraints.txt, with Unsloth's own where it is installed; empty where there are no
+    such files.
+    """
     names = ["constraints.txt", *(["constraints-unsloth.txt"] if has_unsloth() else [])]
     files = [ROOT / name for name in names if (ROOT / name).is_file()]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return {canonical(line.split("==")[0]): line.split("==")[1].strip() for line in lines if "==" in line and line[0] != "#"}
+    return {
+        canonical(line.split("==")[0]): line.split("==")[1].strip() for line in lines if "==" in line and line[0] != "#"
+    }
 
 
 def canonical(name: str) -> str:
@@ -174,7 +205,9 @@ def compilers() -> Iterator[Finding]:
 
 
 def build_locks() -> Iterator[Finding]:
-    """Locks of torch's extension builder that a killed process left: whoever loads DeepSpeed's extension waits for them."""
+    """Locks of torch's extension builder that a killed process left: whoever loads DeepSpeed's extension waits for
+    them.
+    """
     for path in abandoned_build_locks(older_seconds=BUILD_BEGINS_SECONDS):
         text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
         yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
@@ -184,7 +217,9 @@ def build_locks() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """A driver, a card or a slice that does not answer, and names that no GPU has; a card that nobody may use, or torch cannot; unlike cards."""
+    """A driver, a card or a slice that does not answer, and names that no GPU has; a card that nobody may use, or torch
+    cannot; unlike cards.
+    """
     if text := other_gpu():
         yield Finding("other-gpu", "warning", text, "a machine with an NVIDIA GPU, or stay on the CPU")
     try:
@@ -201,7 +236,9 @@ def gpus() -> Iterator[Finding]:
     names = sorted({device.name for device in hardware.devices})
     if len(names) > 1:
         text = f"different GPUs: {', '.join(names)}; each step waits for the slowest"
-        yield Finding("mixed-gpus", "note", text, "make plan shows each rank's share; CUDA_VISIBLE_DEVICES chooses among them")
+        yield Finding(
+            "mixed-gpus", "note", text, "make plan shows each rank's share; CUDA_VISIBLE_DEVICES chooses among them"
+        )
 
 
 def _nvidia_smi_error() -> str:
@@ -257,7 +294,10 @@ def folders() -> Iterator[Finding]:
             yield Finding(
                 "disk-low",
                 "error" if free < GIB / 2 else "warning",
-                text=f"the disk of `{folder}` has {free / GIB:.1f} GiB free; a run of a 7B model with adapters needs about 20",
+                text=(
+                    f"the disk of `{folder}` has {free / GIB:.1f} GiB free; a run of a 7B model with adapters needs"
+                    " about 20"
+                ),
                 remedy=f"free some space, or set {variable} to a folder on another disk",
             )
 
@@ -278,8 +318,14 @@ def memory() -> Iterator[Finding]:
         yield Finding(
             "shared-memory",
             "warning",
-            text=f"/dev/shm has {size / 2**20:.0f} MiB; data loaders and NCCL share memory there, and die with a bus error",
-            remedy="docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm; or train.dataloader_num_workers: 0",
+            text=(
+                f"/dev/shm has {size / 2**20:.0f} MiB; data loaders and NCCL share memory there, and die with a bus"
+                " error"
+            ),
+            remedy=(
+                "docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm; or"
+                " train.dataloader_num_workers: 0"
+            ),
         )
 
 
@@ -290,7 +336,10 @@ def open_files() -> Iterator[Finding]:
         yield Finding(
             "open-files",
             "warning",
-            text=f"a process may open {soft} files; sharded models and data loader processes need {MIN_OPEN_FILES} and more",
+            text=(
+                f"a process may open {soft} files; sharded models and data loader processes need {MIN_OPEN_FILES} and"
+                " more"
+            ),
             remedy=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}",
         )
 
@@ -309,7 +358,10 @@ def variables() -> Iterator[Finding]:
         yield Finding(
             "accelerate-default-config",
             "note",
-            text=f"`{default}` exists; runs read it where it asks for several machines or a strategy, and nothing typed says otherwise",
+            text=(
+                f"`{default}` exists; runs read it where it asks for several machines or a strategy, and nothing typed"
+                " says otherwise"
+            ),
             remedy=f"to use it always: ACCELERATE_CONFIG={default}; never: ACCELERATE_CONFIG=none",
         )
 
@@ -346,7 +398,10 @@ def hub() -> Iterator[Finding]:
             "hub-unreachable",
             "warning",
             text=f"{endpoint} cannot be reached: {reason}",
-            remedy="check the network and HTTPS_PROXY; local folders work, and so does the quickstart if pip reaches its index",
+            remedy=(
+                "check the network and HTTPS_PROXY; local folders work, and so does the quickstart if pip reaches its"
+                " index"
+            ),
         )
 
 

@@ -21,11 +21,16 @@ TOKEN = re.compile(
     r"|(https://(?:hooks\.slack(?:-gov)?\.com|(?:[\w-]+\.)?discord(?:app)?\.com/api|[\w.-]+\.webhook\.office\.com)/)[\w/@.~-]{16,}"
     r")(?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-]))*"
 )
-"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, and webhooks, by how they begin, to their last letter."""
+"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, and webhooks, by how they begin,
+to their last letter.
+"""
 NAMED = re.compile(
-    r"""((?:token|api_?key|secret|access_key|passw(?:or)?d)["'`]?\s*[=:]\s*["'`]?)[0-9a-f]{40}(?![0-9a-f])""", re.IGNORECASE
+    r"""((?:token|api_?key|secret|access_key|passw(?:or)?d)["'`]?\s*[=:]\s*["'`]?)[0-9a-f]{40}(?![0-9a-f])""",
+    re.IGNORECASE,
 )
-"""Tokens without a beginning of their own (Weights & Biases), where the name before them says what they are: commits look alike."""
+"""Tokens without a beginning of their own (Weights & Biases), where the name before them says what they are: commits
+look alike.
+"""
 
 SECRET = re.compile(
     r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|master_key|password|passwd|credentials?)", re.IGNORECASE
@@ -38,7 +43,9 @@ SECRET_VARIABLE = re.compile(
 """What is in the names of environment variables whose values are never shown, nor taken into a configuration."""
 USER_IN_URL = re.compile(r"(?<=://)\S*@")
 """To the last `@`: a password may hold slashes and `@`, and hiding too much of an address does no harm."""
-SECRET_IN_URL = re.compile(r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig|credential)[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
+SECRET_IN_URL = re.compile(
+    r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig|credential)[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE
+)
 SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
 """How keys in PEM and JSON web tokens begin."""
 
@@ -54,14 +61,18 @@ def without_tokens(text: str) -> str:
 
 
 def mask(name: str, value: str) -> str:
-    """Return `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password and keys go."""
+    """Return `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password
+    and keys go.
+    """
     if SECRET_VARIABLE.search(name) or TOKEN.search(value) or SECRET_VALUE.search(value):
         return f"({len(value)} letters, not shown)"
     return SECRET_IN_URL.sub(r"\1(not shown)", USER_IN_URL.sub("(not shown)@", value))
 
 
 def without_secret(origin: str, name: str) -> str:
-    """Return an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a secret."""
+    """Return an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a
+    secret.
+    """
     head, given, _ = origin.partition("=")
     return f"{head}=..." if given and SECRET.fullmatch(name) else origin
 
@@ -147,12 +158,16 @@ def safe_text(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with its line ends, and with escapes for what moves a terminal's cursor, hides or turns letters round."""
+    """Return `text` with its line ends, and with escapes for what moves a terminal's cursor, hides or turns letters
+    round.
+    """
     return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
 
 
 def _escaped(line: str) -> str:
-    return "".join(c if c.isprintable() or c in "\t\xa0\u3000" else c.encode("unicode_escape").decode("ascii") for c in line)
+    return "".join(
+        c if c.isprintable() or c in "\t\xa0\u3000" else c.encode("unicode_escape").decode("ascii") for c in line
+    )
 
 
 def causes(error: BaseException, *, handled: bool = True) -> Iterator[BaseException]:

@@ -1,4 +1,6 @@
-"""Files: written so that a reader never sees half of one, hashed, locked; and disks that are full or gone. Standard library only."""
+"""Files: written so that a reader never sees half of one, hashed, locked; and disks that are full or gone. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
 def open_own(path: Path, *, empty: bool = False) -> FileIO:
     """Open a file of ours to append to it, or with `empty` to write it anew; a missing one is made.
 
-    Raise `OSError` for a link, also one that came between the check of a run and this, for a hard link, a pipe and a device.
+    Raise `OSError` for a link, also one that came between the check of a run and this, for a hard link, a pipe and a
+    device.
     """
     descriptor = _checked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | UNFOLLOWED, alone=True)
     if empty:
@@ -163,7 +166,8 @@ def finite(value: Any) -> Any:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file that has one on each line; what is none is left out.
 
-    A crash or a full disk may cut the last line anywhere, inside a letter too. Empty where there is no file; raise other `OSError`s.
+    A crash or a full disk may cut the last line anywhere, inside a letter too. Empty where there is no file; raise
+    other `OSError`s.
     """
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError), open_plain(path) as stream:
@@ -190,9 +194,11 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def append_text(path: Path, text: str, *, sync: bool) -> None:
-    """Append complete lines in a single write, so that concurrent writers do not mix. A line that was cut short before stays alone.
+    """Append complete lines in a single write, so that concurrent writers do not mix. A line that was cut short before
+    stays alone.
 
-    Raise `OSError` on a full disk; what a part of the lines has taken there is given back, so that the next line begins a line.
+    Raise `OSError` on a full disk; what a part of the lines has taken there is given back, so that the next line begins
+    a line.
     """
     line = text.encode("utf-8")
     with open_own(path) as stream:
@@ -223,12 +229,18 @@ def text_sha256(text: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file system can hold a path of this name: no null character, no half of a surrogate pair, nothing too long."""
+    """Whether a file system can hold a path of this name: no null character, no half of a surrogate pair, nothing too
+    long.
+    """
     try:
         written = os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    return b"\0" not in written and len(written) <= LONGEST_PATH and all(len(p) <= LONGEST_PART for p in written.split(b"/"))
+    return (
+        b"\0" not in written
+        and len(written) <= LONGEST_PATH
+        and all(len(p) <= LONGEST_PART for p in written.split(b"/"))
+    )
 
 
 def typed_path(text: str) -> Path:
@@ -247,9 +259,11 @@ def current_umask() -> int:
 
 
 def lock(path: Path, *, shared: bool = False) -> int | None:
-    """Lock a file until the returned descriptor is closed or this process ends; a missing one is created, unless `shared`.
+    """Lock a file until the returned descriptor is closed or this process ends; a missing one is created, unless
+    `shared`.
 
-    Return `None` while another process holds it. Raise `OSError` for a file that cannot be opened, or a disk without locks.
+    Return `None` while another process holds it. Raise `OSError` for a file that cannot be opened, or a disk without
+    locks.
     """
     descriptor = os.open(path, (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT) | UNFOLLOWED, 0o666)
     try:
@@ -278,7 +292,17 @@ FULL_BYTES = 2**20
 """A disk with less free is full: a write that failed, or a rank that left no record, is explained by it."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 UNWRITABLE = frozenset(
-    {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EFBIG, errno.ENOTDIR}
+    {
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.EFBIG,
+        errno.ENOTDIR,
+    }
 )
 RUST = re.compile(r"os error (\d+)\b")
 """How safetensors names an error of the system."""
@@ -287,7 +311,9 @@ _unwritten: set[str] = set()
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any more."""
+    """Return the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any
+    more.
+    """
     found = os.statvfs(folder)
     if found.f_files and not found.f_favail:
         return 0
@@ -322,7 +348,9 @@ def is_gone(folder: Path) -> bool:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the system's error number of a failed write, also where a library has wrapped it; `None` for other errors."""
+    """Return the system's error number of a failed write, also where a library has wrapped it; `None` for other
+    errors.
+    """
     for link in causes(error):
         if isinstance(link, OSError) and link.errno is not None:
             return link.errno
@@ -345,9 +373,11 @@ def disk_problem(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def translate_disk_errors(place: Path, hint: Callable[[bool, Path], str]) -> Iterator[None]:
-    """Turn an `OSError` of a disk that is full or cannot be written into a `HardwareError` at the file that it names, else at `place`.
+    """Turn an `OSError` of a disk that is full or cannot be written into a `HardwareError` at the file that it names,
+    else at `place`.
 
-    `hint` is given whether the disk is full, and that place. A permission that no file is named for says nothing of a disk: such an error passes.
+    `hint` is given whether the disk is full, and that place. A permission that no file is named for says nothing of a
+    disk: such an error passes.
     """
     try:
         yield
@@ -363,7 +393,8 @@ def translate_disk_errors(place: Path, hint: Callable[[bool, Path], str]) -> Ite
 
 @contextlib.contextmanager
 def side_file(path: Path, what: str) -> Iterator[None]:
-    """Let the body write a file that the run can do without: a full or read-only disk gives one warning until `what` is written again.
+    """Let the body write a file that the run can do without: a full or read-only disk gives one warning until `what` is
+    written again.
 
     Other errors are raised.
     """
@@ -383,11 +414,14 @@ def side_file(path: Path, what: str) -> Iterator[None]:
         _unwritten.discard(what)
 
 
-# Folders in which something is made before it gets its name; those of processes that were killed are removed by the next.
+# Folders in which something is made before it gets its name; those of processes that were killed are removed by the
+# next.
 
 
 def make_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
-    """Return `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at all."""
+    """Return `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at
+    all.
+    """
     if (folder / mark).is_file():
         remove_abandoned(folder.parent)
         return folder
@@ -440,7 +474,9 @@ def extensions_folder() -> Path:
 
 
 def abandoned_build_locks(*, older_seconds: float = 0) -> Iterator[Path]:
-    """Yield locks of torch's extension builder in whose folder no process works: whoever loads the extension would wait for ever."""
+    """Yield locks of torch's extension builder in whose folder no process works: whoever loads the extension would wait
+    for ever.
+    """
     for lock in extensions_folder().rglob("lock"):  # seldom one, so processes are seldom looked at
         with contextlib.suppress(FileNotFoundError):
             if time.time() - lock.stat().st_mtime > older_seconds and not _works_in(lock.parent.resolve()):

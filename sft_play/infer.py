@@ -1,4 +1,6 @@
-"""`make infer RUN=` (or `MODEL=`): one answer (`PROMPT=`), answers to a file (`INPUT=`, `OUTPUT=`), or a conversation at the terminal."""
+"""`make infer RUN=` (or `MODEL=`): one answer (`PROMPT=`), answers to a file (`INPUT=`, `OUTPUT=`), or a conversation
+at the terminal.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def _columns(run: RunFolder) -> list[Mapping[str, str]]:
 
 
 def _check_options(options: Mapping[str, str]) -> None:
-    """Raise `UserError` for variables that do not go together, and for a file that would lose the questions or the answers."""
+    """Raise `UserError` for variables that do not go together, and for a file that would lose the questions or the
+    answers.
+    """
     hint = "make infer RUN=name INPUT=questions.jsonl OUTPUT=answers.jsonl"
     if "PROMPT" in options and ("INPUT" in options or "OUTPUT" in options):
         raise UserError("`PROMPT` asks for one answer and `INPUT`/`OUTPUT` for a file of them: give one or the other")
@@ -107,7 +111,8 @@ def _check_overrides(call: Call, allowed: frozenset[str]) -> None:
     refused = sorted({override.key for override in call.overrides} - allowed)
     if refused:
         raise UserError(
-            f"`make infer` cannot change {', '.join(f'`{key}`' for key in refused)} of a trained {'run' if allowed is SETTINGS else 'model'}",
+            f"`make infer` cannot change {', '.join(f'`{key}`' for key in refused)} of a trained"
+            f" {'run' if allowed is SETTINGS else 'model'}",
             hint=f"it takes {', '.join(sorted(key.upper().replace('.', '_') for key in allowed))}",
         )
 
@@ -183,7 +188,9 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     cut = sum(not answer.stopped for answer in answers)
     if cut:
         limit = ready.settings.max_new_tokens
-        of = f"{cut} of {len(answers)} answers {'was' if cut == 1 else 'were'}" if len(answers) > 1 else "the answer was"
+        of = (
+            f"{cut} of {len(answers)} answers {'was' if cut == 1 else 'were'}" if len(answers) > 1 else "the answer was"
+        )
         tell(f"note: {of} cut at {limit} tokens; TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} allows more")
     return cut
 
@@ -200,7 +207,8 @@ def _tell_thought(said: Said) -> None:
 
 
 def _output_row(ready: Ready, row: Question, said: Said | None) -> dict[str, Any]:
-    """Return a row of `OUTPUT`: what else `INPUT` had in it, `input.` before a name that is ours, then question and answer.
+    """Return a row of `OUTPUT`: what else `INPUT` had in it, `input.` before a name that is ours, then question and
+    answer.
 
     `said` is `None` where nothing was asked.
     """
@@ -229,11 +237,15 @@ def _separated(separator: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
         names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
         writer = csv.DictWriter(
-            text, sorted(names, key=lambda name: name in OURS and 1 + OURS.index(name)), delimiter=separator, lineterminator="\n"
+            text,
+            sorted(names, key=lambda name: name in OURS and 1 + OURS.index(name)),
+            delimiter=separator,
+            lineterminator="\n",
         )
         writer.writeheader()
         writer.writerows(
-            {name: _json_text(cell) if isinstance(cell, (list, dict)) else cell for name, cell in row.items()} for row in rows
+            {name: _json_text(cell) if isinstance(cell, (list, dict)) else cell for name, cell in row.items()}
+            for row in rows
         )
         return text.getvalue()
 
@@ -252,7 +264,9 @@ WRITERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
 
 
 def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
-    """Return the rows' tokens. Raise `DataError` for rows that the template refuses or that leave no room for an answer."""
+    """Return the rows' tokens. Raise `DataError` for rows that the template refuses or that leave no room for an
+    answer.
+    """
     from sft_play.evaluation.generation import context_length, prompt_ids
 
     room = context_length(ready.model)
@@ -272,7 +286,9 @@ def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
 
 
 class Conversation:
-    """A chat at the terminal or over a pipe: one line a turn, the answer streamed, the history kept until it does not fit."""
+    """A chat at the terminal or over a pipe: one line a turn, the answer streamed, the history kept until it does not
+    fit.
+    """
 
     def __init__(self, ready: Ready, *, as_json: bool = False) -> None:
         self.model, self.tokenizer, self.settings = ready
@@ -312,7 +328,8 @@ class Conversation:
         if self.as_json or self.settings.num_beams > 1:  # beams decide on the text only at the end
             said = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].said
             print(
-                json.dumps({"prompt": question, **_parts(said)}, ensure_ascii=False) if self.as_json else said.shown, flush=True
+                json.dumps({"prompt": question, **_parts(said)}, ensure_ascii=False) if self.as_json else said.shown,
+                flush=True,
             )
         else:
             said = self._stream(prompt)
@@ -350,7 +367,9 @@ class Conversation:
         if forgotten:
             tell(f"note: the {forgotten} oldest exchanges no longer fit into the model's context")
         if len(prompt) >= context_length(self.model):
-            raise DataError(f"this turn has {len(prompt)} tokens, and the model takes at most {context_length(self.model) - 1}")
+            raise DataError(
+                f"this turn has {len(prompt)} tokens, and the model takes at most {context_length(self.model) - 1}"
+            )
         return prompt
 
 
@@ -378,7 +397,8 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
-    """Return the rows of a file, or its lines. `columns`: new names of columns (`data.sources[].columns`), the first that apply.
+    """Return the rows of a file, or its lines. `columns`: new names of columns (`data.sources[].columns`), the first
+    that apply.
 
     Raise `DataError` with the places of all bad rows, and for a file without prompts.
     """
@@ -420,9 +440,13 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
             break
     asks = next((column for column in ASKS if row.get(column) is not None), None)
     if asks is None:
-        raise DataError(f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}")
+        raise DataError(
+            f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}"
+        )
     form, answer = ASKS[asks]
-    others = {name: value for name, value in given.items() if name not in {old_names.get(one, one) for one in (asks, answer)}}
+    others = {
+        name: value for name, value in given.items() if name not in {old_names.get(one, one) for one in (asks, answer)}
+    }
     if isinstance(row[asks], str) and not row[asks].strip():
         return Question(place, [], others=others)
     example = understand((place, _with_answer(row, asks, answer)), 0, form)
@@ -430,7 +454,9 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     if not any(turn["role"] == "user" for turn in asked):
         raise DataError(f"`{asks}` holds no turn that could be answered")
     calls = [call["function"] for call in last.get("tool_calls", ())]
-    reference = "\n".join(filter(None, [last["content"], *(call_text(call["name"], call["arguments"]) for call in calls)]))
+    reference = "\n".join(
+        filter(None, [last["content"], *(call_text(call["name"], call["arguments"]) for call in calls)])
+    )
     messages = [{key: value for key, value in turn.items() if key != "train"} for turn in asked]
     return Question(place, messages, example.tools, None if reference == TO_COME else reference, others)
 
@@ -445,7 +471,10 @@ def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str,
         return {**row, answer: _ended(found, answer, "role", "content")}
     if isinstance(found, str) and found.strip():
         return row
-    return {**row, answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}]}
+    return {
+        **row,
+        answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}],
+    }
 
 
 def _ended(turns: Any, column: str, name: str, words: str) -> Any:

@@ -1,4 +1,6 @@
-"""`sft-play init`: a Makefile, presets, examples and documents in an empty folder, for those who installed SFT-Play without a clone."""
+"""`sft-play init`: a Makefile, presets, examples and documents in an empty folder, for those who installed SFT-Play
+without a clone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def main(_: Call) -> int:
     """Write the files and say what to type next. Raise `UserError` where one of them is there already."""
     taken = [name for name in ("Makefile", *FOLDERS) if Path(name).exists()]
     if taken:
-        raise UserError(f"`{taken[0]}` is here already, and nothing of yours is replaced", hint="type it in an empty folder")
+        raise UserError(
+            f"`{taken[0]}` is here already, and nothing of yours is replaced", hint="type it in an empty folder"
+        )
     for name in FOLDERS:
         shutil.copytree(SHIPPED / name, name, ignore=shutil.ignore_patterns("__pycache__"))
     write_text(Path("Makefile"), MAKEFILE.replace("PYTHON -P", f"{shlex.quote(sys.executable).replace('$', '$$')} -P"))

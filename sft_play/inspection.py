@@ -1,4 +1,6 @@
-"""`make inspect`: prepares the data if needed, then shows rows with the loss mask visible, in the terminal or as a page (`HTML=1`)."""
+"""`make inspect`: prepares the data if needed, then shows rows with the loss mask visible, in the terminal or as a page
+(`HTML=1`).
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def _split_record(
 ) -> dict[str, Any]:
     """Return what the page shows of a split (`report/static/rows.js`)."""
     said = "training" if name == "train" else name
-    warnings = summary(said, manifest).splitlines()[1 + len(manifest["sources"]) :]  # after the split's line and the sources'
+    warnings = summary(said, manifest).splitlines()[
+        1 + len(manifest["sources"]) :
+    ]  # after the split's line and the sources'
     return {
         "name": said,
         "counted": counted_as(name),
@@ -111,17 +115,24 @@ def _split_record(
 
 
 def histogram(values: Sequence[int]) -> dict[str, Any]:
-    """Return how many `values` are in each bin `[k * width, (k + 1) * width)`, of the finest round width that gives few bins."""
+    """Return how many `values` are in each bin `[k * width, (k + 1) * width)`, of the finest round width that gives few
+    bins.
+    """
     longest = max(values, default=0)
     width = next(
-        width for power in numbers() for width in (10**power, 2 * 10**power, 5 * 10**power) if longest < MOST_BINS * width
+        width
+        for power in numbers()
+        for width in (10**power, 2 * 10**power, 5 * 10**power)
+        if longest < MOST_BINS * width
     )
     found = Counter(value // width for value in values)
     return {"width": width, "counts": [found[bin_] for bin_ in range(longest // width + 1)]}
 
 
 def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, words: str | None) -> list[Sample]:
-    """Return rows of a prepared split: those that hold `words` in any letter case, else some of each source, chosen by `seed`."""
+    """Return rows of a prepared split: those that hold `words` in any letter case, else some of each source, chosen by
+    `seed`.
+    """
     from sft_play.model.tokenizer import load_tokenizer
 
     rows = Rows(manifest["split"]["path"])
@@ -171,14 +182,20 @@ class Sample:
 
 
 def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, special: frozenset[int]) -> Sample:
-    """Return the row at `index` of a prepared dataset with its text. `special`: ids that are shown as special tokens."""
+    """Return the row at `index` of a prepared dataset with its text. `special`: ids that are shown as special
+    tokens.
+    """
     ids, labels = list(row["input_ids"]), list(row["labels"])
-    trained = [position > 0 and label != IGNORED for position, label in enumerate(labels)]  # nothing predicts the first token
+    trained = [
+        position > 0 and label != IGNORED for position, label in enumerate(labels)
+    ]  # nothing predicts the first token
     kinds = [(kind, token in special) for kind, token in zip(trained, ids, strict=True)]
     pieces, start = [], 0
     for (is_trained, is_special), group in groupby(kinds):
         count = sum(1 for _ in group)
-        text = tokenizer.decode(ids[start : start + count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(
+            ids[start : start + count], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         pieces.append(Piece(text=text, trained=is_trained, special=is_special, tokens=count))
         start += count
     number = row.get("source", 0)
@@ -204,12 +221,18 @@ def show(
     colours = console.color_system is not None
     word = counted_as(split)
     legend = Text(word, style=TRAINED) if colours else Text(word.join(WITHOUT_COLOUR))
-    console.print(Text.assemble(legend, "  read only  ", Text("special token", style=SPECIAL if colours else ""), " ↵ line end"))
+    console.print(
+        Text.assemble(legend, "  read only  ", Text("special token", style=SPECIAL if colours else ""), " ↵ line end")
+    )
     for sample in samples:
         title = f"{split} row {sample.index} of {sample.source}: {sample.tokens} tokens, {sample.trained} {word}"
-        console.print(Rule(printable(title), align="left", characters="─" if console.encoding.startswith("utf") else "-"))
+        console.print(
+            Rule(printable(title), align="left", characters="─" if console.encoding.startswith("utf") else "-")
+        )
         console.print(Text.assemble(*map(_colour, sample.pieces)) if colours else Text(_mark(sample)))
-    lengths = ", ".join(f"{share} of rows have at most {tokens:,}" for share, tokens in manifest["length_quantiles"].items())
+    lengths = ", ".join(
+        f"{share} of rows have at most {tokens:,}" for share, tokens in manifest["length_quantiles"].items()
+    )
     for line in ("", *(f"mixture: {line}" for line in mixture), f"tokens: {lengths}", *skipped_lines(manifest)):
         console.print(printable(line))
     if len(samples) < manifest["split"]["rows"]:
@@ -222,7 +245,11 @@ def _colour(piece: Piece) -> Text:
 
 def _mark(sample: Sample) -> str:
     before, after = WITHOUT_COLOUR
-    parts = [f"{before}{text}{after}" if piece.trained else text for piece in sample.pieces for text in [_with_line_ends(piece)]]
+    parts = [
+        f"{before}{text}{after}" if piece.trained else text
+        for piece in sample.pieces
+        for text in [_with_line_ends(piece)]
+    ]
     return "".join(parts).replace(after + before, "")
 
 
@@ -233,7 +260,9 @@ def _with_line_ends(piece: Piece) -> str:
 
 
 def skipped_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows of a source were skipped, with the first places, and one for rows that were cut."""
+    """Return a line for each reason for which rows of a source were skipped, with the first places, and one for rows
+    that were cut.
+    """
     lines = []
     for source in manifest["sources"]:
         for reason, count in left_out_of(source).items():

@@ -1,7 +1,8 @@
-"""Imported first by commands: keeps a user's `tokenizers.py` or `datasets.py` in the working folder from being imported for a library.
+"""Imported first by commands: keeps a user's `tokenizers.py` or `datasets.py` in the working folder from being imported
+for a library.
 
-`python -m` puts that folder before all others. It is taken out, here and (`PYTHONSAFEPATH`) in every process that is started, unless SFT-Play itself
-is only found there. `PYTHONOPTIMIZE=2` is left behind too.
+`python -m` puts that folder before all others. It is taken out, here and (`PYTHONSAFEPATH`) in every process that is
+started, unless SFT-Play itself is only found there. `PYTHONOPTIMIZE=2` is left behind too.
 """
 
 from __future__ import annotations

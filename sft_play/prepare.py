@@ -1,7 +1,8 @@
-"""Find the model and prepare the data, once, before any process group exists; print what was taken and what was skipped.
+"""Find the model and prepare the data, once, before any process group exists; print what was taken and what was
+skipped.
 
-`make data` does only this, on a machine without a GPU too; `python -m sft_play.prepare --run runs/NAME`, which the launcher
-starts, writes `prepared.json` into the run's folder.
+`make data` does only this, on a machine without a GPU too; `python -m sft_play.prepare --run runs/NAME`, which the
+launcher starts, writes `prepared.json` into the run's folder.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def data(call: Call) -> int:
     for line in mixture.describe() if mixture else []:
         tell(f"mixture: {line}")
     if call.json:
-        found = {"model": asdict(prepared.model), "train": manifests["train"], "validation": manifests.get("validation")}
+        found = {
+            "model": asdict(prepared.model),
+            "train": manifests["train"],
+            "validation": manifests.get("validation"),
+        }
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         print("\n".join(f"{name}: {manifest['split']['path']}" for name, manifest in manifests.items()))
@@ -72,7 +77,9 @@ def data(call: Call) -> int:
 
 @contextmanager
 def _stopped_in_order() -> Iterator[None]:
-    """Let signals end the preparation so that its processes end and nothing half-written stays; report a disk's error in one line."""
+    """Let signals end the preparation so that its processes end and nothing half-written stays; report a disk's error
+    in one line.
+    """
     here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody handle signals
     with end_by_signals() if here else nullcontext(), translate_disk_errors(cache_folder(), place_hint):
         yield
@@ -90,7 +97,9 @@ def prepare_run(run: RunFolder, *, scored: bool = False, day: str | None = None)
     if any(name.startswith(LIBRARY) for name in config.eval.metrics):
         from sft_play.evaluation.scores import check_library_metrics
 
-        check_library_metrics(config.eval.metrics)  # a name that is wrong is said before anything is downloaded or trained
+        check_library_metrics(
+            config.eval.metrics
+        )  # a name that is wrong is said before anything is downloaded or trained
     before = Prepared.load(run.prepared) if run.prepared.is_file() else None
     prepared, _ = prepare(config, scored=scored, day=day, before=before)
     prepared.save(run.prepared)
@@ -102,7 +111,8 @@ def prepare(
 ) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
     """Resolve the model and prepare the data; return the facts, and the manifest of each split. Raise `DataError`.
 
-    `scored` says that the configuration's sources are for an evaluation: they are called so. `day`, `before`: see `prepare_data`.
+    `scored` says that the configuration's sources are for an evaluation: they are called so. `day`, `before`: see
+    `prepare_data`.
 
     `make plan` and `lookup` know it from then on.
     """
@@ -120,7 +130,9 @@ def prepare(
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)
-    prepared, manifests = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)), day, before)
+    prepared, manifests = prepare_data(
+        config, model, functools.cache(lambda: _tokenizer(model, trust=trust)), day, before
+    )
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     remember(config, prepared)

@@ -36,7 +36,9 @@ def main(call: Call) -> int:
     if name := call.options.get("RUN"):
         unused = [*sorted(call.options.keys() - {"RUN", "JSON"}), *(one.origin for one in call.overrides)]
         if unused:
-            raise UserError(f"`RUN` shows what a run has measured, and `{unused[0]}` is for a new one", hint="give one of them")
+            raise UserError(
+                f"`RUN` shows what a run has measured, and `{unused[0]}` is for a new one", hint="give one of them"
+            )
         run = find_run(name)
     else:
         run, outcome = start_run(_short(call), "auto")
@@ -46,9 +48,16 @@ def main(call: Call) -> int:
     if not found:
         raise UserError(
             f"{run.path} has no profile",
-            hint="TRAIN_PROFILE_STEPS=3 with a training command writes one; `make profile CONFIG=` makes a short run for it",
+            hint=(
+                "TRAIN_PROFILE_STEPS=3 with a training command writes one; `make profile CONFIG=` makes a short run"
+                " for it"
+            ),
         )
-    print(json.dumps(found, indent=2) if call.json else "\n\n".join("\n".join(lines(name, one)) for name, one in found.items()))
+    print(
+        json.dumps(found, indent=2)
+        if call.json
+        else "\n\n".join("\n".join(lines(name, one)) for name, one in found.items())
+    )
     if not call.json:
         print(f"\ntraces for https://ui.perfetto.dev, chrome://tracing or TensorBoard's profiler plugin: {run.profile}")
     return 0
@@ -84,7 +93,10 @@ def lines(name: str, one: Mapping[str, Any]) -> Iterator[str]:
     last = one["start"] + one["steps"] - 1
     yield f"{name}: steps {one['start']} to {last}, {one['step_seconds']:.3g} s each"
     yield from table(
-        [("", f"{share:.1%}", WORDS.get(kind, kind)) for kind, share in sorted(one["shares"].items(), key=lambda item: -item[1])]
+        [
+            ("", f"{share:.1%}", WORDS.get(kind, kind))
+            for kind, share in sorted(one["shares"].items(), key=lambda item: -item[1])
+        ]
     )
     rows = [
         (row["name"][:60], f"{row['calls']:.0f}", f"{1e3 * row['seconds']:.2f}", f"{row['share']:.1%}")
@@ -110,7 +122,10 @@ def _short(call: Call) -> Call:
         values = {"train.profile.start": str(START), "train.profile.steps": str(STEPS)}
         asked = load_config(config_path(name), with_ours(values)).config.train.profile
     values |= {
-        "train.max_steps": str(asked.start + asked.steps - 1), "train.save_strategy": "no", "train.eval_strategy": "no",
-        "train.load_best_model_at_end": "false", "train.report_to": "none",
-    }  # fmt: skip
+        "train.max_steps": str(asked.start + asked.steps - 1),
+        "train.save_strategy": "no",
+        "train.eval_strategy": "no",
+        "train.load_best_model_at_end": "false",
+        "train.report_to": "none",
+    }
     return replace(call, overrides=with_ours(values))

@@ -1,7 +1,7 @@
 """`make quickstart`: a real small model is scored, fine-tuned on this machine, and scored again on the same prompts.
 
-The path is that of `make train`; only the two evaluations are added. Each heavy part runs in a separate process, so that
-nothing of the first evaluation is in memory while the model is trained.
+The path is that of `make train`; only the two evaluations are added. Each heavy part runs in a separate process, so
+that nothing of the first evaluation is in memory while the model is trained.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def main(call: Call) -> int:
         print(json.dumps(result | {"seconds": round(time.perf_counter() - started, 1)}, indent=2))
     else:
         print(report(result))
-        print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.typed}\n  make tensorboard")
+        print(
+            f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.typed}\n  make tensorboard"
+        )
     return 0
 
 
@@ -76,7 +78,9 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
     """Return both evaluations side by side, with some answers of each. Asserts that the prompts are the same."""
     folders = {name: Path(part["folder"]) for name, part in (("before", before), ("after", after))}
     answers = [read_predictions(folder) for folder in folders.values()]
-    assert [(a["row"], a["prompt"]) for a in answers[0]] == [(a["row"], a["prompt"]) for a in answers[1]], "the same prompts"
+    assert [(a["row"], a["prompt"]) for a in answers[0]] == [(a["row"], a["prompt"]) for a in answers[1]], (
+        "the same prompts"
+    )
     return {
         "run": run.name,
         "before": {name: before[name] for name in before if name not in ("run", "folder")},
@@ -84,7 +88,8 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
         "loss_fell": after["loss"] < before["loss"],
         "rougeL_beyond_interval": "rougeL" in after and after["rougeL"]["low"] > before["rougeL"]["high"],
         "answers": [
-            {name: old[name] for name in ("row", "prompt", "reference")} | {"before": old["answer"], "after": new["answer"]}
+            {name: old[name] for name in ("row", "prompt", "reference")}
+            | {"before": old["answer"], "after": new["answer"]}
             for old, new in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]
         ],
         "predictions": {name: str(folder / PREDICTIONS) for name, folder in folders.items() if answers[0]},
@@ -94,7 +99,11 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
 def report(result: Mapping[str, Any]) -> str:
     """Return the comparison as the user reads it."""
     before, after = result["before"], result["after"]
-    lines = ["", f"== {result['run']}: {len(result['answers'])} held-out answers before and after"] if result["answers"] else []
+    lines = (
+        ["", f"== {result['run']}: {len(result['answers'])} held-out answers before and after"]
+        if result["answers"]
+        else []
+    )
     for answer in result["answers"]:
         lines += ["", *_wrap("prompt   ", _question(answer["prompt"]))]
         lines += _wrap("wanted   ", answer["reference"]) + _wrap("before   ", answer["before"])
@@ -104,7 +113,10 @@ def report(result: Mapping[str, Any]) -> str:
         ("held-out", "before", "after"),
         *((name, f"{before[name]:.4g}", f"{after[name]:.4g}") for name in ("loss", "perplexity")),
     ]
-    lines += ["", *table([*rows, *((label_of_metric(name), _interval(before[name]), _interval(after[name])) for name in scored)])]
+    lines += [
+        "",
+        *table([*rows, *((label_of_metric(name), _interval(before[name]), _interval(after[name])) for name in scored)]),
+    ]
     if "rougeL" in after:
         lines.append(f"(n = {after['rougeL']['n']} answers, 95 % bootstrap intervals)")
     lines += [f"answers {name:<7}{path}" for name, path in result["predictions"].items()]
@@ -131,6 +143,8 @@ def _question(prompt: str) -> str:
 
 def _wrap(label: str, text: str) -> list[str]:
     """Return `text` after `label`, at most 12 lines; line breaks of code are kept."""
-    lines = [part for line in (text.splitlines() or [""]) for part in (textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""])]
+    lines = [
+        part for line in text.splitlines() or [""] for part in textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""]
+    ]
     lines = lines if len(lines) <= 12 else [*lines[:11], "..."]
     return [f"{label if index == 0 else ' ' * len(label)}{line}".rstrip() for index, line in enumerate(lines)]

@@ -1,6 +1,8 @@
-"""`make serve RUN=` (or `MODEL=`): a model behind transformers' own OpenAI-compatible server, on 127.0.0.1 unless `HOST=` says otherwise.
+"""`make serve RUN=` (or `MODEL=`): a model behind transformers' own OpenAI-compatible server, on 127.0.0.1 unless
+`HOST=` says otherwise.
 
-That server asks nobody who he is and loads whatever model a client names; both are settled here before it sees a request.
+That server asks nobody who he is and loads whatever model a client names; both are settled here before it sees a
+request.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ class Place(NamedTuple):
 
 
 def whole_model(run: RunFolder, weights: Path) -> Path:
-    """Return a folder that holds the whole model: the weights themselves, or a merged copy in the cache, made when needed.
+    """Return a folder that holds the whole model: the weights themselves, or a merged copy in the cache, made when
+    needed.
 
     The cache is keyed by the adapter's content, so that training on makes a new copy.
     """
@@ -115,7 +118,8 @@ def _plain(call: Call, model: str) -> tuple[Path, str]:
 
 
 def name_for_clients(run: RunFolder, label: str) -> str:
-    """Return the model's name in the API: the run's, with the checkpoint's where one was asked for (`demo-step-000040`).
+    """Return the model's name in the API: the run's, with the checkpoint's where one was asked for
+    (`demo-step-000040`).
 
     transformers reads `@` as a revision, so it cannot stand in a name.
     """
@@ -198,7 +202,9 @@ def _serve(name: str, place: Place, stopped: list[int], *, ends: dict[str, Any],
         while not server.server.started and server._thread.is_alive() and not stopped:
             time.sleep(0.05)
         if not server._thread.is_alive():
-            raise HardwareError(f"the server could not open port {place.port} of {place.address}", hint="choose another PORT=")
+            raise HardwareError(
+                f"the server could not open port {place.port} of {place.address}", hint="choose another PORT="
+            )
         if not is_loopback(place.address):
             tell("note: what is sent is not encrypted: beyond a network that you trust put it behind TLS or `ssh -L`")
         if as_json:
@@ -230,7 +236,9 @@ def know_marks(manager: Any) -> None:
 
 
 def limit_handler(handler: Any, ends: dict[str, Any]) -> None:
-    """End each answer of a handler where its turn ends, and after `LONGEST_ANSWER_SECONDS`, since answers wait for one another."""
+    """End each answer of a handler where its turn ends, and after `LONGEST_ANSWER_SECONDS`, since answers wait for one
+    another.
+    """
     build = handler._build_generation_config
 
     def bounded(*arguments: Any, **named: Any) -> Any:
@@ -248,7 +256,9 @@ LONGEST_TEMPLATE_VALUE = 64
 
 
 def check_template_keys(handler: Any) -> None:
-    """Refuse a request that tells the chat template more than `TEMPLATE_KEYS`: one that brings a template would run it, for ever and in C."""
+    """Refuse a request that tells the chat template more than `TEMPLATE_KEYS`: one that brings a template would run it,
+    for ever and in C.
+    """
     from fastapi import HTTPException
 
     validate = handler._validate_request
@@ -257,7 +267,8 @@ def check_template_keys(handler: Any) -> None:
         given = body.pop("chat_template_kwargs", None) or {}
         if not isinstance(given, dict) or given.keys() - TEMPLATE_KEYS or not all(map(_is_short, given.values())):
             raise HTTPException(
-                400, f"`chat_template_kwargs` takes {', '.join(sorted(TEMPLATE_KEYS))}, each a short text, number or true"
+                400,
+                f"`chat_template_kwargs` takes {', '.join(sorted(TEMPLATE_KEYS))}, each a short text, number or true",
             )
         validate(body)
         body |= {"chat_template_kwargs": given} if given else {}
@@ -270,7 +281,9 @@ def _is_short(value: Any) -> bool:
 
 
 def only_model(manager: Any, name: str) -> None:
-    """Make the server know one model: by itself it loads any folder or hub id that a request names, and lists the hub's cache."""
+    """Make the server know one model: by itself it loads any folder or hub id that a request names, and lists the hub's
+    cache.
+    """
     from fastapi import HTTPException
 
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}

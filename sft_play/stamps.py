@@ -1,4 +1,6 @@
-"""`make stamp`: what made a run, a checkpoint or a model (`RUN=`), or what differs between two of them (`A=`, `B=`). No torch."""
+"""`make stamp`: what made a run, a checkpoint or a model (`RUN=`), or what differs between two of them (`A=`, `B=`). No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
 from sft_play.text import as_typed, table
 
 PURPOSES = ("resume", "merge", "infer", "eval")
-USAGE = "make stamp RUN=name, or make stamp A=name B=other; each may be NAME@step-000040, NAME@best, NAME@model, or a folder"
+USAGE = (
+    "make stamp RUN=name, or make stamp A=name B=other; each may be NAME@step-000040, NAME@best, NAME@model, or a"
+    " folder"
+)
 
 
 def main(call: Call) -> int:
@@ -37,7 +42,8 @@ def main(call: Call) -> int:
 
 
 def find(name: str) -> Path:
-    """Return the folder whose stamp `name` means: a run, `NAME@step-000040`, `NAME@best`, `NAME@model`, or a folder with a stamp.
+    """Return the folder whose stamp `name` means: a run, `NAME@step-000040`, `NAME@best`, `NAME@model`, or a folder
+    with a stamp.
 
     Raise `CheckpointError` with what exists.
     """
@@ -68,7 +74,8 @@ def _part(run: RunFolder, part: str) -> Path:
 def run_again(run: RunFolder) -> str | None:
     """Return the command that repeats a run from its folder; `None` for one whose workers never started.
 
-    What the plan chose for this machine and this moment is written out: free memory decides it, and so does what is typed.
+    What the plan chose for this machine and this moment is written out: free memory decides it, and so does what is
+    typed.
     """
     try:
         launch, plan, config = launches(run)[0]["launch"], read_json(run.plan), read_json(run.config)["config"]
@@ -122,7 +129,9 @@ def _one(call: Call) -> int:
 
 
 def differences(a: Stamp, b: Stamp) -> list[dict[str, Any]]:
-    """Return every field that differs: both values, and what that means to each purpose when `a`'s weights are used as `b` says."""
+    """Return every field that differs: both values, and what that means to each purpose when `a`'s weights are used as
+    `b` says.
+    """
     found = []
     for field, rule in RULES.items():
         one, other = getattr(a, field), getattr(b, field)
@@ -159,7 +168,9 @@ def _difference(call: Call) -> int:
 
 
 def _lines(field: str, verdicts: tuple[str, ...], *values: Any) -> Iterator[tuple[str, ...]]:
-    """Yield name and texts of a field, one line for each entry of a mapping, the first with the verdicts; of two values what differs."""
+    """Yield name and texts of a field, one line for each entry of a mapping, the first with the verdicts; of two values
+    what differs.
+    """
     lines = [(field, *map(_text, values))]
     if any(isinstance(value, Mapping) and value for value in values):
         parts = [value if isinstance(value, Mapping) else {} for value in values]

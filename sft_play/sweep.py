@@ -1,4 +1,6 @@
-"""`make sweep`: one configuration with many values of some keys, each combination an ordinary run, ranked at the end."""
+"""`make sweep`: one configuration with many values of some keys, each combination an ordinary run, ranked at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -85,19 +87,23 @@ MOST_RUNS = 10_000
 
 
 def main(call: Call) -> int:
-    """Plan all runs, train them in turn or as a Slurm array, and print them in order of their scores. The same command continues where
-    it was stopped."""
+    """Plan all runs, train them in turn or as a Slurm array, and print them in order of their scores. The same command
+    continues where it was stopped.
+    """
     for name in ("CONFIG", "SWEEP"):
         if name not in call.options:
             raise UserError(f"`make sweep` needs `{name}`", hint="make sweep CONFIG=my.yaml SWEEP=sweep.yaml")
     if not (slurm := call.flag("SLURM")) and (given := [name for name in OF_SLURM if name in call.options]):
         raise UserError(
-            f"`{given[0]}` is for a sweep by Slurm", hint="SLURM=1, or omit it: runs are trained here, one after the other"
+            f"`{given[0]}` is for a sweep by Slurm",
+            hint="SLURM=1, or omit it: runs are trained here, one after the other",
         )
     path, config = typed_path(call.options["SWEEP"]), config_path(call.options["CONFIG"])
     sweep = read_sweep(path)
     if typed := [one for one in call.overrides if one.key in sweep.keys or (slurm and one.key == "slurm.array")]:
-        raise UserError(f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once")
+        raise UserError(
+            f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once"
+        )
     loaded = load_config(config, call.overrides).config
     if loaded.tuning.backend == "unsloth":
         enter_unsloth("sweep")
@@ -105,11 +111,15 @@ def main(call: Call) -> int:
     metric = _metric(sweep, base, path)
     count = math.prod(map(len, sweep.keys.values()))
     if count > MOST_RUNS:
-        text, hint = f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}", "list fewer values, or make several sweeps"
+        text, hint = (
+            f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}",
+            "list fewer values, or make several sweeps",
+        )
         raise UserError(text, place=str(path), hint=hint)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
-        Trial(name=f"{name}-{index:02d}", values=values, origin=str(path)) for index, values in enumerate(combinations(sweep), 1)
+        Trial(name=f"{name}-{index:02d}", values=values, origin=str(path))
+        for index, values in enumerate(combinations(sweep), 1)
     ]
     say_plan(call, trials)
     return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, metric)
@@ -138,7 +148,9 @@ def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
     metric = metric if metric == "loss" or metric.startswith("eval_") else f"eval_{metric}"
     if metric != "loss" and base.eval_strategy == "no":
         raise UserError(
-            f"runs are ranked by `{metric}`, and `train.eval_strategy` is `no`", place=str(path), hint="TRAIN_EVAL_STRATEGY=epoch"
+            f"runs are ranked by `{metric}`, and `train.eval_strategy` is `no`",
+            place=str(path),
+            hint="TRAIN_EVAL_STRATEGY=epoch",
         )
     return metric
 
@@ -159,7 +171,8 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
         return 0
     if call.flag("SUBMIT") and is_queued(name):
         raise UserError(
-            f"the sweep `{name}` is in the queue already", hint=f"squeue --me --name={name}; once it ended, type the same again"
+            f"the sweep `{name}` is in the queue already",
+            hint=f"squeue --me --name={name}; once it ended, type the same again",
         )
     array = Override(key="slurm.array", text=",".join(map(str, tasks)), origin=call.options["SWEEP"])
     return write_job(_call(call, name, array), tasks)
@@ -196,10 +209,16 @@ def read_sweep(path: Path) -> Sweep:
             values[key] = [_text(value) for value in part.value]
         else:
             problems.append(Mismatch(key, part, f"is `{shown(part)}`; expected a list of values"))
-    raise_all([
-        UserError(f"`{one.key}` {one.problem}" if one.key else f"the sweep {one.problem}", place=f"{path}:{one.node.line}", hint=one.hint)
-        for one in problems
-    ])  # fmt: skip
+    raise_all(
+        [
+            UserError(
+                f"`{one.key}` {one.problem}" if one.key else f"the sweep {one.problem}",
+                place=f"{path}:{one.node.line}",
+                hint=one.hint,
+            )
+            for one in problems
+        ]
+    )
     return Sweep(keys=values, metric=found.metric)
 
 
@@ -214,9 +233,10 @@ def check_unchanged(trial: Trial) -> None:
         if (old := before.get(key)) != (new := now.get(key)):
             line = read_yaml(Path(trial.origin)).value["keys"].value[key].line
             raise UserError(
-                f"`{key}` is {new} for the run `{run.name}`, which was begun with {old}", place=f"{trial.origin}:{line}",
+                f"`{key}` is {new} for the run `{run.name}`, which was begun with {old}",
+                place=f"{trial.origin}:{line}",
                 hint="put the value back to continue the sweep; RUN_NAME=other starts another one",
-            )  # fmt: skip
+            )
 
 
 def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
@@ -226,7 +246,9 @@ def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
 
 
 def say_plan(call: Call, trials: Sequence[Trial]) -> None:
-    """Plan every run, so that a mistake in any is found before the first starts, and say number, time and cost of all."""
+    """Plan every run, so that a mistake in any is found before the first starts, and say number, time and cost of
+    all.
+    """
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     for trial in trials:
         check_unchanged(trial)
@@ -236,13 +258,17 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
         if call.flag("SLURM"):
             plan = plan_ahead(ours).plan
         else:
-            options, loaded = read_options(ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto")
+            options, loaded = read_options(
+                ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto"
+            )
             plan = plan_for(loaded, hardware, options.request)
         targets.add(command_of(plan.strategy))
         seconds.append(plan.total_seconds)
     if call.flag("SLURM") and len(targets) > 1:
         hint = "type LAUNCH_STRATEGY=, or make a sweep for each"
-        raise UserError(f"all runs of an array start by one command, and these need {' and '.join(sorted(targets))}", hint=hint)
+        raise UserError(
+            f"all runs of an array start by one command, and these need {' and '.join(sorted(targets))}", hint=hint
+        )
     lines = [f"sweep of {plural(len(trials), 'run')}"]
     lines += table([("run", *trials[0].values), *((one.name, *one.values.values()) for one in trials)])
     known = [one for one in seconds if one is not None]
@@ -265,16 +291,26 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
     """Print the runs, the best first."""
     if call.json:
         facts = [
-            {"run": one.trial.name, "values": dict(one.trial.values), metric: one.score(metric), "state": one.summary.state}
+            {
+                "run": one.trial.name,
+                "values": dict(one.trial.values),
+                metric: one.score(metric),
+                "state": one.summary.state,
+            }
             for one in results
         ]
         print(json.dumps(facts, indent=2))
         return
     rows = [
-        (one.trial.name, *one.trial.values.values(), "-" if (score := one.score(metric)) is None else figure(score, 4), one.summary.state,
-         duration(one.summary.seconds or 0.0))
+        (
+            one.trial.name,
+            *one.trial.values.values(),
+            "-" if (score := one.score(metric)) is None else figure(score, 4),
+            one.summary.state,
+            duration(one.summary.seconds or 0.0),
+        )
         for one in results
-    ]  # fmt: skip
+    ]
     print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
     best = [one.trial.name for one in results if one.score(metric) is not None][:2]
     if len(best) > 1:
@@ -299,7 +335,13 @@ def _call(call: Call, run_name: str, *ours: Override) -> Call:
 def _text(node: Node) -> str:
     """Return a value as it is typed on a command line."""
     plain = node.plain()
-    return json.dumps(plain) if isinstance(plain, list | dict) else node.text if node.text is not None else scalar_text(plain)
+    return (
+        json.dumps(plain)
+        if isinstance(plain, list | dict)
+        else node.text
+        if node.text is not None
+        else scalar_text(plain)
+    )
 
 
 def _words(trial: Trial) -> str:

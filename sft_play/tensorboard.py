@@ -1,4 +1,6 @@
-"""TensorBoard on 127.0.0.1, started once, found again by a pid file, and ended by its own id only; and trainings with one."""
+"""TensorBoard on 127.0.0.1, started once, found again by a pid file, and ended by its own id only; and trainings with
+one.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def train(call: Call) -> int:
 
 
 def start(call: Call) -> int:
-    """Start TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is asked for."""
+    """Start TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is
+    asked for.
+    """
     _refuse_other_hosts(call)
     wanted = call.port("TENSORBOARD_PORT")
     name = call.options.get("RUN")
@@ -97,14 +101,19 @@ def start(call: Call) -> int:
 
 
 def _refuse_other_hosts(call: Call) -> None:
-    """Raise `UserError` for an address that others can reach: TensorBoard asks nobody for a password, and shows files."""
+    """Raise `UserError` for an address that others can reach: TensorBoard asks nobody for a password, and shows
+    files.
+    """
     address = address_of(call.options.get("HOST"))
     if address == HOST:
         return
     port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
     raise UserError(
         f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only: it shows all runs to whoever asks",
-        hint=f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open http://{HOST}:{port}/",
+        hint=(
+            f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open"
+            f" http://{HOST}:{port}/"
+        ),
     )
 
 
@@ -150,10 +159,18 @@ def _spawn(folder: Path, port: int) -> Server:
     environment = {k: v for k, v in os.environ.items() if k not in {"MAKEFLAGS", "MFLAGS"}}
     with log.open("wb") as stream:  # a separate session: Ctrl-C in the training's terminal must not end it
         process = subprocess.Popen(
-            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            arguments,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     server = Server(
-        pid=process.pid, started=psutil.Process(process.pid).create_time(), url=f"http://{HOST}:{port}/", folder=str(folder)
+        pid=process.pid,
+        started=psutil.Process(process.pid).create_time(),
+        url=f"http://{HOST}:{port}/",
+        folder=str(folder),
     )
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:

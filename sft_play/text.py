@@ -1,4 +1,6 @@
-"""Text for people: tables, counts, figures, sizes, times, findings, and how far long work is. Standard library, and rich on a terminal."""
+"""Text for people: tables, counts, figures, sizes, times, findings, and how far long work is. Standard library, and
+rich on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def tell(text: str) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str]:
-    """Yield left-aligned lines; a cell longer than `widest` pushes the rest of its line to the right rather than being cut."""
+    """Yield left-aligned lines; a cell longer than `widest` pushes the rest of its line to the right rather than being
+    cut.
+    """
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -29,7 +33,9 @@ def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table, the first row its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
@@ -50,7 +56,9 @@ class Finding:
     id: str
     """Stable name, listed in docs/doctor.md or docs/home-cluster.md."""
     severity: Literal["error", "fail", "warning", "note"]
-    """`error`: no run can work; `fail`: the host cannot take part; `warning`: some runs fail or are slow; `note`: worth knowing."""
+    """`error`: no run can work; `fail`: the host cannot take part; `warning`: some runs fail or are slow; `note`: worth
+    knowing.
+    """
     text: str
     remedy: str
 
@@ -139,6 +147,10 @@ def _lines(what: str, unit: str) -> Show:
         nonlocal shown
         if (now := time.monotonic()) - shown >= SECONDS_BETWEEN_LINES:
             shown = now
-            print(f"{what}: {_count(done, total, unit)}, {done / (now - began):,.3g} a second", file=sys.stderr, flush=True)
+            print(
+                f"{what}: {_count(done, total, unit)}, {done / (now - began):,.3g} a second",
+                file=sys.stderr,
+                flush=True,
+            )
 
     return show

@@ -1,7 +1,7 @@
 """The worker: `accelerate launch -m sft_play.train --run runs/NAME [--resume CHECKPOINT]`, one process per rank.
 
-Reads only the JSON of its run folder and decides nothing: what to do is in the plan. Its faults are `training.faults`. With `--probe`
-it makes two steps of the worst batch, without evaluation and checkpoint, and writes what they needed.
+Reads only the JSON of its run folder and decides nothing: what to do is in the plan. Its faults are `training.faults`.
+With `--probe` it makes two steps of the worst batch, without evaluation and checkpoint, and writes what they needed.
 """
 
 from __future__ import annotations
@@ -97,8 +97,14 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
 
 
 def read_run(run: RunFolder) -> tuple[Config, Plan, Prepared]:
-    """Return what this run's workers do; imports the libraries that it takes. Raise `HardwareError` as `check_launch`."""
-    config, plan, prepared = read_config(run.config, of_run=False).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    """Return what this run's workers do; imports the libraries that it takes. Raise `HardwareError` as
+    `check_launch`.
+    """
+    config, plan, prepared = (
+        read_config(run.config, of_run=False).config,
+        Plan.load(run.plan),
+        Prepared.load(run.prepared),
+    )
     import_libraries(config, plan, prepared)
     check_launch(plan)
     return config, plan, prepared
@@ -111,7 +117,9 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
     if checkpoint is not None:
         notes = refuse(compare(Stamp.load(checkpoint), stamp, "resume"), f"the checkpoint `{checkpoint.name}`")
         for note in notes if rank == 0 else []:
-            print(note, file=log_alone() if MARK in os.environ else sys.stdout)  # the launcher has said it on the console
+            print(
+                note, file=log_alone() if MARK in os.environ else sys.stdout
+            )  # the launcher has said it on the console
     if rank == 0:
         stamp.save(run.path)
     return stamp
@@ -120,7 +128,8 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
 def build_trainer(
     request: StopRequest, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None
 ) -> SftTrainer:
-    """Return the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load.
+    """Return the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on
+    load.
 
     Raise `DataError` where the validation rows cannot give `train.metric_for_best_model`.
     """
@@ -182,7 +191,9 @@ def build_trainer(
         for tracker in tracker_callbacks(config, run):
             trainer.add_callback(tracker)
         trainer.add_callback(
-            Progress(None if config.train.extra.get("disable_tqdm") else console, log_alone(), panel=PANEL in os.environ)
+            Progress(
+                None if config.train.extra.get("disable_tqdm") else console, log_alone(), panel=PANEL in os.environ
+            )
         )
     if config.train.profile.steps and ranks.rank in config.train.profile.ranks:
         from sft_play.training.profiling import Profiler
@@ -193,7 +204,9 @@ def build_trainer(
 
 
 def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
-    """Make the ranks of a group share lines, layers or stages of the model; return what knows the parts of the weights. Collective."""
+    """Make the ranks of a group share lines, layers or stages of the model; return what knows the parts of the weights.
+    Collective.
+    """
     from sft_play.training.ranks import group_of, replicas_of
 
     limit = config.launch.timeout_seconds
@@ -217,7 +230,9 @@ def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer
 
 
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
-    """Return the content of `training_metrics.json`; `forecast` is what the plan said of it, of a resumed run only a part."""
+    """Return the content of `training_metrics.json`; `forecast` is what the plan said of it, of a resumed run only a
+    part.
+    """
     from sft_play.files import finite
     from sft_play.runs.progress import energy_kwh
     from sft_play.training.metrics import peak_memory_bytes, rows_until, saving_totals
@@ -271,7 +286,9 @@ def worst_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _rows_of_a_pack(plan: Plan) -> int:
-    """Return how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or nearly."""
+    """Return how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or
+    nearly.
+    """
     slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.group_size])
     return max(2, -(-plan.global_batch_size // slots))
 
@@ -304,15 +321,21 @@ def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     micro_batch = plan.ranks[rank].micro_batch
     allocated, reserved, held = peaks(before)
     found = Probed(
-        rank=rank, micro_batch=micro_batch, allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=held,
+        rank=rank,
+        micro_batch=micro_batch,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=held,
         seconds_per_step=seconds,
-    )  # fmt: skip
+    )
     write_json(run.logs / f"probe-rank{rank}.json", asdict(found))
     return 0
 
 
 def used_bytes() -> int:
-    """Return the bytes in use on this rank's GPU, by all programs and the driver; 0 where NVML does not say, as for a MIG slice."""
+    """Return the bytes in use on this rank's GPU, by all programs and the driver; 0 where NVML does not say, as for a
+    MIG slice.
+    """
     import pynvml
     import torch
 
@@ -325,7 +348,9 @@ def used_bytes() -> int:
 
 
 def peaks(before_bytes: int) -> tuple[int, int, int]:
-    """Return the most bytes that this process allocated, reserved and held, on a GPU of which `before_bytes` were held before it began."""
+    """Return the most bytes that this process allocated, reserved and held, on a GPU of which `before_bytes` were held
+    before it began.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -14,7 +14,10 @@ from typing import Any
 
 from tests.programs import need
 
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run --disable-background-networking"
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run"
+    " --disable-background-networking"
+)
 
 
 @dataclass
@@ -51,7 +54,9 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """Returns what a JavaScript expression says in the page."""
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)["result"].get("value")
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)[
+            "result"
+        ].get("value")
 
     def wait(self, expression: str, seconds: float = 30.0) -> Any:
         """Returns the expression's value once it is true; fails after `seconds`."""
@@ -88,7 +93,16 @@ def browser(folder: Path) -> Iterator[Browser]:
     # Chromium reads commands from descriptor 3 and writes to 4.
     shell = f'exec 3<&{to_read} 4>&{back_write}; exec chromium "$@"'
     process = subprocess.Popen(
-        ["bash", "-c", shell, "chromium", *FLAGS.split(), "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank"],
+        [
+            "bash",
+            "-c",
+            shell,
+            "chromium",
+            *FLAGS.split(),
+            "--remote-debugging-pipe",
+            f"--user-data-dir={folder}",
+            "about:blank",
+        ],
         pass_fds=(to_read, back_write),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -24,7 +24,9 @@ def weights(folder: Path) -> Tensors:
 def change_config(folder: Path, **values: Any) -> None:
     """Changes keys of `config.json`; `None` removes one."""
     config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
 
 
 def build_with(folder: Path, family: str, more: Callable[[Tensors], Tensors], **config: Any) -> Path:
@@ -37,9 +39,14 @@ def build_with(folder: Path, family: str, more: Callable[[Tensors], Tensors], **
 
 
 def predicting_layer(own: Tensors, layer: int = 2) -> Tensors:
-    """Returns a layer that predicts the token after the next, as DeepSeek V3 and GLM 4.5 have it, after `layer` layers."""
-    found = {name.replace(f"layers.{layer - 1}.", f"layers.{layer}."): torch.randn_like(tensor) * 0.1 for name, tensor in own.items()
-             if f"layers.{layer - 1}." in name}  # fmt: skip
+    """Returns a layer that predicts the token after the next, as DeepSeek V3 and GLM 4.5 have it, after `layer`
+    layers.
+    """
+    found = {
+        name.replace(f"layers.{layer - 1}.", f"layers.{layer}."): torch.randn_like(tensor) * 0.1
+        for name, tensor in own.items()
+        if f"layers.{layer - 1}." in name
+    }
     here = f"model.layers.{layer}"
     norms = {f"{here}.{name}.weight": 1 + torch.randn(64) * 0.1 for name in ("enorm", "hnorm", "shared_head.norm")}
     shared = {
@@ -62,9 +69,15 @@ def predicting_head(own: Tensors) -> Tensors:
 
 def predicting_part(own: Tensors) -> Tensors:
     """Returns a layer and what leads into it, as Mellum has them."""
-    layer = {name.replace("model.layers.1.", "mtp.layers.0."): torch.randn_like(tensor) * 0.1 for name, tensor in own.items()
-             if "model.layers.1." in name}  # fmt: skip
-    norms = {f"mtp.{name}.weight": 1 + torch.randn(64) * 0.1 for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    layer = {
+        name.replace("model.layers.1.", "mtp.layers.0."): torch.randn_like(tensor) * 0.1
+        for name, tensor in own.items()
+        if "model.layers.1." in name
+    }
+    norms = {
+        f"mtp.{name}.weight": 1 + torch.randn(64) * 0.1
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
     return layer | norms | {"mtp.fc.weight": torch.randn(64, 128) * 0.1}
 
 

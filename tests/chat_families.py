@@ -1,4 +1,6 @@
-"""Families by how they write thoughts and calls: tokenizers with templates that say, in short, what the published ones say."""
+"""Families by how they write thoughts and calls: tokenizers with templates that say, in short, what the published ones
+say.
+"""
 
 from __future__ import annotations
 
@@ -137,10 +139,21 @@ CHAT_FAMILIES = {
         "llama", ["<|start_header_id|>", "<|end_header_id|>"], "<|eot_id|>", LLAMA_3_1, thoughts=False
     ),
     "mistral": ChatFamily(
-        "mistral", ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
-        "</s>", MISTRAL, thoughts=False,
+        "mistral",
+        [
+            "[INST]",
+            "[/INST]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_CALLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+        ],
+        "</s>",
+        MISTRAL,
+        thoughts=False,
     ),
-}  # fmt: skip
+}
 
 
 def save_family(folder: Path, name: str) -> Path:
@@ -149,8 +162,14 @@ def save_family(folder: Path, name: str) -> Path:
     return save_tokenizer(folder, "llama3", special=family.special, bos="<s>", eos=family.eos, template=family.template)
 
 
-TOOL = {"type": "function", "function": {
-    "name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Sum.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 
 
 def call(*, ident: str = "abcdefghi", **arguments: Any) -> dict[str, Any]:

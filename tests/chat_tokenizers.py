@@ -1,4 +1,6 @@
-"""Small tokenizers that split text as those of model families do, with the families' own special tokens. Built in a second."""
+"""Small tokenizers that split text as those of model families do, with the families' own special tokens. Built in a
+second.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from sft_play.runs.prepared import ChatFormat
 Kind = Literal["gpt2", "llama3", "gemma", "llama2"]
 
 LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Of Llama 3's tokenizer.json; Qwen's differs in the numbers only."""
 
@@ -39,11 +42,15 @@ def _raw(kind: Kind) -> str:
         raw.pre_tokenizer = pre_tokenizers.Sequence(parts)
         raw.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=800, special_tokens=["<unk>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=800,
+            special_tokens=["<unk>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         )
         raw.train_from_iterator(texts, trainer)
         return raw.to_str()
-    # As converted from SentencePiece: spaces are marks, Llama 2 and Mistral put one before every text, bytes stand for the unknown.
+    # As converted from SentencePiece: spaces are marks, Llama 2 and Mistral put one before every text, bytes stand for
+    # the unknown.
     spaces: list[Any] = [normalizers.Replace(" ", "\u2581")]
     if kind == "llama2":
         spaces.insert(0, normalizers.Prepend("\u2581"))
@@ -77,9 +84,13 @@ def save_tokenizer(
 
     raw = Tokenizer.from_str(_raw(kind))
     named = [token for token in (bos, eos) if token]
-    raw.add_special_tokens([AddedToken(token, normalized=False, rstrip=rstrip) for token in dict.fromkeys([*special, *named])])
+    raw.add_special_tokens(
+        [AddedToken(token, normalized=False, rstrip=rstrip) for token in dict.fromkeys([*special, *named])]
+    )
     if adds_bos and bos:
-        raw.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))])
+        raw.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))]
+        )
     made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, unk_token="<unk>")
     made.chat_template = template
     made.save_pretrained(folder)
@@ -89,8 +100,8 @@ def save_tokenizer(
 def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
     """Returns tokens and labels of a row whose learnt parts stand between marks.
 
-    A part is tokenised behind all that comes before it; alone where its first letters would change the token before, which a model
-    that continues cannot do.
+    A part is tokenised behind all that comes before it; alone where its first letters would change the token before,
+    which a model that continues cannot do.
     """
     text, before, ids, labels = "", list[int](), list[int](), list[int]()
     for number, part in enumerate(row.replace("\u203a", "\u2039").split("\u2039")):
@@ -106,7 +117,9 @@ def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
 
 
 def load_with(folder: Path, template: str | None = None, *, text: str | None = None, **data: Any) -> Any:
-    """Returns the tokenizer of a folder that writes conversations by `template`, and by other keys of `data`; or as `text` says."""
+    """Returns the tokenizer of a folder that writes conversations by `template`, and by other keys of `data`; or as
+    `text` says.
+    """
     return load_tokenizer(
         folder, chat_format(DataConfig(chat_template=template, **data)) if text is None else ChatFormat(template=text)
     )
@@ -117,7 +130,9 @@ def outcome_of(
 ) -> Outcome:
     """Returns what training makes of an example, which is given by its `messages` or `input_ids`."""
     config = Config(
-        model=ModelConfig(name="tiny", max_seq_len=limit), data=DataConfig(overlong=overlong), train=TrainConfig(loss_on=loss_on)
+        model=ModelConfig(name="tiny", max_seq_len=limit),
+        data=DataConfig(overlong=overlong),
+        train=TrainConfig(loss_on=loss_on),
     )
     (found,) = Encoder(config, tokenizer).encode([Example(place="rows.jsonl:3", form="messages", source=0, **example)])
     return found

@@ -30,7 +30,9 @@ NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE
 SLOWEST_FIRST = ("distributed", "multinode", "numerics", "emulated", "contract")
 WARM = ("distributed", "numerics", "multinode")
 subprocess.Popen = warm.Popen  # type: ignore[misc]
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share the cores: more threads would only wait for one
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two test processes share the cores: more threads would only wait for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(cache: Path, runs: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns what a command of a test inherits: no variable of an outer make, no hub, its own folders."""
-    kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED and not name.startswith("SFT_")}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in NOT_INHERITED and not name.startswith("SFT_")
+    }
     return kept | {
         "SFT_PLAY_CACHE": str(cache),
         "RUNS_DIR": str(runs),
@@ -91,8 +95,14 @@ def run_program(
     """Runs `python -m sft_play ...` and returns how it ended."""
     done = subprocess.run(
         [sys.executable, "-m", "sft_play", *words],
-        capture_output=True, text=True, timeout=timeout, env=dict(env), cwd=cwd, input=stdin, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=dict(env),
+        cwd=cwd,
+        input=stdin,
+        check=False,
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -126,7 +136,9 @@ def _leading_to(descriptor: int, stream: IO[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_machine(env: Mapping[str, str]) -> Iterator[None]:
-    """This process has `env`, and is on the machine that its `NVML_DOUBLE` describes, as a child of it would be (but for torch)."""
+    """This process has `env`, and is on the machine that its `NVML_DOUBLE` describes, as a child of it would be (but
+    for torch).
+    """
     kernel, real = sitecustomize.kernel(env.get("NVML_DOUBLE")), sys.modules.get("pynvml")
     if "NVML_DOUBLE" in env:
         sys.modules["pynvml"] = pynvml
@@ -141,7 +153,9 @@ def on_machine(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def called(function: Callable[[], int], env: Mapping[str, str], *, cwd: Path = ROOT) -> Done:
-    """Calls a program's `main` in this process: what it and its children print, and its code, are the same; its imports are made."""
+    """Calls a program's `main` in this process: what it and its children print, and its code, are the same; its imports
+    are made.
+    """
     with (
         tempfile.TemporaryFile("a+", encoding="utf-8") as out,
         tempfile.TemporaryFile("a+", encoding="utf-8") as err,
@@ -178,7 +192,9 @@ def in_process(cache: Path, tmp_path: Path) -> Program:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the slowest folders, so that neither of two test processes is left with them when the other has ended."""
+    """Begins with the slowest folders, so that neither of two test processes is left with them when the other has
+    ended.
+    """
     order = {folder: place for place, folder in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
@@ -217,8 +233,12 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Names in one line what was not run, and why."""
-    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
-    parts = [f"{count} {mark}" for mark, count in LEFT_OUT.items()] + [f"{count}: {reason}" for reason, count in reasons.items()]
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    parts = [f"{count} {mark}" for mark, count in LEFT_OUT.items()] + [
+        f"{count}: {reason}" for reason, count in reasons.items()
+    ]
     if parts:
         terminalreporter.write_line(f"not run here (`make test-all`, `make test-gpu`): {'; '.join(parts)}")
 

@@ -18,12 +18,22 @@ ALONE = Ranks()
 
 
 def context_of(
-    folder: Path, ranks: Ranks = ALONE, *, plan: Any = None, metrics: MetricsFile | None = None, **config: dict[str, Any]
+    folder: Path,
+    ranks: Ranks = ALONE,
+    *,
+    plan: Any = None,
+    metrics: MetricsFile | None = None,
+    **config: dict[str, Any],
 ) -> TrainContext:
     """Returns the context of a run in `folder`; `config`: section -> keys that are not the default."""
     base = Config(model=ModelConfig(name="m"))
     changed = {section: replace(getattr(base, section), **keys) for section, keys in config.items()}
     return TrainContext(
-        config=replace(base, **changed), plan=plan or simple_plan(world_size=ranks.world), run=RunFolder(folder),
-        stamp=cast(Stamp, None), ranks=ranks, activity=Activity(), metrics=metrics,
-    )  # fmt: skip
+        config=replace(base, **changed),
+        plan=plan or simple_plan(world_size=ranks.world),
+        run=RunFolder(folder),
+        stamp=cast(Stamp, None),
+        ranks=ranks,
+        activity=Activity(),
+        metrics=metrics,
+    )

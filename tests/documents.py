@@ -58,7 +58,9 @@ def sections_of_troubleshooting() -> dict[str, str | None]:
 
 
 def on_page(anchor: str, shown: str) -> bool:
-    """Whether `shown` has the message that docs/troubleshooting.md quotes under `anchor`; `...` there stands for anything."""
+    """Whether `shown` has the message that docs/troubleshooting.md quotes under `anchor`; `...` there stands for
+    anything.
+    """
     quoted = sections_of_troubleshooting()[anchor]
     assert quoted, anchor
     return re.search(".*?".join(map(re.escape, quoted.split("..."))), shown, re.S) is not None

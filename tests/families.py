@@ -1,4 +1,5 @@
-"""A tiny random model of every decoder family that the pinned transformers trains: 2 layers, hidden 64, 4 experts, built in a moment.
+"""A tiny random model of every decoder family that the pinned transformers trains: 2 layers, hidden 64, 4 experts,
+built in a moment.
 
 `FAMILIES` holds what a family needs beyond `COMMON`, of which each configuration class takes the fields that it has.
 """
@@ -40,10 +41,21 @@ COMMON: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16,
 }  # fmt: skip
 VISION: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "num_position_embeddings": 16,
-    "position_embedding_size": 16, "deepstack_visual_indexes": [0],
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "deepstack_visual_indexes": [0],
+}
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
@@ -87,15 +99,19 @@ COMPOSITE: dict[str, tuple[str, str, dict[str, int]]] = {
     "aya_vision": ("cohere2", "siglip_vision_model", {"image_token_index": 1085}),
     "cohere2_vision": ("cohere2", "siglip_vision_model", {"image_token_id": 1085}),
     "exaone4_5": ("exaone4", "exaone4_5_vision", IMAGE),
-    "glm4v": ("glm4v_text", "glm4v_vision", IMAGE), "glm4v_moe": ("glm4v_moe_text", "glm4v_moe_vision", IMAGE),
-    "internvl": ("qwen2", "internvl_vision", {"image_token_id": 1085}), "kimi_k25": ("deepseek_v3", "kimi_k25_vision", {}),
+    "glm4v": ("glm4v_text", "glm4v_vision", IMAGE),
+    "glm4v_moe": ("glm4v_moe_text", "glm4v_moe_vision", IMAGE),
+    "internvl": ("qwen2", "internvl_vision", {"image_token_id": 1085}),
+    "kimi_k25": ("deepseek_v3", "kimi_k25_vision", {}),
     "lfm2_vl": ("lfm2", "siglip2_vision_model", {"image_token_id": 1085}),
     "llava": ("llama", "clip_vision_model", {"image_token_index": 1085}),
-    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision", IMAGE), "qwen2_vl": ("qwen2_vl_text", "qwen2_vl_vision", IMAGE),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision", IMAGE),
+    "qwen2_vl": ("qwen2_vl_text", "qwen2_vl_vision", IMAGE),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision", IMAGE),
     "smolvlm": ("llama", "smolvlm_vision", {"image_token_id": 1085}),
-}  # fmt: skip
-"""Image-text families: a text part and a tower. transformers has a causal model of `gemma3`, `gemma4` and `qwen3_5*`."""
+}
+"""Image-text families: a text part and a tower. transformers has a causal model of `gemma3`, `gemma4` and `qwen3_5*`.
+"""
 DENSE = (
     "apertus", "arcee", "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text",
     "gemma3n_text", "gemma4", "gemma4_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense",
@@ -133,7 +149,10 @@ def tiny_config(name: str, **own: Any) -> Any:
     text, vision, tokens = COMPOSITE[name]
     tower: Any = CONFIG_MAPPING[vision]
     return config_class(
-        text_config=tiny_config(text, **own), vision_config=tower(**_taken(tower, VISION)), **tokens, tie_word_embeddings=True
+        text_config=tiny_config(text, **own),
+        vision_config=tower(**_taken(tower, VISION)),
+        **tokens,
+        tie_word_embeddings=True,
     )
 
 

@@ -1,4 +1,6 @@
-"""What is kept of a family beside its trained weights, found by publishing a tiny model of it: a row of the second table in `docs/models.md`."""
+"""What is kept of a family beside its trained weights, found by publishing a tiny model of it: a row of the second
+table in `docs/models.md`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def left_out(own: Tensors) -> Tensors:
 
 
 def facts_of(name: str, folder: Path) -> Facts:
-    """Publishes a tiny model of a family as full tuning and merging do, checks it against its base, and returns what was found."""
+    """Publishes a tiny model of a family as full tuning and merging do, checks it against its base, and returns what
+    was found.
+    """
     base, out = build_with(folder / "base", name, left_out), folder / "out"
     settings = base / "generation_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": [TEMPLATES_END, OF_BASE]}))

@@ -1,7 +1,8 @@
-"""A family's road through the product: plan, preparation, two steps, a resume, a merge, an answer; each in a process forked from here.
+"""A family's road through the product: plan, preparation, two steps, a resume, a merge, an answer; each in a process
+forked from here.
 
-Nothing but the launcher is left out, which would import torch for each: the work is that of `make train`, `make resume`, `make merge` and
-`make infer`, called as they call it.
+Nothing but the launcher is left out, which would import torch for each: the work is that of `make train`, `make
+resume`, `make merge` and `make infer`, called as they call it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,20 @@ from tests.families import build_family
 from tests.training_runs import copy_run, nested_yaml
 
 SETTINGS = (
-    "model.max_seq_len: 64", "tuning.lora.r: 2", "train.max_steps: 2", "train.save_steps: 1", "train.global_batch_size: 4", "train.batch_size: 1",
-    "train.learning_rate: 1e-2", "train.warmup_steps: 0", "train.report_to: none",
-)  # fmt: skip
+    "model.max_seq_len: 64",
+    "tuning.lora.r: 2",
+    "train.max_steps: 2",
+    "train.save_steps: 1",
+    "train.global_batch_size: 4",
+    "train.batch_size: 1",
+    "train.learning_rate: 1e-2",
+    "train.warmup_steps: 0",
+    "train.report_to: none",
+)
 OWN = {"phimoe": {"router_jitter_noise": 0.5}}
-"""Its router has a gradient only where another expert comes within this share of the best; `families.COMMON` says 0, for rows that repeat."""
+"""Its router has a gradient only where another expert comes within this share of the best; `families.COMMON` says 0,
+for rows that repeat.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +74,21 @@ class Road:
     def adapted(self) -> list[str]:
         """Returns the names of the modules that have adapters, in the model's order."""
         assert self.trained
-        return list(dict.fromkeys(name.split(".lora_")[0].removeprefix("base_model.model.") for name in weights(self.trained)))
+        return list(
+            dict.fromkeys(name.split(".lora_")[0].removeprefix("base_model.model.") for name in weights(self.trained))
+        )
 
     def untouched(self) -> list[str]:
-        """Returns the names, with `*` for numbers, of weights that training left as they were in every layer (no token may reach an expert)."""
+        """Returns the names, with `*` for numbers, of weights that training left as they were in every layer (no token
+        may reach an expert).
+        """
         assert self.trained
         after, before = weights(self.trained), weights(self.base)
-        changed = {pattern_of(name) for name, tensor in before.items() if name in after and not torch.equal(tensor, after[name])}
+        changed = {
+            pattern_of(name)
+            for name, tensor in before.items()
+            if name in after and not torch.equal(tensor, after[name])
+        }
         return sorted({pattern_of(name) for name in before} - changed)
 
 
@@ -80,7 +98,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def in_child(work: Callable[[], Done]) -> Done:
-    """Returns what `work` returns in a forked process: what torch, transformers and accelerate keep per process is its own."""
+    """Returns what `work` returns in a forked process: what torch, transformers and accelerate keep per process is its
+    own.
+    """
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_send, args=(work, sender))
     child.start()
@@ -127,7 +147,8 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
     run, env = RunFolder(folder / "runs" / f"{name}-{mode}"), environment(cache, folder / "runs")
     config = folder / f"{mode}.yaml"
     config.write_text(
-        nested_yaml([f"model.name: {base}", f"data.train_path: {rows}", f"tuning.mode: {mode}", *SETTINGS]), encoding="utf-8"
+        nested_yaml([f"model.name: {base}", f"data.train_path: {rows}", f"tuning.mode: {mode}", *SETTINGS]),
+        encoding="utf-8",
     )
     again, merged = RunFolder(folder / "runs" / f"{name}-{mode}-again"), folder / f"merged-{mode}"
 
@@ -139,7 +160,9 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
         "plan": lambda: called(lambda: plan_and_prepare(run, config), env),
         "train": lambda: worker(run, env),
         "resume": resume,
-        "merge": lambda: call_program(["merge", f"RUN={run.path}", f"OUT={merged}"], env) if mode != "full" else Done(0, "", ""),
+        "merge": lambda: (
+            call_program(["merge", f"RUN={run.path}", f"OUT={merged}"], env) if mode != "full" else Done(0, "", "")
+        ),
         "infer": lambda: call_program(
             [
                 "infer",
@@ -166,7 +189,9 @@ def worker(run: RunFolder, env: Mapping[str, str], *words: str) -> Done:
 def plan_and_prepare(run: RunFolder, config: Path) -> int:
     """Does what `make train` does before its workers start."""
     try:
-        call = parse_call(["train", f"CONFIG={config}", "SOURCE=formula"], COMMANDS)  # traces are test_trace_families.py's
+        call = parse_call(
+            ["train", f"CONFIG={config}", "SOURCE=formula"], COMMANDS
+        )  # traces are test_trace_families.py's
         options, loaded = read_options(call, call.load_config(), "single")
         job = job_of(call, loaded, options)
         refuse_early(job)

@@ -29,8 +29,9 @@ class Home(Typed):
         seen = folder / "lan" / "models"
         self.config = folder / "demo.yaml"
         self.config.write_text(
-            f"model: {{name: {seen / 'tiny'}, max_seq_len: 64}}\ntuning: {{mode: lora}}\ndata: {{train_path: {seen / 'rows.jsonl'}}}\n"
-            "train: {global_batch_size: 6, max_steps: 4, save_steps: 2, logging_steps: 1, lr_scheduler_type: constant}\n"
+            f"model: {{name: {seen / 'tiny'}, max_seq_len: 64}}\ntuning: {{mode: lora}}\ndata: {{train_path:"
+            f" {seen / 'rows.jsonl'}}}\ntrain: {{global_batch_size: 6, max_steps: 4, save_steps: 2, logging_steps: 1,"
+            " lr_scheduler_type: constant}\n"
         )
         self.write_inventory()
 
@@ -77,7 +78,11 @@ class Home(Typed):
 
     def all_free(self, *machines: int, seconds: float = 5) -> None:
         """Waits until nothing of ours runs on these machines."""
-        until(lambda: not any(map(self.working, machines)), seconds=seconds, said=lambda: list(map(self.working, machines)))
+        until(
+            lambda: not any(map(self.working, machines)),
+            seconds=seconds,
+            said=lambda: list(map(self.working, machines)),
+        )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Run folders that a stranger made: one file or folder of a complete run as a link, a pipe, a device, endless JSON or of other types."""
+"""Run folders that a stranger made: one file or folder of a complete run as a link, a pipe, a device, endless JSON or
+of other types.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ SECRET = "planted-outside-of-the-run"
 
 
 def parts_of(run: Path) -> list[str]:
-    """Returns every file and folder of a run by its name relative to it, links left out; of checkpoints that are alike one."""
+    """Returns every file and folder of a run by its name relative to it, links left out; of checkpoints that are alike
+    one.
+    """
     found = {path.name: path for path in sorted(run.rglob("*")) if not path.is_symlink()}
     return sorted(path.relative_to(run).as_posix() for path in found.values())
 
@@ -54,7 +58,9 @@ def _foreign(path: Path, _: Path) -> None:
     """Gives every value another type, at each depth one after the other would: texts for numbers, lists for objects."""
     if path.suffix == ".jsonl":
         path.write_text(
-            "".join(f"{json.dumps(one)}\n" for line in path.read_text().splitlines() for one in _others(json.loads(line)))
+            "".join(
+                f"{json.dumps(one)}\n" for line in path.read_text().splitlines() for one in _others(json.loads(line))
+            )
         )
     else:
         path.write_text(json.dumps(next(_others(json.loads(path.read_text())))))
@@ -74,8 +80,12 @@ def _others(value: Any) -> Iterator[Any]:
 
 
 FILES: Mapping[str, Callable[[Path, Path], None]] = {
-    "link": _link, "dangling": _dangling, "hard link": _hard_link, "pipe": _pipe, "device": _device,
-}  # fmt: skip
+    "link": _link,
+    "dangling": _dangling,
+    "hard link": _hard_link,
+    "pipe": _pipe,
+    "device": _device,
+}
 """What no part of a run may be."""
 FOLDERS = ("link", "dangling", "pipe")
 CONTENTS: Mapping[str, Callable[[Path, Path], None]] = {"deep": _deep, "foreign": _foreign}

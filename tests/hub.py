@@ -1,4 +1,6 @@
-"""Hubs on this machine, in so much of the hub's own protocol as its libraries use: one of a dataset or model, and one that takes a model."""
+"""Hubs on this machine, in so much of the hub's own protocol as its libraries use: one of a dataset or model, and one
+that takes a model.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class FilesHandler(HubHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        self.json([self._entry(path) for path in json.loads(body)["paths"] if path in self.files or path in self._folders()])
+        self.json(
+            [self._entry(path) for path in json.loads(body)["paths"] if path in self.files or path in self._folders()]
+        )
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
@@ -90,7 +94,12 @@ class FilesHandler(HubHandler):
     def _entry(self, path: str) -> dict[str, Any]:
         if path not in self.files:
             return {"type": "directory", "path": path, "oid": "0" * 40}
-        return {"type": "file", "path": path, "size": len(self.files[path]), "oid": hashlib.sha1(self.files[path]).hexdigest()}
+        return {
+            "type": "file",
+            "path": path,
+            "size": len(self.files[path]),
+            "oid": hashlib.sha1(self.files[path]).hexdigest(),
+        }
 
     def _file(self, path: str) -> None:
         if path not in self.files:
@@ -127,7 +136,9 @@ class RepositoryHandler(HubHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/api/whoami"):
             known = self._token() in {TOKEN, *self.repository.readers}
-            self.json({"name": "me", "type": "user"} if known else {"error": "Invalid credentials"}, 200 if known else 401)
+            self.json(
+                {"name": "me", "type": "user"} if known else {"error": "Invalid credentials"}, 200 if known else 401
+            )
         elif self.repository.name and self.path.startswith(f"/api/models/{self.repository.name}"):
             files = [{"rfilename": name} for name in self.repository.files]
             self.json({"id": self.repository.name, "private": self.repository.private, "siblings": files, "tags": []})

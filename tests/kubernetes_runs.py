@@ -18,7 +18,9 @@ KINDS = ("pytorchjob", "trainjob", "job")
 def rendered(*words: str) -> Rendered:
     """Returns what a command line gives, two pods with an L40S unless it says otherwise."""
     names = {word.partition("=")[0] for word in words}
-    return render(parse_call(["kubernetes", *(word for word in TWO if word.partition("=")[0] not in names), *words], COMMANDS))
+    return render(
+        parse_call(["kubernetes", *(word for word in TWO if word.partition("=")[0] not in names), *words], COMMANDS)
+    )
 
 
 def documents_of(texts: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
-"""Several machines on one: each host is a network namespace with its own address, host name, mounts and sshd, on a switch of given speed.
+"""Several machines on one: each host is a network namespace with its own address, host name, mounts and sshd, on a
+switch of given speed.
 
     with lan(tmp_path, nodes=3) as net:
         net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={net.inventory(tmp_path / 'c.yaml')}"])
 
-Hosts are counted from 0 (`node1` is host 0, at 192.168.77.11). All see the same files, except the folders named in `private`. The test
-itself stands outside: nothing of it reaches a host but by `run`, `popen` and `command`. The namespaces have no name: they end with
-their processes, all of which are ended when the test ends, however it ends.
+Hosts are counted from 0 (`node1` is host 0, at 192.168.77.11). All see the same files, except the folders named in
+`private`. The test itself stands outside: nothing of it reaches a host but by `run`, `popen` and `command`. The
+namespaces have no name: they end with their processes, all of which are ended when the test ends, however it ends.
 """
 
 from __future__ import annotations
@@ -82,16 +83,33 @@ class Lan:
         return [*inside, *map(str, argv)]
 
     def run(
-        self, k: int, argv: Sequence[str | Path], *, timeout: float = 60, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+        self,
+        k: int,
+        argv: Sequence[str | Path],
+        *,
+        timeout: float = 60,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> subprocess.CompletedProcess[str]:
         """Runs `argv` on host `k` to its end."""
         return subprocess.run(
-            self.command(k, argv, cwd=cwd), env={**self.variables, **(env or {})}, capture_output=True, text=True,
-            timeout=timeout, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            self.command(k, argv, cwd=cwd),
+            env={**self.variables, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
 
     def popen(
-        self, k: int, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, **options: Any
+        self,
+        k: int,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        **options: Any,
     ) -> subprocess.Popen[str]:
         """Starts `argv` on host `k` in a session of its own; it is killed when the LAN goes, if not before."""
         options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True, **options}
@@ -104,11 +122,15 @@ class Lan:
     def rate(self, k: int, mbit: float) -> None:
         """Sets the speed of host `k`'s cable in both directions, Mbit/s."""
         for keeper, device in ((self.hosts[k].keeper, "eth0"), (self.switch, f"p{k + 1}")):
-            _inside(keeper, "tc", *f"qdisc replace dev {device} root tbf rate {mbit:g}mbit burst 256kb latency 30ms".split())
+            _inside(
+                keeper, "tc", *f"qdisc replace dev {device} root tbf rate {mbit:g}mbit burst 256kb latency 30ms".split()
+            )
 
     @contextlib.contextmanager
     def second_network(self) -> Iterator[None]:
-        """Joins all hosts by another switch too, which is as fast as the machine: their `eth1`, at 192.168.88.11 and so on."""
+        """Joins all hosts by another switch too, which is as fast as the machine: their `eth1`, at 192.168.88.11 and so
+        on.
+        """
         _inside(self.switch, "ip", "link", "add", "br1", "up", "type", "bridge")
         for k, host in enumerate(self.hosts, start=1):
             _plug(host.keeper, self.switch, f"q{k}", f"192.168.88.{10 + k}", "eth1", "br1")
@@ -136,11 +158,21 @@ class Lan:
         return [pid for pid, own in words.items() if "sft_play.train" in own and not starters.intersection(own)]
 
     def inventory(self, path: Path, hosts: Mapping[str, Mapping[str, Any]] | None = None, **top: Any) -> Path:
-        """Writes an inventory of all hosts; `hosts` adds keys by host name (`{"node2": {"gpus": 1}}`), `top` at the top."""
+        """Writes an inventory of all hosts; `hosts` adds keys by host name (`{"node2": {"gpus": 1}}`), `top` at the
+        top.
+        """
         each = {h.name: {"address": h.address, **(hosts or {}).get(h.name, {})} for h in self.hosts}
         more = {name: dict(keys) for name, keys in (hosts or {}).items() if name not in each}
-        common = {"user": "root", "python": self.python, "folder": str(ROOT), "interface": "eth0", **top.pop("defaults", {})}
-        path.write_text(dump_yaml({"ssh_config": str(self.ssh_config), **top, "defaults": common, "hosts": each | more}))
+        common = {
+            "user": "root",
+            "python": self.python,
+            "folder": str(ROOT),
+            "interface": "eth0",
+            **top.pop("defaults", {}),
+        }
+        path.write_text(
+            dump_yaml({"ssh_config": str(self.ssh_config), **top, "defaults": common, "hosts": each | more})
+        )
         return path
 
 
@@ -154,7 +186,9 @@ class Typed:
         self.net, self.folder = net, folder
         self.started: list[tuple[subprocess.Popen[str], Path]] = []
 
-    def launch(self, k: int, *words: str | Path, terminal: bool = False, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
+    def launch(
+        self, k: int, *words: str | Path, terminal: bool = False, cwd: Path = ROOT, **env: str
+    ) -> subprocess.Popen[str]:
         """Types a command on host `k`, on a `terminal` or not."""
         path = self.folder / f"said{len(self.started)}"
         command = [self.net.python, "-m", "sft_play", *map(str, words)]
@@ -171,13 +205,17 @@ class Typed:
     def alone(self, *words: str, k: int = 0) -> list[float]:
         """Returns the losses of one process that trains the same."""
         done = self.net.run(
-            k, [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words], timeout=SECONDS
+            k,
+            [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words],
+            timeout=SECONDS,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return losses(self.run("alone"))
 
     def said(self, number: int = -1) -> str:
-        """Returns what the command with this number in the order of starts has printed; the last one where none is given."""
+        """Returns what the command with this number in the order of starts has printed; the last one where none is
+        given.
+        """
         return self.started[number][1].read_text()
 
     def end(self, seconds: float = SECONDS, number: int = -1) -> int:
@@ -195,16 +233,18 @@ class Typed:
         """Waits until a command has said this, or for something else while it runs."""
         until(
             (lambda: happened in self.said(number)) if isinstance(happened, str) else happened,
-            process=self.started[number][0], seconds=SECONDS, said=lambda: self.said(number),
-        )  # fmt: skip
+            process=self.started[number][0],
+            seconds=SECONDS,
+            said=lambda: self.said(number),
+        )
 
 
 @contextlib.contextmanager
 def lan(folder: Path, nodes: int = 3, *, private: Sequence[Path] = ()) -> Iterator[Lan]:
     """Yields `nodes` hosts on one switch, each behind a cable of 1 Gb/s.
 
-    `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host k's).
-    Cache and runs are under `folder`. Skips without root.
+    `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host
+    k's). Cache and runs are under `folder`. Skips without root.
     """
     _require()
     folder = folder.resolve()
@@ -223,7 +263,9 @@ def _require() -> None:
     need(*HOSTS)
     if os.geteuid() != 0:
         unavailable("not root: a LAN of namespaces cannot be made")
-    tried = subprocess.run(["unshare", "-n", "-u", "-m", "true"], capture_output=True, text=True, check=False, timeout=20)
+    tried = subprocess.run(
+        ["unshare", "-n", "-u", "-m", "true"], capture_output=True, text=True, check=False, timeout=20
+    )
     if tried.returncode:
         unavailable(f"no namespaces here: {tried.stderr.strip()}")
 
@@ -260,8 +302,11 @@ def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, P
     script = KEEPER.replace("PARENT", str(os.getpid()))
     keeper = subprocess.Popen(
         ["unshare", "-n", "-u", "-m", "sh", "-c", script, "sh", name, str(hosts_file or ""), "mounts", *mounts],
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
     net.keepers.append(keeper)
     assert keeper.stdout is not None
     assert keeper.stdout.readline() == "ready\n", f"{name} could not be made"
@@ -282,9 +327,9 @@ def _serve_ssh(net: Lan) -> None:
         client += f"Host {host.name} {host.address}\n HostName {host.address}\n"
         config = ssh / f"{host.name}.conf"
         config.write_text(
-            f"ListenAddress {host.address}\nPort 22\nHostKey {key}\nPidFile none\nAuthorizedKeysFile {ssh}/authorized_keys\n"
-            "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\nMaxStartups 50\n"
-            "Subsystem sftp internal-sftp\nSetEnv "
+            f"ListenAddress {host.address}\nPort 22\nHostKey {key}\nPidFile none\nAuthorizedKeysFile"
+            f" {ssh}/authorized_keys\nStrictModes no\nUsePAM no\nPermitRootLogin"
+            " prohibit-password\nPasswordAuthentication no\nMaxStartups 50\nSubsystem sftp internal-sftp\nSetEnv "
             + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in kept)
             + "\n"
         )
@@ -293,8 +338,9 @@ def _serve_ssh(net: Lan) -> None:
         net.keepers.append(subprocess.Popen(started, stdin=subprocess.DEVNULL, text=True, start_new_session=True))
     (ssh / "known_hosts").write_text(known)
     net.ssh_config.write_text(
-        f"{client}Host *\n User root\n IdentityFile {ssh}/id\n IdentitiesOnly yes\n UserKnownHostsFile {ssh}/known_hosts\n"
-        " GlobalKnownHostsFile /dev/null\n StrictHostKeyChecking yes\n BatchMode yes\n LogLevel ERROR\n"
+        f"{client}Host *\n User root\n IdentityFile {ssh}/id\n IdentitiesOnly yes\n UserKnownHostsFile"
+        f" {ssh}/known_hosts\n GlobalKnownHostsFile /dev/null\n StrictHostKeyChecking yes\n BatchMode yes\n LogLevel"
+        " ERROR\n"
     )
     until(lambda: all(_listens(host) for host in net.hosts), seconds=240, said=lambda: "sshd does not listen")
 
@@ -311,7 +357,9 @@ def _key(path: Path) -> Path:
 
 
 def _inside(keeper: int, *argv: str) -> None:
-    done = subprocess.run(["nsenter", "-t", str(keeper), "-n", *argv], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        ["nsenter", "-t", str(keeper), "-n", *argv], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
 
 

@@ -44,8 +44,12 @@ class Launcher:
         self.config = tiny_config(folder, model, rows=8, steps=2, save_steps=1)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_"))}
         self.environment = {
-            **kept, "PYTHONPATH": str(ROOT), "RUNS_DIR": str(self.runs), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"
-        }  # fmt: skip
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "RUNS_DIR": str(self.runs),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def start(self, *words: str, name: str = "", **environment: str) -> Started:
         return start(self.environment | environment, *words, name=name, cwd=self.folder)
@@ -62,7 +66,9 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def workers_of(launcher: int) -> dict[int, psutil.Process]:
-    """Returns rank -> process of the workers below a launcher, or below `accelerate launch` itself; what they have forked is none."""
+    """Returns rank -> process of the workers below a launcher, or below `accelerate launch` itself; what they have
+    forked is none.
+    """
     found, agents = {}, {launcher, *(agent.pid for agent in family(launcher, AGENT_MODULE))}
     for child in family(launcher):
         with contextlib.suppress(psutil.Error):
@@ -72,7 +78,9 @@ def workers_of(launcher: int) -> dict[int, psutil.Process]:
 
 
 def family(launcher: int, *words: str) -> list[psutil.Process]:
-    """Returns the living descendants of a launcher with one of `words` on their command line; without any, all of them."""
+    """Returns the living descendants of a launcher with one of `words` on their command line; without any, all of
+    them.
+    """
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for one in psutil.Process(launcher).children(recursive=True):
@@ -140,7 +148,9 @@ class Started:
         return self.process.wait(timeout=within), self.output.read_text()
 
     def lost(self, *said: str) -> str:
-        """Waits for the end of a run that a rank was lost of: it says so and leaves no process; returns all that was said."""
+        """Waits for the end of a run that a rank was lost of: it says so and leaves no process; returns all that was
+        said.
+        """
         code, error = self.end(within=240)
         assert code == 75 and all(words in error for words in said), error
         assert self.left() == []

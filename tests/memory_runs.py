@@ -1,4 +1,6 @@
-"""Runs that need much memory in one step: a tiny model whose attention keeps every score of long rows, beside short ones."""
+"""Runs that need much memory in one step: a tiny model whose attention keeps every score of long rows, beside short
+ones.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,17 @@ SEED = 42
 def heavy_config(folder: Path) -> Path:
     """Writes model, rows and configuration. All rows of step 2 have about 1,150 tokens, all others about 20.
 
-    With eager attention a long row keeps 8 heads x 1,150^2 scores per layer, several times: eight of them 2 GB, four 1 GB.
+    With eager attention a long row keeps 8 heads x 1,150^2 scores per layer, several times: eight of them 2 GB, four 1
+    GB.
     """
     from pydoc_data.topics import topics
 
-    base = build_tiny_llama(folder / "model", max_position_embeddings=2048, num_attention_heads=HEADS, num_key_value_heads=HEADS)
-    order = GlobalBatchSampler(rows=GLOBAL_BATCH * STEPS, global_batch=GLOBAL_BATCH, ranks=[(8, 1)], rank=0, seed=SEED).order()
+    base = build_tiny_llama(
+        folder / "model", max_position_embeddings=2048, num_attention_heads=HEADS, num_key_value_heads=HEADS
+    )
+    order = GlobalBatchSampler(
+        rows=GLOBAL_BATCH * STEPS, global_batch=GLOBAL_BATCH, ranks=[(8, 1)], rank=0, seed=SEED
+    ).order()
     heavy = set(order[GLOBAL_BATCH * (HEAVY_STEP - 1) : GLOBAL_BATCH * HEAVY_STEP])
     words = " ".join(list(topics.values())[:30]).split()
     chance, rows = random.Random(0), []
@@ -34,10 +41,9 @@ def heavy_config(folder: Path) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = folder / "heavy.yaml"
     config.write_text(
-        f"model: {{name: {base}, max_seq_len: {LONGEST}, attn_implementation: eager}}\n"
-        "tuning: {mode: lora, lora: {r: 4}}\n"
-        f"data: {{train_path: {path}}}\n"
-        f"train: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS}, save_steps: 1, seed: {SEED}, learning_rate: 5.0e-3, report_to: none}}\n",
+        f"model: {{name: {base}, max_seq_len: {LONGEST}, attn_implementation: eager}}\ntuning: {{mode: lora, lora: {{r:"
+        f" 4}}}}\ndata: {{train_path: {path}}}\ntrain: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS},"
+        f" save_steps: 1, seed: {SEED}, learning_rate: 5.0e-3, report_to: none}}\n",
         encoding="utf-8",
     )
     return config

@@ -1,7 +1,9 @@
-"""Machines with NVIDIA cards that are not here: doubles of the driver's library, of the kernel's name, and of a torch built for them.
+"""Machines with NVIDIA cards that are not here: doubles of the driver's library, of the kernel's name, and of a torch
+built for them.
 
-`Machine.environment` writes a description and returns the environment with which any child process is on that machine. Only what
-stands for hardware is replaced: `pynvml` always, `torch` only where `torch=True` (for what is asked before a launch).
+`Machine.environment` writes a description and returns the environment with which any child process is on that machine.
+Only what stands for hardware is replaced: `pynvml` always, `torch` only where `torch=True` (for what is asked before a
+launch).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A folder with a model, data and runs of its own, and the program called inside it: what tests of a trained run share."""
+"""A folder with a model, data and runs of its own, and the program called inside it: what tests of a trained run
+share.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ class Place:
     def run(self, *words: str, stdin: str = "", timeout: int = 300) -> subprocess.CompletedProcess[str]:
         """Runs a command in a process of its own."""
         return subprocess.run(
-            self.command(*words), input=stdin, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+            self.command(*words),
+            input=stdin,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     def call(self, *words: str) -> Done:

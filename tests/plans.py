@@ -23,8 +23,11 @@ from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 
 SMALL, QWEN, LLAMA = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Meta-Llama-3-8B"
 CPU = Hardware(
-    kind="cpu", devices=(Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False),), cpu_threads=8, ram_bytes=32 * GIB
-)  # fmt: skip
+    kind="cpu",
+    devices=(Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False),),
+    cpu_threads=8,
+    ram_bytes=32 * GIB,
+)
 
 
 def planned(
@@ -57,9 +60,11 @@ def plan_of(
     request = LaunchRequest(**part(LaunchRequest))
     tuning, launch, train, model = part(TuningConfig), part(LaunchConfig), part(TrainConfig), part(ModelConfig)
     config = Config(
-        model=ModelConfig(name=name, **({"max_seq_len": 256} | model)), tuning=TuningConfig(mode=mode, **tuning),
-        train=TrainConfig(**train), launch=LaunchConfig(**launch),
-    )  # fmt: skip
+        model=ModelConfig(name=name, **({"max_seq_len": 256} | model)),
+        tuning=TuningConfig(mode=mode, **tuning),
+        train=TrainConfig(**train),
+        launch=LaunchConfig(**launch),
+    )
     assert not changes, changes
     typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
     data = data or (prepared_rows(rows, most_labels=50) if rows else None)
@@ -94,17 +99,31 @@ def counts(plan: Plan) -> tuple[int, ...]:
 def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:
     """Returns what a plan says of a rank on the CPU, with `changes`."""
     values: dict[str, Any] = {
-        "device": "cpu", "device_name": "cpu", "micro_batch": 2, "accumulation": 8, "memory_bytes": {}, "peak_bytes": 0, "capacity_bytes": 1,
-    }  # fmt: skip
+        "device": "cpu",
+        "device_name": "cpu",
+        "micro_batch": 2,
+        "accumulation": 8,
+        "memory_bytes": {},
+        "peak_bytes": 0,
+        "capacity_bytes": 1,
+    }
     return RankPlan(rank=rank, **(values | changes))
 
 
-def prepared_rows(rows: int = 320, *, longest: int = 100, each: int = 60, trained: int = 20, **changes: Any) -> Prepared:
+def prepared_rows(
+    rows: int = 320, *, longest: int = 100, each: int = 60, trained: int = 20, **changes: Any
+) -> Prepared:
     """Returns what preparation says about rows of `each` tokens, `trained` of them labels."""
     values: dict[str, Any] = {
-        "path": "train", "rows": rows, "dropped": 0, "tokens": rows * each, "label_tokens": rows * trained, "longest": longest,
-        "median": each, "fingerprint": "f",
-    }  # fmt: skip
+        "path": "train",
+        "rows": rows,
+        "dropped": 0,
+        "tokens": rows * each,
+        "label_tokens": rows * trained,
+        "longest": longest,
+        "median": each,
+        "fingerprint": "f",
+    }
     return prepared_model(Path("m"), train=PreparedSplit(**(values | changes)))
 
 
@@ -123,7 +142,11 @@ def simple_plan(**changes: Any) -> Plan:
 def prepared_model(folder: Path, train: PreparedSplit | None = None, **changes: Any) -> Prepared:
     """Returns what preparation says about a model folder, without data unless `train` is given."""
     values: dict[str, Any] = {
-        "name": str(folder), "path": str(folder), "source": "folder", "revision": None, "fingerprint": "f",
+        "name": str(folder),
+        "path": str(folder),
+        "source": "folder",
+        "revision": None,
+        "fingerprint": "f",
         "tokenizer_fingerprint": "t",
-    }  # fmt: skip
+    }
     return Prepared(model=ResolvedModel(**(values | changes)), train=train, validation=None)

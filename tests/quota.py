@@ -1,4 +1,6 @@
-"""A share of a core for a process, by the kernel's own CPU quota (cgroup v1 or v2): it computes slower, and nobody sleeps."""
+"""A share of a core for a process, by the kernel's own CPU quota (cgroup v1 or v2): it computes slower, and nobody
+sleeps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PERIOD = 10_000
 
 
 def _controller(name: str) -> tuple[Path, int]:
-    """Returns the folder in which groups with a controller can be made, and the version of its files; skips where there is none."""
+    """Returns the folder in which groups with a controller can be made, and the version of its files; skips where there
+    is none.
+    """
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
         _, where, kind, options, *_ = line.split()
         if kind == "cgroup" and name in options.split(","):
@@ -34,7 +38,9 @@ def _controller(name: str) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
-    """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without the right to."""
+    """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without
+    the right to.
+    """
     with _group("cpu") as (group, version):
         allowance = int(share * period)
         if version == 1:
@@ -47,7 +53,9 @@ def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def memory_limit(most_bytes: int) -> Iterator[Path]:
-    """Yields a group whose processes get at most so much memory together: the kernel kills one that asks for more. Skips as `quota`."""
+    """Yields a group whose processes get at most so much memory together: the kernel kills one that asks for more.
+    Skips as `quota`.
+    """
     with _group("memory") as (group, _):
         limit_memory(group, most_bytes)
         yield group
@@ -84,7 +92,9 @@ def move(pid: int, group: Path) -> None:
 
 @contextlib.contextmanager
 def slowed(pid: int, share: float) -> Iterator[None]:
-    """Gives a process `share` of a core meanwhile: by a quota, or where no group can be made by stopping and continuing it all the time."""
+    """Gives a process `share` of a core meanwhile: by a quota, or where no group can be made by stopping and continuing
+    it all the time.
+    """
     with contextlib.ExitStack() as stack:
         try:
             move(pid, stack.enter_context(quota(share, 20_000)))  # the kernel takes no quota below a millisecond

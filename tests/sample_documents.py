@@ -6,22 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def write_pdf(path: Path, pages: Sequence[Sequence[str]], *, picture: bool = False, password: str | None = None) -> Path:
+def write_pdf(
+    path: Path, pages: Sequence[Sequence[str]], *, picture: bool = False, password: str | None = None
+) -> Path:
     """Writes a PDF with these lines on each page; `picture` puts an image on each page."""
     import pypdf
     from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, NumberObject
 
     writer = pypdf.PdfWriter()
-    font = DictionaryObject({
-        NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-        NameObject("/BaseFont"): NameObject("/Helvetica"),
-    })  # fmt: skip
+    font = DictionaryObject(
+        {
+            NameObject("/Type"): NameObject("/Font"),
+            NameObject("/Subtype"): NameObject("/Type1"),
+            NameObject("/BaseFont"): NameObject("/Helvetica"),
+        }
+    )
     for lines in pages:
         page = writer.add_blank_page(width=595, height=842)
         resources = DictionaryObject({NameObject("/Font"): DictionaryObject({NameObject("/F1"): font})})
         content = DecodedStreamObject()
         shown = "".join(f"({line}) Tj 0 -14 Td " for line in lines)
-        content.set_data((f"BT /F1 12 Tf 60 780 Td {shown}ET" if lines else "q 100 0 0 100 0 0 cm /I1 Do Q").encode("latin-1"))
+        content.set_data(
+            (f"BT /F1 12 Tf 60 780 Td {shown}ET" if lines else "q 100 0 0 100 0 0 cm /I1 Do Q").encode("latin-1")
+        )
         if picture:
             image = DecodedStreamObject()
             image.set_data(b"\x00" * 16)

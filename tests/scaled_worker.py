@@ -1,4 +1,6 @@
-"""A worker that trains with accelerate's loss scaler on a CPU (`python -m tests.scaled_worker`): accelerate makes one for GPUs only."""
+"""A worker that trains with accelerate's loss scaler on a CPU (`python -m tests.scaled_worker`): accelerate makes one
+for GPUs only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from sft_play.training.faults import end
 
 
 def scale_on_cpus() -> None:
-    """Every `Accelerator` made from here on for fp16 has torch's loss scaler and fp16 autocast, as it would on a GPU."""
+    """Every `Accelerator` made from here on for fp16 has torch's loss scaler and fp16 autocast, as it would on a
+    GPU.
+    """
     make = accelerate.Accelerator.__init__
 
     @wraps(make)

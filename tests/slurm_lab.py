@@ -3,8 +3,8 @@
     with slurm_lab() as slurm:
         slurm.run("sinfo", "-N")
 
-Only what this started is ended, by its configuration's name; the folder is removed. Tests skip with the reason where Slurm is not installed, where
-they are not root, or where its daemons do not come up here.
+Only what this started is ended, by its configuration's name; the folder is removed. Tests skip with the reason where
+Slurm is not installed, where they are not root, or where its daemons do not come up here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ NODES = ("n1", "n2")
 GONE = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
 """States in which a job stays."""
 SETTLED_SECONDS = 5.0
-"""After a requeue, until the controller has heard of the last turn's end: once, on a loaded machine, a turn that began at once ended silently."""
+"""After a requeue, until the controller has heard of the last turn's end: once, on a loaded machine, a turn that began
+at once ended silently.
+"""
 CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -93,7 +95,9 @@ class SlurmLab:
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
     def wait(self, number: str, ready: Callable[[dict[str, str]], bool], *, logs: Path) -> dict[str, str]:
-        """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that Slurm gives it."""
+        """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that
+        Slurm gives it.
+        """
         deadline, pending = time.monotonic() + 500, 0.0
         while not ready(facts := self.job(number)):
             said = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out")))
@@ -151,10 +155,20 @@ def _write(folder: Path) -> None:
 
 def _start(lab: SlurmLab) -> None:
     run = lab.folder / "run"
-    munge = ["munged", f"--key-file={run / 'munge.key'}", f"--socket={run / 'munge.sock'}", f"--pid-file={run / 'munged.pid'}",
-             f"--log-file={lab.folder / 'log' / 'munged.log'}", f"--seed-file={run / 'munged.seed'}"]  # fmt: skip
+    munge = [
+        "munged",
+        f"--key-file={run / 'munge.key'}",
+        f"--socket={run / 'munge.sock'}",
+        f"--pid-file={run / 'munged.pid'}",
+        f"--log-file={lab.folder / 'log' / 'munged.log'}",
+        f"--seed-file={run / 'munged.seed'}",
+    ]
     configuration = lab.variables["SLURM_CONF"]
-    for words in (munge, ["slurmctld", "-f", configuration], *(["slurmd", "-N", node, "-f", configuration] for node in NODES)):
+    for words in (
+        munge,
+        ["slurmctld", "-f", configuration],
+        *(["slurmd", "-N", node, "-f", configuration] for node in NODES),
+    ):
         done = lab.run(*words, check=False)
         if done.returncode:
             unavailable(f"`{words[0]}` does not start here: {(done.stderr or done.stdout).strip()[-500:]}")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
+    " }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
@@ -64,9 +64,17 @@ def build_tiny_llama(folder: Path, seed: int = 0, vocab: int = 1024, **config: A
     from transformers import LlamaConfig, LlamaForCausalLM
 
     values: dict[str, Any] = {
-        "vocab_size": vocab, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
-        "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 3,
-    }  # fmt: skip
+        "vocab_size": vocab,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    }
     torch.manual_seed(seed)
     return save_model(LlamaForCausalLM(LlamaConfig(**(values | config))), folder, vocab)

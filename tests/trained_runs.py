@@ -9,7 +9,9 @@ from sft_play.runs.folder import RunFolder
 from tests.plans import simple_plan
 
 
-def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", plan: dict[str, Any] | None = None) -> RunFolder:
+def make_run(
+    path: Path, base: Path, mode: str = "lora", *, tuning: str = "", plan: dict[str, Any] | None = None
+) -> RunFolder:
     """Publishes a run in `path` whose adapters (or weights, for `full`) were moved at random, seeded, away from `base`.
 
     `tuning` is further YAML of that section (`quantization: int8`).
@@ -24,7 +26,9 @@ def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", pl
 
     path.mkdir(parents=True)
     run, document = RunFolder(path), path.parent / f"{path.name}.yaml"
-    document.write_text(f"model:\n  name: {base}\ntuning:\n  mode: {mode}\n  {tuning}\ndata:\n  train_path: unused.jsonl\n")
+    document.write_text(
+        f"model:\n  name: {base}\ntuning:\n  mode: {mode}\n  {tuning}\ndata:\n  train_path: unused.jsonl\n"
+    )
     loaded = load_config(document)
     chosen = simple_plan(**(plan or {}))
     prepared = Prepared(model=resolve_model(loaded.config.model), train=None, validation=None)

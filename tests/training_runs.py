@@ -1,4 +1,6 @@
-"""Run folders made by hand, small enough to train within seconds, and the workers started as the launcher starts them."""
+"""Run folders made by hand, small enough to train within seconds, and the workers started as the launcher starts
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Trial:
 
 
 def make_rows(folder: Path, count: int, *, seed: int, vocab: int = 1024) -> PreparedSplit:
-    """Writes `count` ragged rows of random tokens; the trained share differs much between rows, and one row has one target."""
+    """Writes `count` ragged rows of random tokens; the trained share differs much between rows, and one row has one
+    target.
+    """
     import datasets
 
     chooser = random.Random(seed)
@@ -71,27 +75,42 @@ def make_rows(folder: Path, count: int, *, seed: int, vocab: int = 1024) -> Prep
     lengths = sorted(map(len, columns["input_ids"]))
     trained = sum(label != -100 for labels in columns["labels"] for label in labels[1:])
     return PreparedSplit(
-        path=str(folder), rows=count, dropped=0, tokens=sum(lengths), label_tokens=trained, longest=lengths[-1],
-        median=lengths[count // 2], fingerprint=f"rows-{seed}",
-    )  # fmt: skip
+        path=str(folder),
+        rows=count,
+        dropped=0,
+        tokens=sum(lengths),
+        label_tokens=trained,
+        longest=lengths[-1],
+        median=lengths[count // 2],
+        fingerprint=f"rows-{seed}",
+    )
 
 
 def make_plan(trial: Trial) -> Plan:
     """Returns the plan of a trial on the CPU."""
     world = len(trial.ranks)
     ranks = tuple(
-        rank_plan(rank, micro_batch=micro, accumulation=steps)
-        for rank, (micro, steps) in enumerate(trial.ranks)
-    )  # fmt: skip
+        rank_plan(rank, micro_batch=micro, accumulation=steps) for rank, (micro, steps) in enumerate(trial.ranks)
+    )
     per_epoch = -(-TRAIN_ROWS // GLOBAL_BATCH)
     return simple_plan(
         **{
-            "world_size": world, "backend": "none" if world == 1 else "gloo", "strategy": trial.strategy, "ranks": ranks,
-            "global_batch_size": GLOBAL_BATCH, "steps": trial.steps, "steps_per_epoch": per_epoch, "warmup_steps": 1,
-            "eval_batch_size": 2, "tokens_per_second": 1000.0, "mfu": 0.1, "layout": trial.layout,
-            "learning_rate": trial.learning_rate, **dict(trial.plan),
+            "world_size": world,
+            "backend": "none" if world == 1 else "gloo",
+            "strategy": trial.strategy,
+            "ranks": ranks,
+            "global_batch_size": GLOBAL_BATCH,
+            "steps": trial.steps,
+            "steps_per_epoch": per_epoch,
+            "warmup_steps": 1,
+            "eval_batch_size": 2,
+            "tokens_per_second": 1000.0,
+            "mfu": 0.1,
+            "layout": trial.layout,
+            "learning_rate": trial.learning_rate,
+            **dict(trial.plan),
         }
-    )  # fmt: skip
+    )
 
 
 def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
@@ -102,10 +121,19 @@ def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
     path.mkdir(parents=True)
     run, document = RunFolder(path), path.parent / f"{path.name}.yaml"
     lines = [
-        f"model.name: {base}", "model.max_seq_len: 64", f"tuning.mode: {trial.mode}", "tuning.lora.r: 4",
-        "data.train_path: unused.jsonl", "data.val_path: unused.jsonl", "train.max_steps: 8", "train.save_steps: 4", "train.eval_strategy: steps",
-        "train.eval_steps: 4", f"train.global_batch_size: {GLOBAL_BATCH}", *trial.settings,
-    ]  # fmt: skip
+        f"model.name: {base}",
+        "model.max_seq_len: 64",
+        f"tuning.mode: {trial.mode}",
+        "tuning.lora.r: 4",
+        "data.train_path: unused.jsonl",
+        "data.val_path: unused.jsonl",
+        "train.max_steps: 8",
+        "train.save_steps: 4",
+        "train.eval_strategy: steps",
+        "train.eval_steps: 4",
+        f"train.global_batch_size: {GLOBAL_BATCH}",
+        *trial.settings,
+    ]
     document.write_text(nested_yaml(lines), encoding="utf-8")
     loaded = load_config(document)
     save_config(loaded, run.config)
@@ -124,7 +152,9 @@ def nested_yaml(lines: Sequence[str]) -> str:
 
 
 def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """Writes the launch files of a run; returns argv and environment of its workers, as `launch.commands` makes them."""
+    """Writes the launch files of a run; returns argv and environment of its workers, as `launch.commands` makes
+    them.
+    """
     plan, node = Plan.load(run.plan), Node(master_port=free_port(), interface=loopback_interface())
     if plan.strategy.startswith("zero"):
         write_json(run.deepspeed, settings_of(plan, clipping=1.0, hidden_size=HIDDEN))
@@ -149,7 +179,9 @@ def must_train(run: RunFolder, checkpoint: Path | None = None) -> RunFolder:
 
 def logs(run: RunFolder) -> str:
     """Returns the ends of all rank logs."""
-    return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in sorted(run.logs.glob("rank*.log")))
+    return "\n".join(
+        f"== {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in sorted(run.logs.glob("rank*.log"))
+    )
 
 
 def ended_with(run: RunFolder) -> dict[str, Any]:
@@ -208,12 +240,16 @@ def column(run: RunFolder, name: str, kind: str = "train") -> list[float]:
 
 
 def same_curves(run: Path, wanted: Path, first: int = 0) -> None:
-    """Asserts that the steps after `first` of two runs have equal losses, gradient norms and held-out losses, to 1e-5."""
+    """Asserts that the steps after `first` of two runs have equal losses, gradient norms and held-out losses, to
+    1e-5.
+    """
     for kind, names in (("train", ("step", "learning_rate", "loss", "grad_norm")), ("eval", ("step", "eval_loss"))):
         found, expected = ([row for row in metrics(one, kind) if row["step"] > first] for one in (run, wanted))
         for name in names:
             tolerance = 0.0 if name in ("step", "learning_rate") else 1e-5
-            assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-5, abs=tolerance), name
+            assert [row[name] for row in found] == pytest.approx(
+                [row[name] for row in expected], rel=1e-5, abs=tolerance
+            ), name
 
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
@@ -221,7 +257,9 @@ EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens
 
 def same_to_the_bit(run: RunFolder, wanted: RunFolder) -> None:
     """Asserts that all steps and the published weights of two runs are equal."""
-    assert [[row[name] for name in EXACT] for row in rows(run)] == [[row[name] for name in EXACT] for row in rows(wanted)]
+    assert [[row[name] for name in EXACT] for row in rows(run)] == [
+        [row[name] for name in EXACT] for row in rows(wanted)
+    ]
     found, expected = weights(run), weights(wanted)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -1,4 +1,5 @@
-"""CPU kernels for torch's `varlen_attn`, which has none: the same operators, row by row, so that everything around them is torch's.
+"""CPU kernels for torch's `varlen_attn`, which has none: the same operators, row by row, so that everything around them
+is torch's.
 
 In place of FlashAttention only: `register` gives them to torch for the whole process.
 """
@@ -29,11 +30,15 @@ def register() -> None:
 def _rows(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, window: Any
 ) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-    """Yields each row's place, its query, key and value [1, H, t, D] in fp32, and its mask: causal, or the window's `left` tokens."""
+    """Yields each row's place, its query, key and value [1, H, t, D] in fp32, and its mask: causal, or the window's
+    `left` tokens.
+    """
     left, right = window
     for start, end in pairwise(ends.tolist()):
         row = slice(start, end)
-        tensors = [x[row].transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0)[None] for x in (query, key, value)]
+        tensors = [
+            x[row].transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0)[None] for x in (query, key, value)
+        ]
         back = torch.arange(end - start)[:, None] - torch.arange(end - start)
         seen = back >= (0 if causal or right == 0 else -(end - start))
         if left >= 0:
@@ -42,11 +47,23 @@ def _rows(
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, is_causal: bool = False,
-    scale: float | None = None, window_size: Any = None, enable_gqa: bool = False, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Any = None,
+    enable_gqa: bool = False,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     lengths = cu_seq_q.diff()
-    assert cu_seq_q.dtype == torch.int32 and int(cu_seq_q[0]) == 0 and int(cu_seq_q[-1]) == query.shape[0] == key.shape[0]
+    assert (
+        cu_seq_q.dtype == torch.int32 and int(cu_seq_q[0]) == 0 and int(cu_seq_q[-1]) == query.shape[0] == key.shape[0]
+    )
     assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == int(lengths.max()) and type(max_q) is int
     assert query.dtype == key.dtype == value.dtype and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     out = torch.empty_like(query)
@@ -56,9 +73,21 @@ def _forward(
 
 
 def _backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
-    max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None = None, window_size: Any = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for row, tensors, mask in _rows(query, key, value, cu_seq_q, is_causal, window_size):
         upstream, made = grad_out[row].transpose(0, 1)[None].float(), ATTEND(*tensors, attn_mask=mask, scale=scale)

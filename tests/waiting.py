@@ -9,10 +9,16 @@ from typing import Any
 
 
 def until(
-    happened: Callable[[], object], *, process: subprocess.Popen[Any] | None = None, seconds: float = 240, pause: float = 0.02,
+    happened: Callable[[], object],
+    *,
+    process: subprocess.Popen[Any] | None = None,
+    seconds: float = 240,
+    pause: float = 0.02,
     said: Callable[[], object] = str,
-) -> None:  # fmt: skip
-    """Returns when `happened()` is true; fails after `seconds`, or when `process` ends first, with what it or `said()` tells."""
+) -> None:
+    """Returns when `happened()` is true; fails after `seconds`, or when `process` ends first, with what it or `said()`
+    tells.
+    """
     deadline = time.monotonic() + seconds
     while not happened():
         if process is not None and process.poll() is not None:

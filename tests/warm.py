@@ -1,10 +1,12 @@
-"""Python processes that start warm: forked from one that has imported torch and its kin, and otherwise what `python -m` would start.
+"""Python processes that start warm: forked from one that has imported torch and its kin, and otherwise what `python -m`
+would start.
 
-`tests/conftest.py` puts `Popen` in the place of subprocess's. A command `python -m MODULE ...` is forked from a server, and so is every
-such command that it starts, as its own child: `make train` becomes launcher, preparation, `accelerate launch` and ranks, with their own
-pids, command lines, environments, sessions and descriptors, but without 5 to 9 seconds of imports each. Modules of this project are
-imported anew in each. Everything else is executed as ever: other programs, and Pythons whose environment would change what an import does.
-`SFT_PLAY_TEST_COLD=1` (`make test-all`) executes everything.
+`tests/conftest.py` puts `Popen` in the place of subprocess's. A command `python -m MODULE ...` is forked from a server,
+and so is every such command that it starts, as its own child: `make train` becomes launcher, preparation, `accelerate
+launch` and ranks, with their own pids, command lines, environments, sessions and descriptors, but without 5 to 9
+seconds of imports each. Modules of this project are imported anew in each. Everything else is executed as ever: other
+programs, and Pythons whose environment would change what an import does. `SFT_PLAY_TEST_COLD=1` (`make test-all`)
+executes everything.
 """
 
 from __future__ import annotations
@@ -38,8 +40,13 @@ OURS = ("sft_play", "tests", "benchmarks")
 READ_AT_START = ("HF_", "LD_", "OMP_", "PYTHON")
 """Beginnings of variables that libraries, libc or Python itself read when they are loaded."""
 READ_LATER = {
-    "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER",
-}  # fmt: skip
+    "HF_HUB_DISABLE_TELEMETRY",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "PYTHONPATH",
+    "PYTHONSAFEPATH",
+    "PYTHONUNBUFFERED",
+    "PYTHONFAULTHANDLER",
+}
 """Of these, what changes nothing, or is done for a forked process too."""
 ALWAYS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 """What is so where a test leaves it open."""
@@ -89,8 +96,17 @@ class Popen(_cold_popen[Any]):
 
     _line: socket.socket | None = None
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
-                       *others: Any) -> None:  # fmt: skip
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: Any,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        *others: Any,
+    ) -> None:
         pipes, session, variables = others[3:9], others[-2], dict(os.environ if env is None else env)
         plain = not (executable or preexec_fn or pass_fds or isinstance(args, (str, bytes, Path)))
         host, cwd_there, words = inside(list(map(str, args)) if plain else [])
@@ -100,7 +116,13 @@ class Popen(_cold_popen[Any]):
             return
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(address)
-        request = {"words": words, "env": variables, "host": host, "cwd": cwd_there or str(cwd or Path.cwd()), "session": session}
+        request = {
+            "words": words,
+            "env": variables,
+            "host": host,
+            "cwd": cwd_there or str(cwd or Path.cwd()),
+            "session": session,
+        }
         descriptors = [given if given >= 0 else own for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
         socket.send_fds(self._line, [pickle.dumps(request)], descriptors)
         self.pid, self._child_created = int(self._line.recv(64)), True
@@ -148,7 +170,9 @@ def _server() -> tuple[str, dict[str, str]]:
 
 
 def server_for(env: Mapping[str, str]) -> str | None:
-    """Returns where a server listens that may fork processes with this environment; with a GPU none: CUDA does not survive a fork."""
+    """Returns where a server listens that may fork processes with this environment; with a GPU none: CUDA does not
+    survive a fork.
+    """
     if not wanted or os.environ.get("SFT_PLAY_TEST_COLD") or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         return None
     address, found = _server()
@@ -236,7 +260,9 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
 
 
 def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
-    """In place of `_posixsubprocess.fork_exec`: forks where the program would be a Python that this one can stand for."""
+    """In place of `_posixsubprocess.fork_exec`: forks where the program would be a Python that this one can stand
+    for.
+    """
     words = [os.fsdecode(word) for word in args]
     env_list = others[3]
     env = dict(os.environ) if env_list is None else dict(os.fsdecode(one).split("=", 1) for one in env_list)
@@ -257,7 +283,9 @@ def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
             os.chdir(cwd)
         if preexec is not None:
             preexec()
-        _set_descriptors([p2cread, c2pwrite, errwrite], keep=[one for one in keep if one != errpipe and os.get_inheritable(one)])
+        _set_descriptors(
+            [p2cread, c2pwrite, errwrite], keep=[one for one in keep if one != errpipe and os.get_inheritable(one)]
+        )
         _start(words, env)
     finally:
         os._exit(255)
@@ -301,7 +329,9 @@ def _set_descriptors(standard: Sequence[int], keep: Sequence[int]) -> None:
 
 
 def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Runs `python [-u] -m MODULE ...` in this process, which was forked just now, and ends as the interpreter would."""
+    """Runs `python [-u] -m MODULE ...` in this process, which was forked just now, and ends as the interpreter
+    would.
+    """
     os.environ.clear()
     os.environ.update(env)
     _show(words, env)  # over strings that libc's `environ` no longer names
@@ -364,13 +394,17 @@ def _stream(descriptor: int, mode: str, *, at_once: bool = False) -> Any:
     except OSError:
         return None
     errors = "backslashreplace" if descriptor == 2 else "strict"
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=at_once or raw.isatty(), write_through=at_once)
+    return io.TextIOWrapper(
+        raw, encoding="utf-8", errors=errors, line_buffering=at_once or raw.isatty(), write_through=at_once
+    )
 
 
 def _show(words: Sequence[str], env: Mapping[str, str]) -> None:
     """Writes command line and environment where the kernel shows them to others (proc(5)), as far as there is room."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    for start, end, parts in zip(fields[45:49:2], fields[46:49:2], (words, [f"{k}={v}" for k, v in env.items()]), strict=True):
+    for start, end, parts in zip(
+        fields[45:49:2], fields[46:49:2], (words, [f"{k}={v}" for k, v in env.items()]), strict=True
+    ):
         room = int(end) - int(start)
         text = b"".join(os.fsencode(part) + b"\0" for part in parts)[: room - 1]
         ctypes.memset(int(start), 0, room)

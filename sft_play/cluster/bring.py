@@ -1,8 +1,9 @@
-"""Bring code, environment, model, prepared data and checkpoints to the machines of a cluster: only what a machine lacks, by rsync over SSH.
+"""Bring code, environment, model, prepared data and checkpoints to the machines of a cluster: only what a machine
+lacks, by rsync over SSH.
 
-Of the code goes what git tracks, as it is in the working tree. A folder that we fill there bears a marker: in one without it no file that
-differs is ever replaced, in one with it rsync sets aside what it replaces. Needs rsync and a shell there, no Python: the first call comes before
-there is an environment.
+Of the code goes what git tracks, as it is in the working tree. A folder that we fill there bears a marker: in one
+without it no file that differs is ever replaced, in one with it rsync sets aside what it replaces. Needs rsync and a
+shell there, no Python: the first call comes before there is an environment.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ VANISHED = 24
 MOST_NAMED = 10
 GIB = 2**30
 MARKER = ".cache/sft-play-sent"
-"""In the project's folder of a machine, where git ignores it: the names of the files that were brought, each with a NUL behind it."""
+"""In the project's folder of a machine, where git ignores it: the names of the files that were brought, each with a NUL
+behind it.
+"""
 SET_ASIDE = ".cache/replaced"
 SECRETS = (".env", ".netrc")
 NOTICED = ("sft_play/", "configs/")
@@ -70,31 +73,44 @@ INVENTORIES = "configs/clusters/"
 """Read on the master only: one of your own stays there, and needs no commit."""
 RUN_FILES = ("config.json", "plan.json", "events.jsonl", "stamp.json", "deepspeed.json")
 """What another machine needs of a run to continue it, apart from a checkpoint."""
-OPEN = HOME + (
-    'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; echo; df -Pk . | tail -n 1; '
-    'if [ -e "$3" ]; then echo same; elif [ -e "$m" ]; then echo ours; elif [ -z "$(ls -A)" ]; then echo empty; else echo foreign; fi'
+OPEN = (
+    HOME
+    + 'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; echo; df -Pk . | tail -n 1; if [ -e "$3" ];'
+    ' then echo same; elif [ -e "$m" ]; then echo ours; elif [ -z "$(ls -A)" ]; then echo empty; else echo'
+    " foreign; fi"
 )
 """Takes a folder, its marker, and a file that stands in the folder where it is the one of the machine that asks."""
 MARK = HOME + 'm=$(h "$1"); mkdir -p -- "${m%/*}" && : >>"$m"'
-TIDY = HOME + (
-    'd=$(h "$1"); cd -- "$d" || exit 1; cat >"$2.now" || exit 1; mkdir -p -- "$3" || exit 1; '
-    'export LC_ALL=C; comm -z -13 <(sort -z "$2.now") <(sort -z "$2") | while IFS= read -r -d "" f; do case "/$f/" in */../*|//*) ;; '
-    '*) [ -f "./$f" ] && mkdir -p -- "$(dirname -- "$3/$f")" && mv -- "./$f" "$3/$f";; esac; done; mv -f -- "$2.now" "$2"; '
-    'rmdir -- "$3" 2>/dev/null; :'
+TIDY = (
+    HOME
+    + 'd=$(h "$1"); cd -- "$d" || exit 1; cat >"$2.now" || exit 1; mkdir -p -- "$3" || exit 1; export LC_ALL=C; comm -z'
+    ' -13 <(sort -z "$2.now") <(sort -z "$2") | while IFS= read -r -d "" f; do case "/$f/" in */../*|//*) ;; *) [ -f'
+    ' "./$f" ] && mkdir -p -- "$(dirname -- "$3/$f")" && mv -- "./$f" "$3/$f";; esac; done; mv -f -- "$2.now" "$2";'
+    ' rmdir -- "$3" 2>/dev/null; :'
 )
-"""Takes the project's folder, its marker, and where files that have left the project are set aside; reads the names of the project's files."""
+"""Takes the project's folder, its marker, and where files that have left the project are set aside; reads the names of
+the project's files.
+"""
 
 
 def deliver(
-    host: Host, source: Path, there: str, names: Sequence[str], *, marker: str = "", hint: str = "", seen: str = "",
-    aside: str = "", options: Sequence[str] = (),
-) -> bool:  # fmt: skip
+    host: Host,
+    source: Path,
+    there: str,
+    names: Sequence[str],
+    *,
+    marker: str = "",
+    hint: str = "",
+    seen: str = "",
+    aside: str = "",
+    options: Sequence[str] = (),
+) -> bool:
     """Bring files of `source` (`names`, relative to it) to the folder `there` where they are missing or others there.
 
-    With a `marker` (a path there) a folder that has none, and files of other content, is refused with their names and `hint`: `UserError`, and
-    nothing is sent. What is replaced in a marked folder is set aside in `aside`, where that is given. `seen` names a file in `source` by which
-    the folder is recognized as `source` itself: then nothing is done, and `False` returned. Raise `HardwareError` for a host that cannot be
-    asked, or has no room.
+    With a `marker` (a path there) a folder that has none, and files of other content, is refused with their names and
+    `hint`: `UserError`, and nothing is sent. What is replaced in a marked folder is set aside in `aside`, where that is
+    given. `seen` names a file in `source` by which the folder is recognized as `source` itself: then nothing is done,
+    and `False` returned. Raise `HardwareError` for a host that cannot be asked, or has no room.
     """
     if not names:
         return True
@@ -103,16 +119,28 @@ def deliver(
     if state == "same":
         return False
     foreign = bool(marker) and state == "foreign"
-    words = ["--from0", "--files-from=-", *(["--checksum"] if foreign else []), *options, f"{source}/", remote(host, f"{there}/")]
+    words = [
+        "--from0",
+        "--files-from=-",
+        *(["--checksum"] if foreign else []),
+        *options,
+        f"{source}/",
+        remote(host, f"{there}/"),
+    ]
     size, new, replaced = changes(rsync(host, ["-n", "--out-format=%i %l %n", *words], names=names))
     if foreign and replaced:
-        text = f"host `{host.name}`: `{there}` has {plural(len(replaced), 'file')} that this command did not bring, and others than here"
+        text = (
+            f"host `{host.name}`: `{there}` has {plural(len(replaced), 'file')} that this command did not bring, and"
+            " others than here"
+        )
         raise UserError(f"{text}: {_shown(replaced)}", place=host.place, hint=hint)
     room = re.search(r"(\d+)\s+\d+%\s", disk)  # of `df -P`: available, capacity, mount point
     free = int(room[1]) * 1024 if room else 2**62
     if size > free:
         text = f"{size / GIB:.2f} GiB are to be brought to `{there}`, and its disk has {free / GIB:.2f} GiB free"
-        raise _failed(host, text, "make room there (RUNS_DIR, SFT_PLAY_CACHE and HF_HOME of that machine move its folders)")
+        raise _failed(
+            host, text, "make room there (RUNS_DIR, SFT_PLAY_CACHE and HF_HOME of that machine move its folders)"
+        )
     if marker and state != "ours":
         _ask(host, ["sh", "-c", MARK, "sh", marker], f"`{marker}` cannot be written")
     if new or replaced or foreign:  # of the same content: times become ours, so that nothing is read again
@@ -159,17 +187,24 @@ def _require_done(host: Host, code: int, said: str, what: str) -> None:
 
 
 def remote(host: Host, path: str) -> str:
-    """Return a path on `host` as rsync takes it, without `.`, `..` and double slashes; `~/` is where it starts anyway."""
+    """Return a path on `host` as rsync takes it, without `.`, `..` and double slashes; `~/` is where it starts
+    anyway.
+    """
     name, end = host.ssh or host.address, "/" if path.endswith("/") else ""
     plain = plain_path(path).removeprefix("~/")
     return f"{f'[{name}]' if ':' in name else name}:{plain if plain == '/' else plain + end}"
 
 
 def rsync(
-    host: Host, words: Sequence[str], *, names: Iterable[str] = (), timeout: float = SECONDS,
+    host: Host,
+    words: Sequence[str],
+    *,
+    names: Iterable[str] = (),
+    timeout: float = SECONDS,
     heard: Callable[[bytes], object] | None = None,
-) -> bytes:  # fmt: skip
-    """Run rsync and return what it prints; `names` are its list of files, in which `#` and `;` begin a comment. `heard`: see `run`.
+) -> bytes:
+    """Run rsync and return what it prints; `names` are its list of files, in which `#` and `;` begin a comment.
+    `heard`: see `run`.
 
     Raise `HardwareError` with what it says.
     """
@@ -185,7 +220,9 @@ def rsync(
 
 
 def changes(out: bytes) -> tuple[int, list[str], list[str]]:
-    """Return the bytes, the new files and the replaced ones of a dry run with `--out-format=%i %l %n`; not folders, times and modes alone."""
+    """Return the bytes, the new files and the replaced ones of a dry run with `--out-format=%i %l %n`; not folders,
+    times and modes alone.
+    """
     size = 0
     new: list[str] = []
     replaced: list[str] = []
@@ -210,16 +247,20 @@ def project() -> Path:
 
 
 def code_files(*, report: bool = False) -> list[str]:
-    """Return the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the folder of runs.
+    """Return the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the
+    folder of runs.
 
-    With `report` the user is told which files stay behind since they are not tracked, inventories excepted. Raise `UserError` where it is no
-    git checkout, or one in which nothing was added.
+    With `report` the user is told which files stay behind since they are not tracked, inventories excepted. Raise
+    `UserError` where it is no git checkout, or one in which nothing was added.
     """
     place, runs = project(), runs_folder().absolute()
     names = [
-        name for name in _git_files("--cached")
-        if not _is_secret(name) and not (place / name).is_relative_to(runs) and ((place / name).is_file() or (place / name).is_symlink())
-    ]  # fmt: skip
+        name
+        for name in _git_files("--cached")
+        if not _is_secret(name)
+        and not (place / name).is_relative_to(runs)
+        and ((place / name).is_file() or (place / name).is_symlink())
+    ]
     new = _git_files("--others", "--exclude-standard") if report else []
     if behind := [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]:
         print_line(f"note: git does not track yet, and so does not send: {_shown(behind)}; git add sends them")
@@ -240,18 +281,26 @@ def _git_files(*options: str) -> list[str]:
         raise HardwareError("there is no `git` on this machine", hint="apt install git") from error
     if code or not (out or "--cached" not in options):
         raise UserError(
-            f"the other machines get the files that git tracks in `{place}`, and it tracks none: {last_word(said) or 'nothing was added'}",
-            hint="git clone the project, `make install` in the clone, and type the command there; in a folder of your own: git add, git commit",
+            f"the other machines get the files that git tracks in `{place}`, and it tracks none:"
+            f" {last_word(said) or 'nothing was added'}",
+            hint=(
+                "git clone the project, `make install` in the clone, and type the command there; in a folder of your"
+                " own: git add, git commit"
+            ),
         )
     return sorted({os.fsdecode(name) for name in out.split(b"\0") if name})
 
 
 def send_code(host: Host, files: Sequence[str]) -> None:
-    """Make the project on `host` the same as here; what is replaced or has left the project is set aside. Raise as `deliver`."""
+    """Make the project on `host` the same as here; what is replaced or has left the project is set aside. Raise as
+    `deliver`.
+    """
     hint = "another `folder` in the inventory; or commit and move them away there, and type the same command again"
     aside, marker = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}", f"{host.folder}/{MARKER}"
     with mark_in(project() / ".cache") as name:
-        another = deliver(host, project(), host.folder, files, marker=marker, hint=hint, aside=aside, seen=f".cache/{name}")
+        another = deliver(
+            host, project(), host.folder, files, marker=marker, hint=hint, aside=aside, seen=f".cache/{name}"
+        )
     if another:
         words = ["bash", "-c", TIDY, "bash", host.folder, MARKER, aside]
         _ask(host, words, f"`{host.folder}` cannot be tidied", join_names(files))
@@ -274,19 +323,22 @@ done
 echo "error: there is no Python $1, which the first host has; python3 is $(python3 --version 2>&1)"
 exit 97
 """
-"""Takes this machine's Python version (`3.11`), the environment's folder, and `keep` where one that is newer than the pins stays.
+"""Takes this machine's Python version (`3.11`), the environment's folder, and `keep` where one that is newer than the
+pins stays.
 
-Runs in the project's folder."""
+Runs in the project's folder.
+"""
 AGAIN = "then type the same command again"
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What pip writes to a terminal apart from letters."""
 
 
 def install_all(call: Call) -> int:
-    """`make cluster-install`: the project and its environment on all machines at once; return 0 when all are ready, else 3.
+    """`make cluster-install`: the project and its environment on all machines at once; return 0 when all are ready,
+    else 3.
 
-    The same command continues where it stopped: files that are there are not sent again, and an environment that is newer than the pinned
-    versions is left as it is.
+    The same command continues where it stopped: files that are there are not sent again, and an environment that is
+    newer than the pinned versions is left as it is.
     """
     inventory = inventory_for_call(call)
     require_master_here(inventory)
@@ -297,17 +349,27 @@ def install_all(call: Call) -> int:
     found = on_all(inventory.hosts, lambda host: install(host, files, own))
     failed = [name for name, one in found.items() if isinstance(one, UserError)]
     if call.json:
-        rows = {name: (one.message, one.hint) if isinstance(one, UserError) else (one, None) for name, one in found.items()}
-        print(json.dumps([{"host": n, "ok": n not in failed, "detail": text, "hint": hint} for n, (text, hint) in rows.items()]))
+        rows = {
+            name: (one.message, one.hint) if isinstance(one, UserError) else (one, None) for name, one in found.items()
+        }
+        print(
+            json.dumps(
+                [{"host": n, "ok": n not in failed, "detail": text, "hint": hint} for n, (text, hint) in rows.items()]
+            )
+        )
         return HardwareError.exit_code if failed else 0
     for name, one in found.items():
         if isinstance(one, UserError):
-            print(f"failed  {name}: {one.message}" + (f"\n        hint: {one.hint}" if one.hint else ""), file=sys.stderr)
+            print(
+                f"failed  {name}: {one.message}" + (f"\n        hint: {one.hint}" if one.hint else ""), file=sys.stderr
+            )
         else:
             print(f"ready  {name}: {one}")
     if failed:
         hint = "fix the error above and repeat the command: finished work is kept"
-        print(f"\nerror: {', '.join(f'`{name}`' for name in failed)} cannot be used yet\n\nhint: {hint}", file=sys.stderr)
+        print(
+            f"\nerror: {', '.join(f'`{name}`' for name in failed)} cannot be used yet\n\nhint: {hint}", file=sys.stderr
+        )
     return HardwareError.exit_code if failed else 0
 
 
@@ -324,7 +386,8 @@ def venv_of(host: Host) -> str:
 
 
 def install(host: Host, files: Sequence[str], own: Facts) -> str:
-    """Bring the project to one machine and make its environment, with the versions of this one (`own`); return what it has then.
+    """Bring the project to one machine and make its environment, with the versions of this one (`own`); return what it
+    has then.
 
     The machine's output is shown with its name before each line. Raise `UserError`.
     """
@@ -342,7 +405,9 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         if not set(apart) - set(OPTIONAL) or "Python" in apart:
             break
         if mode == "keep":
-            print_line(f"{host.name} | its versions are others: {', '.join(apart.values())}; installing the pinned ones")
+            print_line(
+                f"{host.name} | its versions are others: {', '.join(apart.values())}; installing the pinned ones"
+            )
     if not apart:
         return f"Python {found.python}, torch {found.packages['torch']}"
     remedy = versions_remedy(apart, "make install on this machine, too: both get the pinned versions")
@@ -366,7 +431,9 @@ def _python_hint(host: Host, own: Facts) -> str:
 
 
 def _run(host: Host, argv: Sequence[str]) -> tuple[str, int]:
-    """Run a command, its output line by line here; return the first line that is an error, else the last, and the exit code."""
+    """Run a command, its output line by line here; return the first line that is an error, else the last, and the exit
+    code.
+    """
     last = ""
     with start(argv, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
@@ -382,7 +449,9 @@ def _run(host: Host, argv: Sequence[str]) -> tuple[str, int]:
 
 
 def place_there(path: Path, facts: Facts) -> str:
-    """Return where `path` of this machine is on another: in the same place of its cache, hub cache, project or home, else at the same path."""
+    """Return where `path` of this machine is on another: in the same place of its cache, hub cache, project or home,
+    else at the same path.
+    """
     path = path.absolute()
     roots = (
         (cache_folder().absolute(), facts.cache),
@@ -400,7 +469,10 @@ def place_there(path: Path, facts: Facts) -> str:
 def send_prepared(host: Host, facts: Facts, config: Config, prepared: Prepared) -> Prepared:
     """Bring model and prepared rows to `host`; return where they are there."""
     model = Path(prepared.model.path).absolute()
-    folders = [model, *(Path(name).expanduser().absolute() for name in (config.model.name, config.model.tokenizer) if name)]
+    folders = [
+        model,
+        *(Path(name).expanduser().absolute() for name in (config.model.name, config.model.tokenizer) if name),
+    ]
     if not (facts.shares_cache and model.is_relative_to(cache_folder().absolute())):
         for folder in dict.fromkeys(folders):
             if folder.is_dir():
@@ -433,7 +505,9 @@ def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
     repository = hub / folder.relative_to(hub).parts[0]
     above = Path(there).parents[len(folder.relative_to(repository).parts) - 1]
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
-    files += [path.resolve() for path in files if path.is_symlink() and path.resolve().is_relative_to(repository.resolve())]
+    files += [
+        path.resolve() for path in files if path.is_symlink() and path.resolve().is_relative_to(repository.resolve())
+    ]
     root = repository.resolve()
     inside = {str(path.relative_to(root if path.is_relative_to(root) else repository)) for path in files}
     return send(root, str(above), sorted(inside))

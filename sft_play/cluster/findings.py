@@ -1,4 +1,6 @@
-"""What was measured of the machines of a cluster, and what is wrong with them, in words, with the remedy. No effects."""
+"""What was measured of the machines of a cluster, and what is wrong with them, in words, with the remedy. No
+effects.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ OF_THE_DOCTOR = ("package-version", "no-compiler", "no-ninja")
 """Findings of `make doctor` that say nothing of a run on several machines, which compares versions itself."""
 RTT_MS = 5.0
 SLOW_MBIT, OF_STATED = 500.0, 0.6
-"""Below the first a gigabit line is not what it says: a bad cable, 100 Mbit/s, Wi-Fi. The second is the share of the inventory's `network`
-that must be there."""
+"""Below the first a gigabit line is not what it says: a bad cable, 100 Mbit/s, Wi-Fi. The second is the share of the
+inventory's `network` that must be there.
+"""
 FASTER = 1.5
 """How many times as fast as the interface in use another one must be to be named."""
 FOR_A_RUN = ("no-linux", "versions", "not-shared", "rsync", "gpus", "interface")
@@ -141,7 +144,11 @@ def judge(examined: Examined, inventory: Inventory, wanted: Wanted) -> dict[str,
     for name, seen in examined.hosts.items():
         some = [seen.trouble] if seen.trouble else []
         if facts := seen.facts:
-            some += [*_system(facts, seen, inventory), *_cards(facts, seen, examined, wanted), *_versions(facts, seen, examined)]
+            some += [
+                *_system(facts, seen, inventory),
+                *_cards(facts, seen, examined, wanted),
+                *_versions(facts, seen, examined),
+            ]
             some += [] if seen.without else [*_files(facts, wanted), *_of_the_doctor(seen)]
         some += [*_ports(seen, inventory, examined, wanted), *_links(seen, examined), *slow.get(name, ())]
         found[name] = sorted(some, key=lambda one: one.severity != "fail")
@@ -154,10 +161,11 @@ def faults(facts: Mapping[str, Facts], inventory: Inventory, wanted: Wanted) -> 
     return {
         name: [
             HardwareError(f"host `{name}`: {one.text}", place=hosts[name].host.place, hint=one.remedy)
-            for one in some if one.severity == "fail" and one.id in FOR_A_RUN
+            for one in some
+            if one.severity == "fail" and one.id in FOR_A_RUN
         ]
         for name, some in judge(Examined(hosts), inventory, wanted).items()
-    }  # fmt: skip
+    }
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -198,22 +206,30 @@ def _files(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if code := [name for name, there in facts.code.items() if there != wanted.code[name]]:
         remedy = "`make cluster-install` copies them, as `make train-cluster` does before each run"
         yield _fail(
-            "code", f"{len(code)} of the project's {len(wanted.code)} files are not the same as here: {_listed(code)}", remedy
+            "code",
+            f"{len(code)} of the project's {len(wanted.code)} files are not the same as here: {_listed(code)}",
+            remedy,
         )
     data = [name for name, there in facts.data.items() if there not in (None, wanted.data[name])]
     data += [name for name, there in facts.prepared.items() if there not in (None, wanted.prepared[name])]
     if data:
         remedy = (
-            "copy files again, and `make data` where they are right; remove prepared rows from its cache, and they are brought"
+            "copy files again, and `make data` where they are right; remove prepared rows from its cache, and they are"
+            " brought"
         )
         yield _fail("data", f"other data than here: {_listed(data)}", remedy)
     if not wanted.shared:
         return
     shares = {"RUNS_DIR": facts.shares_runs, "SFT_PLAY_CACHE": facts.shares_cache}
     if unseen := [name for name, sees in shares.items() if sees is False]:
-        remedy = "mount them there at the same place (RUNS_DIR and SFT_PLAY_CACHE say where they are), or take `data.sync: rsync`"
+        remedy = (
+            "mount them there at the same place (RUNS_DIR and SFT_PLAY_CACHE say where they are), or take `data.sync:"
+            " rsync`"
+        )
         yield _fail(
-            "not-shared", f"`data.sync` is `shared`, but it does not see this machine's folders of {_listed(unseen)}", remedy
+            "not-shared",
+            f"`data.sync` is `shared`, but it does not see this machine's folders of {_listed(unseen)}",
+            remedy,
         )
     if missing := [name for name, there in facts.prepared.items() if there is None]:
         text = f"`data.sync` is `shared`, but its cache `{facts.cache}` has no {_listed(missing)}"
@@ -231,7 +247,9 @@ def _cards(facts: Facts, seen: Seen, examined: Examined, wanted: Wanted) -> Iter
     stated, count = seen.host.gpus, facts.gpu_count
     reasons = {
         f"`gpus: {stated}` in the inventory": stated is not None,
-        "other hosts have GPUs": seen.answers and any(one.facts.gpu_count for one in examined.hosts.values() if one.facts),
+        "other hosts have GPUs": (
+            seen.answers and any(one.facts.gpu_count for one in examined.hosts.values() if one.facts)
+        ),
         "`launch.backend: nccl` needs GPUs": wanted.backend == "nccl",
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)
@@ -264,17 +282,25 @@ def _versions(facts: Facts, seen: Seen, examined: Examined) -> Iterator[Finding]
 
 
 def other_versions(own: Facts, theirs: Facts) -> dict[str, str]:
-    """Return what changes how a rank computes or sends, and has other versions on two machines: its name, both in words."""
+    """Return what changes how a rank computes or sends, and has other versions on two machines: its name, both in
+    words.
+    """
     here, there = ({"Python": minor(one), **one.packages} for one in (own, theirs))
     apart = [name for name in ("Python", *PACKAGES) if here.get(name) != there.get(name)]
     return {name: f"{name} {there.get(name, 'missing')} (there {here.get(name, 'missing')})" for name in apart}
 
 
 def versions_remedy(names: Iterable[str], install: str) -> str:
-    """Return how a host gets the same versions; `install` brings the pinned ones, and no installation of ours the others."""
+    """Return how a host gets the same versions; `install` brings the pinned ones, and no installation of ours the
+    others.
+    """
     own = [name for name in names if name in OPTIONAL]
     hints = [install] if set(names) - set(own) else []
-    hints += [f"install the same version of {' and '.join(own)} on all machines with pip, or uninstall it on all"] if own else []
+    hints += (
+        [f"install the same version of {' and '.join(own)} on all machines with pip, or uninstall it on all"]
+        if own
+        else []
+    )
     return "; ".join(hints)
 
 
@@ -311,22 +337,30 @@ def _links(seen: Seen, examined: Examined) -> Iterator[Finding]:
     links = seen.facts.interfaces if seen.facts else {}
     if links and host.interface and host.interface not in links:
         text = f"there is no interface `{host.interface}`; it has {_listed(links)}"
-        yield _fail("interface", text, f"correct `interface` ({host.place}), or omit it: the route to the master is taken")
+        yield _fail(
+            "interface", text, f"correct `interface` ({host.place}), or omit it: the route to the master is taken"
+        )
     usual = {pair.target: pair.mbit for pair in ways if pair.mbit}
     further = [pair for pair in examined.further_ways if pair.source == name and pair.mbit]
     for link in sorted({str(pair.interface) for pair in further}):
         mbit = {pair.target: pair.mbit or 0.0 for pair in further if pair.interface == link}
         if usual and mbit.keys() == usual.keys() and min(mbit.values()) > FASTER * min(usual.values()):
             text = (
-                f"`{link}` carries {min(mbit.values()):.0f} Mbit/s to the others, `{ways[0].interface}` {min(usual.values()):.0f}"
+                f"`{link}` carries {min(mbit.values()):.0f} Mbit/s to the others, `{ways[0].interface}`"
+                f" {min(usual.values()):.0f}"
             )
             yield _warn(
-                "faster-interface", text, f"`interface: {link}` for it in the inventory: gloo and NCCL then send over that one"
+                "faster-interface",
+                text,
+                f"`interface: {link}` for it in the inventory: gloo and NCCL then send over that one",
             )
     mtus = [other.route.get("mtu") for other in examined.hosts.values() if other.facts]
     mtu, common = seen.route.get("mtu"), max(mtus, key=mtus.count, default=None)
     if mtu and mtu != common:
-        text = f"its interface sends packets of {mtu} bytes (MTU), the others' of {common}: large ones may be lost without a word"
+        text = (
+            f"its interface sends packets of {mtu} bytes (MTU), the others' of {common}: large ones may be lost without"
+            " a word"
+        )
         yield _warn("mtu", text, f"`sudo ip link set {seen.route['interface']} mtu {common}`")
     for way in examined.pairs:
         if (way.rtt_ms or 0) > RTT_MS and way.source < way.target == name:
@@ -338,13 +372,16 @@ def _links(seen: Seen, examined: Examined) -> Iterator[Finding]:
         yield _warn("not-measured", text, 'check again, or fewer machines at once: CLUSTER_HOSTS="name name"')
     if summed and (error := summed.errors.get(name)):
         remedy = (
-            "`interface` in the inventory; `GLOO_SOCKET_IFNAME`/`NCCL_SOCKET_IFNAME` of your own; firewalls between all pairs"
+            "`interface` in the inventory; `GLOO_SOCKET_IFNAME`/`NCCL_SOCKET_IFNAME` of your own; firewalls between all"
+            " pairs"
         )
         yield _fail("all-reduce", f"a sum over all machines ({summed.backend}) failed: {error}", remedy)
 
 
 def _slow_ways(examined: Examined, inventory: Inventory) -> dict[str, list[Finding]]:
-    """Return host name -> its slowest way; a slow way is reported with the one of its two hosts that has more of them."""
+    """Return host name -> its slowest way; a slow way is reported with the one of its two hosts that has more of
+    them.
+    """
     stated = network_speed(inventory.network, str(inventory.path)) * 8 / 1e6 if inventory.network else None
     least, order = stated * OF_STATED if stated else SLOW_MBIT, list(examined.hosts)
     slow = [pair for pair in examined.pairs if pair.mbit is not None and pair.mbit < least]
@@ -354,7 +391,10 @@ def _slow_ways(examined: Examined, inventory: Inventory) -> dict[str, list[Findi
         why = f"the inventory says `{inventory.network}`" if stated else "less than gigabit Ethernet"
         seconds = sum_seconds(ADAPTERS * 4, len(order), pair.mbit or 1)
         step = f"{ADAPTERS / 1e6:.1f} M parameters in fp32 take {seconds:.1f} s a step"
-        remedy = "cable, switch and `ethtool` speed; else `launch.compression`, more rows a step, `launch.local_steps` (docs/slow-networks.md)"
+        remedy = (
+            "cable, switch and `ethtool` speed; else `launch.compression`, more rows a step, `launch.local_steps`"
+            " (docs/slow-networks.md)"
+        )
         name = max(sorted((pair.source, pair.target), key=order.index), key=lambda name: counts[name])
         worst[name] = [
             _warn("slow-network", f"`{pair.source}` -> `{pair.target}`: {pair.mbit:.0f} Mbit/s, {why}; {step}", remedy)

@@ -1,7 +1,8 @@
-"""Commands on the machines of a cluster by SSH, the conversation with them, and the facts that they tell. This machine's own addresses need no SSH.
+"""Commands on the machines of a cluster by SSH, the conversation with them, and the facts that they tell. This
+machine's own addresses need no SSH.
 
-Words reach the other side letter for letter (they are quoted for the shell that sshd starts), host keys are checked, and nothing ever
-asks for a password: a terminal that waits on one of eight machines looks like a run that hangs.
+Words reach the other side letter for letter (they are quoted for the shell that sshd starts), host keys are checked,
+and nothing ever asks for a password: a terminal that waits on one of eight machines looks like a run that hangs.
 """
 
 from __future__ import annotations
@@ -37,11 +38,21 @@ from sft_play.text import Finding
 Result = TypeVar("Result")
 CONNECT_SECONDS = 5
 OPTIONS = (
-    "BatchMode=yes", "StrictHostKeyChecking=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=12",
-    "LogLevel=ERROR", "ControlMaster=auto", "ControlPersist=60", "ClearAllForwardings=yes", "ForwardAgent=no", "ForwardX11=no",
-)  # fmt: skip
-"""One connection per host is shared by all commands of this process. Forwarded ports of the user's own configuration would be refused the
-second time; a host that trains needs neither the user's keys nor their screen."""
+    "BatchMode=yes",
+    "StrictHostKeyChecking=yes",
+    f"ConnectTimeout={CONNECT_SECONDS}",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=12",
+    "LogLevel=ERROR",
+    "ControlMaster=auto",
+    "ControlPersist=60",
+    "ClearAllForwardings=yes",
+    "ForwardAgent=no",
+    "ForwardX11=no",
+)
+"""One connection per host is shared by all commands of this process. Forwarded ports of the user's own configuration
+would be refused the second time; a host that trains needs neither the user's keys nor their screen.
+"""
 NO_FOLDER = 96
 """Exit code of `in_folder` where the folder is not there, is a file, or may not be entered."""
 NOT_A_PROGRAM, NO_PROGRAM = 126, 127
@@ -118,7 +129,8 @@ def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 def run(
     argv: Sequence[str], text: bytes | None, timeout: float, *, heard: Callable[[bytes], object] | None = None
 ) -> tuple[int, bytes, str]:
-    """Run a program here to its end; return its exit code (124 after `timeout` seconds), output and messages. Raise as `start`.
+    """Run a program here to its end; return its exit code (124 after `timeout` seconds), output and messages. Raise as
+    `start`.
 
     `heard` gets its output so far, twice a second.
     """
@@ -142,7 +154,8 @@ def run(
 def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, Result | UserError]:
     """Return host name -> what `call` returned for it, or the `UserError` that it raised; all hosts at once.
 
-    Another exception, a signal's included, is raised when all have ended: at once, since the programs that they wait for are ended then.
+    Another exception, a signal's included, is raised when all have ended: at once, since the programs that they wait
+    for are ended then.
     """
 
     def one(host: Host) -> Result | UserError:
@@ -167,7 +180,9 @@ def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, R
 
 @functools.cache
 def control_path() -> str:
-    """Return where this process keeps its shared connections: a private folder with a short path, as sockets need, gone at exit."""
+    """Return where this process keeps its shared connections: a private folder with a short path, as sockets need, gone
+    at exit.
+    """
     folder = Path(tempfile.mkdtemp(prefix="sft-", dir="/tmp"))  # TMPDIR may be too long
 
     def close() -> None:
@@ -233,10 +248,16 @@ def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
         last = last_word(err, out) or "no word"
         name, _, _, text, remedy = next(row for row in ENDED if code in row[1] and row[2] in last)
     fields = {
-        **{key: getattr(host, key) for key in ("address", "folder", "python", "cluster")}, "target": target, "last": last, "code": code,
-        "port": host.port or 22, "user": host.user or "of ssh's configuration", "login": login(host), "copy_id": login(host, "ssh-copy-id"),
+        **{key: getattr(host, key) for key in ("address", "folder", "python", "cluster")},
+        "target": target,
+        "last": last,
+        "code": code,
+        "port": host.port or 22,
+        "user": host.user or "of ssh's configuration",
+        "login": login(host),
+        "copy_id": login(host, "ssh-copy-id"),
         "known_as": f"'[{target}]:{host.port}'" if host.port not in (None, 22) else target,
-    }  # fmt: skip
+    }
     return Finding(name, "fail", text.format(**fields), remedy.format(**fields))
 
 
@@ -246,7 +267,8 @@ def print_line(text: str) -> None:
 
 
 def last_word(err: str, out: str = "") -> str:
-    """Return the line of a program's words that says most: a full disk before what followed from it, else the last on stderr, else on stdout.
+    """Return the line of a program's words that says most: a full disk before what followed from it, else the last on
+    stderr, else on stdout.
 
     Neither rsync's summary nor sshd's own remark, that there is no home, which comes after all others.
     """
@@ -266,7 +288,9 @@ BOOT = (
 TALK_SECONDS = 2.0
 """How often a launcher's machine hears that somebody listens."""
 MOST_WAITING = 200
-"""Messages of all launchers that wait to be read: a rank that prints faster than the console is slowed down, and its machine still obeys."""
+"""Messages of all launchers that wait to be read: a rank that prints faster than the console is slowed down, and its
+machine still obeys.
+"""
 END_SECONDS = 3.0
 ERROR_LETTERS = 4000
 
@@ -283,11 +307,17 @@ class Session:
     """The program of `remote` on one machine. Its messages come into `inbox`, which several sessions may share."""
 
     def __init__(
-        self, host: Host, variables: Mapping[str, str] | None = None, *, system: bool = False, inbox: Inbox | None = None
+        self,
+        host: Host,
+        variables: Mapping[str, str] | None = None,
+        *,
+        system: bool = False,
+        inbox: Inbox | None = None,
     ) -> None:
         """Start; nothing is waited for. Raise `HardwareError` where there is no ssh program.
 
-        `variables` say where runs and cache are. `system`: by the machine's own `python3`, where it has no environment yet.
+        `variables` say where runs and cache are. `system`: by the machine's own `python3`, where it has no environment
+        yet.
         """
         self.host = host
         self.inbox: Inbox = queue.Queue() if inbox is None else inbox
@@ -313,7 +343,9 @@ class Session:
         self._outbox.put(json.dumps(words) + "\n")
 
     def call(self, do: str, timeout: float, /, **values: Any) -> dict[str, Any]:
-        """Return the answer to one request, which may be a `problem`. Raise `NoAnswer`, after which there are no more."""
+        """Return the answer to one request, which may be a `problem`. Raise `NoAnswer`, after which there are no
+        more.
+        """
         self.send(do=do, seconds=timeout, **values)
         try:
             _, found = self.inbox.get(timeout=timeout)
@@ -429,26 +461,38 @@ def shared_variables(shared: bool) -> dict[str, str]:
 
 
 def require_master_here(inventory: Inventory) -> None:
-    """Raise `UserError` where the first host is another machine: its launcher, logs and checkpoints are this command's own."""
+    """Raise `UserError` where the first host is another machine: its launcher, logs and checkpoints are this command's
+    own.
+    """
     if sys.platform != "linux":
         raise HardwareError("cluster runs need Linux on every machine, this one too")
     if not is_here(inventory.master):
         raise UserError(
-            f"the first host, `{inventory.master.name}` ({inventory.master.address}), is the master, and this machine does not have that address",
+            f"the first host, `{inventory.master.name}` ({inventory.master.address}), is the master, and this machine"
+            " does not have that address",
             place=inventory.master.place,
-            hint='type the command on the first host, or put this machine first in the inventory (`CLUSTER_HOSTS="name name"` orders them)',
+            hint=(
+                'type the command on the first host, or put this machine first in the inventory (`CLUSTER_HOSTS="name'
+                ' name"` orders them)'
+            ),
         )
 
 
 COMMON = re.compile(r"(NCCL|GLOO|TORCH_NCCL|TORCH_FR|SFT)_(?!PLAY_)\w+|OMP_NUM_THREADS")
 OF_THE_HUB = re.compile(r"HF_(?!HOME$)\w+(?<!_CACHE)(?<!_PATH)(?<!_DIR)|AIM_REPO")
-"""Settings of the hub's libraries that are no folder, and where tracked runs are kept; of these what looks like a secret stays here."""
+"""Settings of the hub's libraries that are no folder, and where tracked runs are kept; of these what looks like a
+secret stays here.
+"""
 EACH_ITS_OWN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
 def settings_to_forward(ambient: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's own settings that reach every machine; those that name devices or a cache's folder are each machine's."""
+    """Return the user's own settings that reach every machine; those that name devices or a cache's folder are each
+    machine's.
+    """
     return {
-        name: value for name, value in ambient.items() if name not in EACH_ITS_OWN
+        name: value
+        for name, value in ambient.items()
+        if name not in EACH_ITS_OWN
         and (COMMON.fullmatch(name) or (OF_THE_HUB.fullmatch(name) and mask(name, value) == value))
-    }  # fmt: skip
+    }

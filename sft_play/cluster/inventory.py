@@ -1,6 +1,7 @@
 """`CLUSTER=configs/clusters/home_lan.yaml`: the machines of a cluster, in a separate YAML file.
 
-docs/home-cluster.md describes its keys. The first host is the master: rank 0 runs there, and the others must reach its `address`.
+docs/home-cluster.md describes its keys. The first host is the master: rank 0 runs there, and the others must reach its
+`address`.
 """
 
 from __future__ import annotations
@@ -25,23 +26,41 @@ from sft_play.plan.hardware import network_speed
 INVENTORIES = PRESETS / "clusters"
 """The shipped inventories."""
 MEANT = {
-    "ip": "address", "host": "address", "hostname": "address", "username": "user", "login": "user", "num_gpus": "gpus", "slots": "gpus",
-    "venv": "python", "path": "folder", "directory": "folder", "nodes": "hosts", "machines": "hosts", "bandwidth": "network", "vars": "defaults",
-}  # fmt: skip
+    "ip": "address",
+    "host": "address",
+    "hostname": "address",
+    "username": "user",
+    "login": "user",
+    "num_gpus": "gpus",
+    "slots": "gpus",
+    "venv": "python",
+    "path": "folder",
+    "directory": "folder",
+    "nodes": "hosts",
+    "machines": "hosts",
+    "bandwidth": "network",
+    "vars": "defaults",
+}
 """What other tools call a key."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 ADDRESS = rf"{OCTET}(\.{OCTET}){{3}}|(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,252}}"
-ALONE = "a user goes into `user:`, a port into `port:`; ranks meet over IPv4 only (`ip -4 -br address` there lists its addresses)"
+ALONE = (
+    "a user goes into `user:`, a port into `port:`; ranks meet over IPv4 only (`ip -4 -br address` there lists its"
+    " addresses)"
+)
 PATTERNS = {
     "address": (ADDRESS, "a name or an IPv4 address, such as `192.168.1.10`", ALONE),
     "ssh": (rf"{ADDRESS}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+(%\w+)?", "a name or an IP address", ALONE),
     "user": (r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", "a user's name", None),
     "interface": (r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,14}", "a network interface, such as `eth0`", None),
-    "folder": (r"(?!~/(\.$|\.\.))(~/|/[^/\x00-\x1f])[^\x00-\x1f]*", "an absolute path below `/`, or `~/...` for a folder in the user's home there",
-               None),
+    "folder": (
+        r"(?!~/(\.$|\.\.))(~/|/[^/\x00-\x1f])[^\x00-\x1f]*",
+        "an absolute path below `/`, or `~/...` for a folder in the user's home there",
+        None,
+    ),
     "python": (r"[^\s\x00-\x1f-][^\x00-\x1f]*", "a Python interpreter", None),
-}  # fmt: skip
+}
 """Key -> what its values match, that in words, and a hint."""
 
 
@@ -52,7 +71,9 @@ class Host:
     address: str
     """Name or IPv4 address by which the other machines reach it."""
     ssh: str | None = None
-    """Where `ssh` goes when that is not `address`: a `Host` of the ssh configuration, such as one with a jump host or a tunnel."""
+    """Where `ssh` goes when that is not `address`: a `Host` of the ssh configuration, such as one with a jump host or a
+    tunnel.
+    """
     user: str | None = None
     """For ssh; `None`: as ssh's configuration says."""
     port: Annotated[int, Range(minimum=1, maximum=65_535)] | None = None
@@ -101,9 +122,14 @@ def inventory_for_call(call: Call) -> Inventory:
     if not name:
         raise UserError(
             f"`{call.command}` needs an inventory of machines",
-            hint=f"make {call.command} CLUSTER=configs/clusters/home_lan.yaml; docs/home-cluster.md shows how to write one",
+            hint=(
+                f"make {call.command} CLUSTER=configs/clusters/home_lan.yaml; docs/home-cluster.md shows how to"
+                " write one"
+            ),
         )
-    return read_inventory(inventory_path(name), {key: text for key, text in call.options.items() if key.startswith("CLUSTER_")})
+    return read_inventory(
+        inventory_path(name), {key: text for key, text in call.options.items() if key.startswith("CLUSTER_")}
+    )
 
 
 def inventory_path(name: str) -> Path:
@@ -122,10 +148,11 @@ def inventory_path(name: str) -> Path:
 
 
 def read_inventory(path: Path, changes: Mapping[str, str] | None = None) -> Inventory:
-    """Return the inventory of a file and of those that it extends. Raise every problem at once, each with its `file:line`.
+    """Return the inventory of a file and of those that it extends. Raise every problem at once, each with its
+    `file:line`.
 
-    `changes` are variables of the command line: `CLUSTER_NETWORK`, `CLUSTER_SSH_CONFIG`, `CLUSTER_HOSTS` (the hosts to use, in this
-    order), `CLUSTER_PYTHON` and other keys, for all hosts, and `CLUSTER_NAME_GPUS`, for one.
+    `changes` are variables of the command line: `CLUSTER_NETWORK`, `CLUSTER_SSH_CONFIG`, `CLUSTER_HOSTS` (the hosts to
+    use, in this order), `CLUSTER_PYTHON` and other keys, for all hosts, and `CLUSTER_NAME_GPUS`, for one.
     """
     layers = _Layers()
     layers.read_file(path)
@@ -158,7 +185,9 @@ class _Layers:
     def read_file(self, path: Path, chain: tuple[Path, ...] = ()) -> None:
         """Take a file's values over those of the file that it extends."""
         if path.resolve() in (other.resolve() for other in chain):
-            raise UserError(f"`extends` goes round in a circle: {' -> '.join(map(str, (*chain, path)))}", place=str(chain[0]))
+            raise UserError(
+                f"`extends` goes round in a circle: {' -> '.join(map(str, (*chain, path)))}", place=str(chain[0])
+            )
         root: dict[str, _Given] = {}
         self.take(read_yaml(path), TOP_KEYS, "the inventory", path, root)
         if parent := root.pop("extends", None):
@@ -202,7 +231,9 @@ class _Layers:
                 into[key] = _Given(part, place, path.parent)
 
     def change(self, changes: Mapping[str, str]) -> None:
-        """Apply the variables of the command line: those for all hosts, then those for one, then the choice of hosts."""
+        """Apply the variables of the command line: those for all hosts, then those for one, then the choice of
+        hosts.
+        """
         targets = {f"CLUSTER_{key}".upper(): [(self.top, key)] for key in ("network", "ssh_config")}
         targets |= {f"CLUSTER_{key}".upper(): [(keys, key) for keys in self.hosts.values()] for key in DEFAULT_KEYS}
         for name, keys in self.hosts.items():
@@ -214,7 +245,9 @@ class _Layers:
                 values[key] = _Given(Node(resolve_scalar(text), text=text), f"{option}={text}", Path.cwd())
         for option in sorted(changes.keys() - targets.keys() - {"CLUSTER_HOSTS"}):
             self.problem(
-                f"unknown variable `{option}`", f"{option}={changes[option]}", _meant(option, ["CLUSTER_HOSTS", *targets])
+                f"unknown variable `{option}`",
+                f"{option}={changes[option]}",
+                _meant(option, ["CLUSTER_HOSTS", *targets]),
             )
         if "CLUSTER_HOSTS" in changes and self.hosts:
             self.choose_hosts(changes["CLUSTER_HOSTS"])
@@ -229,7 +262,9 @@ class _Layers:
             if name not in self.hosts:
                 self.problem(f"`{name}` is not a host", origin, _meant(name, self.hosts))
             elif (count := names.count(name)) > 1:
-                self.problem(f"`{name}` is listed {count} times", origin, "name each host once; the first is the master")
+                self.problem(
+                    f"`{name}` is listed {count} times", origin, "name each host once; the first is the master"
+                )
         self.hosts = {name: self.hosts[name] for name in names if name in self.hosts}
 
     # ---- Values
@@ -238,7 +273,9 @@ class _Layers:
         if not self.hosts and not self.problems:
             hint = "hosts: {desktop: {address: 192.168.1.10}, laptop: {address: 192.168.1.11}}"
             self.problem("the inventory has no hosts", str(path), hint)
-        network, file = (self.value(key, str, self.top[key]) if key in self.top else None for key in ("network", "ssh_config"))
+        network, file = (
+            self.value(key, str, self.top[key]) if key in self.top else None for key in ("network", "ssh_config")
+        )
         ssh_config = None
         if network:
             try:
@@ -270,7 +307,9 @@ class _Layers:
         pattern, expected, hint = PATTERNS.get(key, (".*", "", None))
         if value is INVALID:
             self.problem(f"`{key}` {found[0].problem}", given.place, found[0].hint)
-        elif isinstance(value, str) and not re.fullmatch(pattern, value := plain_path(value) if key == "folder" else value):
+        elif isinstance(value, str) and not re.fullmatch(
+            pattern, value := plain_path(value) if key == "folder" else value
+        ):
             self.problem(f"`{key}` is `{shown(given.node)}`; expected {expected}", given.place, hint)
         return value
 
@@ -284,7 +323,10 @@ class _Layers:
                 self.problem(text, host.place, f"the other is at {first.place}; give each machine its own")
         for host in seen.values() if len(seen) > 1 else ():
             if host.address.startswith("127.") or host.address == "localhost":
-                hint = "give the address that it has in the network between the machines (`ip -br address` there lists them)"
+                hint = (
+                    "give the address that it has in the network between the machines (`ip -br address` there lists"
+                    " them)"
+                )
                 text = f"host `{host.name}` has the address `{host.address}`, which every machine calls itself"
                 self.problem(text, host.place, hint)
 

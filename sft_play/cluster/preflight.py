@@ -1,4 +1,6 @@
-"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere."""
+"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,11 @@ def wanted_of(config: Config | None, port: int) -> Wanted:
     data = sorted(itertools.islice(_data_files(config), MOST_DATA))
     sizes = {str(path.relative_to(here) if path.is_relative_to(here) else path): path.stat().st_size for path in data}
     known = lookup(config)
-    rows = {Path(split.path).name: split.fingerprint for split in (known.train, known.validation) if split} if known else {}
+    rows = (
+        {Path(split.path).name: split.fingerprint for split in (known.train, known.validation) if split}
+        if known
+        else {}
+    )
     shared = config.data.sync == "shared"
     return Wanted(port=port, backend=config.launch.backend, code=code, data=sizes, prepared=rows, shared=shared)
 
@@ -116,7 +122,9 @@ class Examination:
         on_all([hosts[name].host for name in (hosts if names is None else names)], lambda host: call(hosts[host.name]))
 
     def ask(self, seen: Seen, do: str, most: float, /, **request: Any) -> dict[str, Any]:
-        """Return an answer, which may be a `problem`; empty where there is none: a host that is silent once is lost from then on."""
+        """Return an answer, which may be a `problem`; empty where there is none: a host that is silent once is lost
+        from then on.
+        """
         if not seen.answers:
             return {}
         try:
@@ -164,7 +172,9 @@ class Examination:
         offline = {"HF_HUB_OFFLINE": "1"}  # other machines need not reach the hub
         found = self.ask(seen, "run_module", 20, words=["sft_play.doctor"], variables=offline)
         if "problem" in found:
-            seen.trouble = Finding("broken-python", "fail", found["problem"], f"make cluster-install CLUSTER={seen.host.cluster}")
+            seen.trouble = Finding(
+                "broken-python", "fail", found["problem"], f"make cluster-install CLUSTER={seen.host.cluster}"
+            )
         seen.doctor = found.get("findings", ())
 
     # ---- Network
@@ -185,7 +195,9 @@ class Examination:
                     self.each(partial(self.measure, ways, partners, ports), list(partners))
 
     def addresses(self, seen: Seen, facts: Mapping[str, Facts]) -> list[str]:
-        """Return the address at which a host's gloo and NCCL are reached, then those of its further interfaces that no other host has."""
+        """Return the address at which a host's gloo and NCCL are reached, then those of its further interfaces that no
+        other host has.
+        """
         held = [link["address"] for one in facts.values() for link in one.interfaces.values()]
         links = facts[seen.host.name].interfaces
         usual = links.get(seen.host.interface or "", {}).get("address") or seen.host.address
@@ -205,7 +217,9 @@ class Examination:
             return
         if len(targets) > len(ways):
             self.found.master_port[name] = answers.pop().get("error")
-        links = {link["address"]: link_name for link_name, link in (seen.facts.interfaces if seen.facts else {}).items()}
+        links = {
+            link["address"]: link_name for link_name, link in (seen.facts.interfaces if seen.facts else {}).items()
+        }
         usual: dict[str, Pair] = {}
         for pair, answer in zip(ways, answers, strict=True):
             pair.error, pair.interface = answer.get("error"), links.get(answer.get("own"))
@@ -231,10 +245,14 @@ class Examination:
             return None
         gpus = {name: seen.facts.gpu_count if seen.facts and seen.host.gpus != 0 else 0 for name, seen in hosts.items()}
         summed = Summed(
-            "nccl" if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and all(gpus.values())) else "gloo"
+            "nccl"
+            if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and all(gpus.values()))
+            else "gloo"
         )
         needs_gpus = summed.backend == "nccl"
-        unable = [name for name, seen in hosts.items() if not seen.answers or seen.trouble or (needs_gpus and not gpus[name])]
+        unable = [
+            name for name, seen in hosts.items() if not seen.answers or seen.trouble or (needs_gpus and not gpus[name])
+        ]
         if unable:
             summed.skipped = f"{', '.join(f'`{name}`' for name in unable)} cannot take part"
         elif found.port_held or any(found.master_port.values()) or any(pair.error for pair in found.pairs):
@@ -251,14 +269,25 @@ class Examination:
         def take_part(seen: Seen) -> None:
             interface = seen.host.interface or seen.route.get("interface") or ""
             answer = self.ask(
-                seen, "all_reduce", limit + 0.5, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port,
-                rank=ranks.index(seen.host.name), world=len(hosts), interface=interface, stated=bool(seen.host.interface),
-                megabytes=summed.megabytes, timeout=limit,
-            )  # fmt: skip
+                seen,
+                "all_reduce",
+                limit + 0.5,
+                backend=summed.backend,
+                address=self.inventory.master.address,
+                port=self.wanted.port,
+                rank=ranks.index(seen.host.name),
+                world=len(hosts),
+                interface=interface,
+                stated=bool(seen.host.interface),
+                megabytes=summed.megabytes,
+                timeout=limit,
+            )
             if "seconds" in answer:
                 summed.seconds = max(summed.seconds or 0.0, answer["seconds"])
             else:
-                summed.errors[seen.host.name] = answer.get("problem") or (seen.trouble.text if seen.trouble else "no answer")
+                summed.errors[seen.host.name] = answer.get("problem") or (
+                    seen.trouble.text if seen.trouble else "no answer"
+                )
 
         self.each(take_part)
         summed.seconds = None if summed.errors else summed.seconds
@@ -285,7 +314,9 @@ def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Seq
     return {"ok": all(verdict(some) != "fail" for some in findings.values()), "master": inventory.master.name, **found}
 
 
-def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
+def report(
+    examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]
+) -> Iterator[str]:
     """Yield the lines: a row for each host, the network, what is wrong with the remedy, the verdict."""
     rows: list[Sequence[str]] = [("host", "verdict", "python", "torch", "GPUs", "free", "clock")]
     yield from table(rows + [_row(seen, verdict(findings[name])) for name, seen in examined.hosts.items()])
@@ -295,8 +326,15 @@ def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: M
         yield from finding_lines(some, f"{name}: ")
     if any(findings.values()):
         yield ""
-    data = f", {len(wanted.data)} of the data, {len(wanted.prepared)} prepared splits" if wanted.data or wanted.prepared else ""
-    yield f"compared: {len(wanted.code)} files of the project{data}; port {wanted.port} of `{inventory.master.name}`; {examined.seconds:.1f} s"
+    data = (
+        f", {len(wanted.data)} of the data, {len(wanted.prepared)} prepared splits"
+        if wanted.data or wanted.prepared
+        else ""
+    )
+    yield (
+        f"compared: {len(wanted.code)} files of the project{data}; port {wanted.port} of `{inventory.master.name}`;"
+        f" {examined.seconds:.1f} s"
+    )
     words = [verdict(some) for some in findings.values()]
     ok, warned, failed = (words.count(word) for word in ("ok", "warning", "fail"))
     yield f"{plural(len(words), 'machine')}: {ok} ok, {warned} with a warning, {failed} cannot take part"
@@ -317,12 +355,18 @@ def _network(examined: Examined) -> Iterator[str]:
     """Yield the slowest pairs, what a step's gradients would take, and the sum that torch made."""
     if pairs := sorted((pair for pair in examined.pairs if pair.mbit is not None), key=lambda pair: pair.mbit or 0):
         rows = [("from", "to", "round trip", "speed")]
-        rows += [(pair.source, pair.target, f"{pair.rtt_ms:.2f} ms", f"{pair.mbit:.0f} Mbit/s") for pair in pairs[:MOST_PAIRS]]
+        rows += [
+            (pair.source, pair.target, f"{pair.rtt_ms:.2f} ms", f"{pair.mbit:.0f} Mbit/s")
+            for pair in pairs[:MOST_PAIRS]
+        ]
         yield from table(rows)
     summed = examined.all_reduce
     if summed and summed.seconds is not None:
         yield f"a sum of {summed.megabytes:g} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"
     elif summed:
-        yield f"a sum over all machines ({summed.backend}): {'not tried, ' + summed.skipped if summed.skipped else 'failed'}"
+        yield (
+            f"a sum over all machines ({summed.backend}):"
+            f" {'not tried, ' + summed.skipped if summed.skipped else 'failed'}"
+        )
     if pairs or summed:
         yield ""

@@ -1,8 +1,9 @@
-"""The other end of `hosts.Session`: what a machine of a cluster says of itself and its network when it is asked, and a run's launcher there. Linux.
+"""The other end of `hosts.Session`: what a machine of a cluster says of itself and its network when it is asked, and a
+run's launcher there. Linux.
 
-Sent as text to the Python over there: always of the version of the machine that asks, and nothing is left on the disk. Needs the standard
-library only, also that of Python 3.8. Requests are lines of JSON on standard input, answers are lines of JSON on standard output; no value of a
-request meets a shell.
+Sent as text to the Python over there: always of the version of the machine that asks, and nothing is left on the disk.
+Needs the standard library only, also that of Python 3.8. Requests are lines of JSON on standard input, answers are
+lines of JSON on standard output; no value of a request meets a shell.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ SAVING_SECONDS = 5.0
 SILENT_SECONDS = 15.0
 """How long the machine that started us may be silent; it sends a line every two seconds."""
 GONE_SECONDS = 29.0
-"""How long a launcher may take to save and leave once it is without its master; a save that takes longer continues while it grows."""
+"""How long a launcher may take to save and leave once it is without its master; a save that takes longer continues
+while it grows.
+"""
 TICK_SECONDS, LOOK_SECONDS = 0.2, 1.0
 listeners: list[socket.socket] = []
 _answers: IO[str] = sys.stdout
@@ -78,7 +81,9 @@ class Facts:
 
     host_name: str
     machine: str
-    """Differs between machines that run now, whatever they are called; several may share a disk, and on tests' machines a kernel."""
+    """Differs between machines that run now, whatever they are called; several may share a disk, and on tests' machines
+    a kernel.
+    """
     linux: bool
     python: str
     packages: Mapping[str, str]
@@ -114,11 +119,21 @@ class Facts:
 
 
 def facts(
-    run: str | None = None, mark: str | None = None, towards: str | None = None, ports: Sequence[int] = (), code: Sequence[str] = (),
-    data: Sequence[str] = (), prepared: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Return `Facts`, which need no package. `mark` is a file that another machine has made in its folders. Listens at `ports` from then on."""
-    runs, cache = runs_folder(), Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play").absolute()
+    run: str | None = None,
+    mark: str | None = None,
+    towards: str | None = None,
+    ports: Sequence[int] = (),
+    code: Sequence[str] = (),
+    data: Sequence[str] = (),
+    prepared: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return `Facts`, which need no package. `mark` is a file that another machine has made in its folders. Listens at
+    `ports` from then on.
+    """
+    runs, cache = (
+        runs_folder(),
+        Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play").absolute(),
+    )
     project = importlib.util.find_spec("sft_play")
     root = Path(project.origin).parent.parent if project and project.origin else Path.cwd()
     begun = runs / (run or "none") / "events.jsonl"
@@ -146,7 +161,9 @@ def starts(run: str | None = None) -> dict[str, list[int]]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            given = [word for word in (entry / "environ").read_bytes().split(b"\0") if word.startswith(f"{START}=".encode())]
+            given = [
+                word for word in (entry / "environ").read_bytes().split(b"\0") if word.startswith(f"{START}=".encode())
+            ]
             for word in given if _network_namespace(entry.name) == _network_namespace() else ():
                 start = os.fsdecode(word.partition(b"=")[2])
                 if run is None or json.loads(start)["run"] == run:
@@ -172,7 +189,9 @@ def _fingerprint(split: Path) -> str:
 
 
 def _packages() -> dict[str, str]:
-    """Return distribution -> version, by the names of the folders that pip leaves; of two on the path, the first is imported."""
+    """Return distribution -> version, by the names of the folders that pip leaves; of two on the path, the first is
+    imported.
+    """
     found: dict[str, str] = {}
     for path in (path for entry in sys.path for path in sorted(Path(entry).glob("*.dist-info"))):
         name, _, version = path.stem.rpartition("-")
@@ -192,7 +211,9 @@ def _gpus() -> list[dict[str, Any]]:
     words = ["nvidia-smi", "--query-gpu=memory.total,memory.free,name", "--format=csv,noheader,nounits"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=15, check=True)
     rows = [[word.strip() for word in line.split(",", 2)] for line in done.stdout.splitlines()]
-    return [{"name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE} for total, free, name in rows]
+    return [
+        {"name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE} for total, free, name in rows
+    ]
 
 
 def run_module(words: Sequence[str], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -232,7 +253,9 @@ def _route(towards: str, links: dict[str, dict[str, Any]]) -> dict[str, Any] | N
 
 
 def _listen(port: int) -> dict[str, Any]:
-    """Open a listener on every interface; port 0 is any free high one. Return its port, or who holds the one asked for."""
+    """Open a listener on every interface; port 0 is any free high one. Return its port, or who holds the one asked
+    for.
+    """
     try:
         server = socket.create_server(("", port), backlog=64)
     except OSError as error:
@@ -280,12 +303,15 @@ def reach(targets: Sequence[tuple[str, int]], megabytes: int, timeout: float) ->
 
 
 def _way(address: str, port: int, megabytes: int, timeout: float) -> dict[str, Any]:
-    """Return the median round trip in ms to a listener, the own address that the way begins at and, with `megabytes`, the speed in Mbit/s; or
-    `error`."""
+    """Return the median round trip in ms to a listener, the own address that the way begins at and, with `megabytes`,
+    the speed in Mbit/s; or `error`.
+    """
     try:
         with socket.create_connection((address, port), timeout=timeout) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            trip = sorted(_exchange(link, b"p") for _ in range(PINGS if megabytes else 1))[PINGS // 2 if megabytes else 0]
+            trip = sorted(_exchange(link, b"p") for _ in range(PINGS if megabytes else 1))[
+                PINGS // 2 if megabytes else 0
+            ]
             found = {"rtt_ms": trip * 1e3, "own": link.getsockname()[0]}
             if megabytes:
                 link.settimeout(timeout + 5)
@@ -296,9 +322,11 @@ def _way(address: str, port: int, megabytes: int, timeout: float) -> dict[str, A
 
 
 def _speed(link: socket.socket, most: int, trip: float) -> float:
-    """Return Mbit/s of a transfer that is long enough to tell, of at most `most` bytes; `trip` is a round trip's seconds.
+    """Return Mbit/s of a transfer that is long enough to tell, of at most `most` bytes; `trip` is a round trip's
+    seconds.
 
-    Each is four times the one before: what a switch or a shaper takes at once, before its speed is felt, is small next to the last.
+    Each is four times the one before: what a switch or a shaper takes at once, before its speed is felt, is small next
+    to the last.
     """
     count, seconds = CHUNK // 4, 0.0
     while count < most and seconds < max(ENOUGH_SECONDS, 5 * trip):
@@ -318,11 +346,21 @@ def _exchange(link: socket.socket, content: bytes) -> float:
 
 
 def all_reduce(
-    backend: str, address: str, port: int, rank: int, world: int, interface: str, stated: bool, megabytes: float, timeout: float
+    backend: str,
+    address: str,
+    port: int,
+    rank: int,
+    world: int,
+    interface: str,
+    stated: bool,
+    megabytes: float,
+    timeout: float,
 ) -> dict[str, float]:
-    """Return the seconds of one sum over all machines (the best of three), through torch as a training does it. Listens no longer.
+    """Return the seconds of one sum over all machines (the best of three), through torch as a training does it. Listens
+    no longer.
 
-    `stated`: the inventory names the interface, so it is NCCL's too, as where NCCL might take one that leads to no other machine.
+    `stated`: the inventory names the interface, so it is NCCL's too, as where NCCL might take one that leads to no
+    other machine.
     """
     while listeners:
         server = listeners.pop()
@@ -331,7 +369,9 @@ def all_reduce(
         server.close()
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        if stated or (backend == "nccl" and importlib.import_module("sft_play.launch.environment").nccl_might_take(interface)):
+        if stated or (
+            backend == "nccl" and importlib.import_module("sft_play.launch.environment").nccl_might_take(interface)
+        ):
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     limit = timedelta(seconds=timeout)
@@ -407,9 +447,10 @@ def kill_all(folder: str, start: str) -> int:
 class Launch:
     """One launcher, from its start to the last of its processes.
 
-    It gets SIGTERM (save and leave) when a stop is requested, and when it is without its master: standard input has ended, or nobody was heard for
-    `SILENT_SECONDS`, and the run's store at `store` (address and port; `None` on the master itself) does not answer either. What it leaves behind
-    is found by a variable that all its descendants inherit, and killed.
+    It gets SIGTERM (save and leave) when a stop is requested, and when it is without its master: standard input has
+    ended, or nobody was heard for `SILENT_SECONDS`, and the run's store at `store` (address and port; `None` on the
+    master itself) does not answer either. What it leaves behind is found by a variable that all its descendants
+    inherit, and killed.
     """
 
     def __init__(self, run: str, node: int, words: list[str], store: Any, silent_seconds: float, stream: bool) -> None:
@@ -418,7 +459,9 @@ class Launch:
         self.start = json.dumps({"run": str(self.run), "node": node, "started": time.time(), "id": uuid.uuid4().hex})
         self.sent = {path: path.stat().st_size for path in (self.run / "logs").glob("rank*.log")}
         self.wish = self.run / f".fetch-node{node}"
-        """By this file the launcher asks for the run's newest checkpoint, and waits until it is gone (`launch.attempt`)."""
+        """By this file the launcher asks for the run's newest checkpoint, and waits until it is gone
+        (`launch.attempt`).
+        """
         self.heard = self.answered = time.monotonic()
         self.over = threading.Event()
         libc, parent = ctypes.CDLL(None), os.getpid()
@@ -429,9 +472,14 @@ class Launch:
                 os._exit(143)
 
         self.process = subprocess.Popen(
-            [sys.executable, *words], env={**os.environ, START: self.start}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=bound,  # noqa: PLW1509 - no thread has been started yet
-        )  # fmt: skip
+            [sys.executable, *words],
+            env={**os.environ, START: self.start},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=bound,  # noqa: PLW1509 - no thread has been started yet
+        )
 
     def kill(self) -> int:
         self.process.kill()

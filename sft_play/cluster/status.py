@@ -1,4 +1,6 @@
-"""What the machines of a cluster do: the lines of `train-cluster`; `make cluster-status`, `cluster-logs` and `cluster-stop`."""
+"""What the machines of a cluster do: the lines of `train-cluster`; `make cluster-status`, `cluster-logs` and
+`cluster-stop`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def last_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def ranks_of(run: RunFolder, position: int) -> range:
-    """Return the ranks of a machine, which has this position among those that take part; none where there is no plan yet."""
+    """Return the ranks of a machine, which has this position among those that take part; none where there is no plan
+    yet.
+    """
     plan = plan_of(run)
     counts = plan.ranks_by_node if plan else ()
     return range(sum(counts[:position]), sum(counts[: position + 1]))
@@ -60,10 +64,14 @@ class Board:
         self.due = 0.0
 
     def show(self, states: Mapping[str, str]) -> None:
-        """`states`: host -> `running` (which is `loading`, and `training` once a step has ended), or how its launcher ended."""
+        """`states`: host -> `running` (which is `loading`, and `training` once a step has ended), or how its launcher
+        ended.
+        """
         row = last_row(self.metrics.look())
         row = {} if row == self.before else row
-        now = {name: ("training" if row else "loading") if state == "running" else state for name, state in states.items()}
+        now = {
+            name: ("training" if row else "loading") if state == "running" else state for name, state in states.items()
+        }
         if now == self.shown and (not row or time.monotonic() < self.due):
             return
         self.shown, self.due = now, time.monotonic() + LINES_SECONDS
@@ -111,11 +119,14 @@ def main(call: Call) -> int:
     name = run_named(call.options["RUN"]).name if call.options.get("RUN") else None
     own = [run.name for run in controlled_runs() if name in (None, run.name)]
     answers = on_all(inventory.hosts, lambda host: ask(host, "status", timeout=SECONDS, run=name))
-    nodes = sorted({(one["run"], one["node"]) for known in answers.values() if isinstance(known, dict) for one in known["runs"]})
+    nodes = sorted(
+        {(one["run"], one["node"]) for known in answers.values() if isinstance(known, dict) for one in known["runs"]}
+    )
     rows = [
-        {"host": host.name, "address": host.address, **row} for host in inventory.hosts
+        {"host": host.name, "address": host.address, **row}
+        for host in inventory.hosts
         for row in rows_of(answers[host.name], own if host == inventory.master else [], nodes)
-    ]  # fmt: skip
+    ]
     if call.json:
         print(json.dumps(rows))
     else:
@@ -126,7 +137,9 @@ def main(call: Call) -> int:
 def rows_of(
     answer: Mapping[str, Any] | UserError, controlled: Sequence[str], nodes: Sequence[tuple[str, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a machine does. `controlled`: runs of which it has the command; `nodes`: run and `NODE_RANK` of all launchers."""
+    """Yield what a machine does. `controlled`: runs of which it has the command; `nodes`: run and `NODE_RANK` of all
+    launchers.
+    """
     if isinstance(answer, UserError):
         state = "no environment" if isinstance(answer, NoEnvironment) else "unreachable"
         yield {"state": state, "error": answer.message, "hint": answer.hint}
@@ -142,10 +155,18 @@ def rows_of(
         row, plan = last_row(Follower(run.metrics).look()) if is_new else {}, plan_of(run)
         ranks = ranks_of(run, [node for name, node in nodes if name == run.name].index(one["node"]))
         yield {
-            "state": "training" if row else "starting", "run": one["run"], "node": one["node"], "ranks": list(ranks),
-            "step": row.get("step"), "steps": plan.steps if plan else None, "loss": row.get("loss"), "tokens_per_second": speed_of(row, ranks),
-            "memory_gib": row.get("rank_memory_gib", [])[ranks.start : ranks.stop], "processes": one["processes"], "seconds": one["seconds"],
-        }  # fmt: skip
+            "state": "training" if row else "starting",
+            "run": one["run"],
+            "node": one["node"],
+            "ranks": list(ranks),
+            "step": row.get("step"),
+            "steps": plan.steps if plan else None,
+            "loss": row.get("loss"),
+            "tokens_per_second": speed_of(row, ranks),
+            "memory_gib": row.get("rank_memory_gib", [])[ranks.start : ranks.stop],
+            "processes": one["processes"],
+            "seconds": one["seconds"],
+        }
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -153,11 +174,16 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         speed, step, loss = row.get("tokens_per_second"), row.get("step"), row.get("loss")
         found = [
-            row["host"], row["state"], row.get("run"), ", ".join(map(str, row.get("ranks", ()))),
-            f"{step}/{row['steps'] or '?'}" if step is not None else "", f"{loss:.4f}" if loss is not None else "",
-            f"{speed:,.0f}" if speed is not None else "", ", ".join(f"{one:.1f}" for one in row.get("memory_gib", ()) if one is not None),
+            row["host"],
+            row["state"],
+            row.get("run"),
+            ", ".join(map(str, row.get("ranks", ()))),
+            f"{step}/{row['steps'] or '?'}" if step is not None else "",
+            f"{loss:.4f}" if loss is not None else "",
+            f"{speed:,.0f}" if speed is not None else "",
+            ", ".join(f"{one:.1f}" for one in row.get("memory_gib", ()) if one is not None),
             str(row.get("processes", "")),
-        ]  # fmt: skip
+        ]
         cells.append([cell or "-" for cell in found])
     print("\n".join(table(cells)))
     for row in rows:
@@ -183,7 +209,9 @@ def _require_run(call: Call, inventory: Inventory, more: str = "") -> str:
 
 
 def stop(call: Call) -> int:
-    """`make cluster-stop RUN=`: ask the command that controls the run to stop all hosts; without it launchers end by themselves."""
+    """`make cluster-stop RUN=`: ask the command that controls the run to stop all hosts; without it launchers end by
+    themselves.
+    """
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     run = run_named(_require_run(call, inventory))
@@ -191,12 +219,17 @@ def stop(call: Call) -> int:
         return runs.ask_to_leave(call, run, [process], 0, f"{command(inventory, run)} resumes it")
     raise UserError(
         f"no command of this machine trains `{run.name}`",
-        hint=f"launchers without it save and leave by themselves; `make cluster-status CLUSTER={inventory.path}` shows them",
+        hint=(
+            f"launchers without it save and leave by themselves; `make cluster-status CLUSTER={inventory.path}` shows"
+            " them"
+        ),
     )
 
 
 def run_named(name: str) -> RunFolder:
-    """Return the run called `name`; also one that has no folder yet, since its command still prepares or sends what it needs."""
+    """Return the run called `name`; also one that has no folder yet, since its command still prepares or sends what it
+    needs.
+    """
     run = RunFolder(runs_folder() / Path(name).name)
     if not run.path.exists() and NAME_PATTERN.fullmatch(run.name) and controller(run) is not None:
         return run

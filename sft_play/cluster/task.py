@@ -1,4 +1,6 @@
-"""What `train-cluster` was asked for, which machines are fit for it, and the commands that it types on them: those that a person would."""
+"""What `train-cluster` was asked for, which machines are fit for it, and the commands that it types on them: those that
+a person would.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,10 @@ from sft_play.text import plural
 
 PORT = 29500
 NOT_WITH_RUN = {
-    "RUN_NAME": "it starts a new run", "DEEPSPEED_CONFIG": "a run keeps its DeepSpeed settings; RUN_NAME starts a new one with others",
+    "RUN_NAME": "it starts a new run",
+    "DEEPSPEED_CONFIG": "a run keeps its DeepSpeed settings; RUN_NAME starts a new one with others",
     "CLUSTER_NETWORK": "a run keeps the network's speed; LAUNCH_NETWORK changes it",
-}  # fmt: skip
+}
 """Options that cannot stand next to `RUN`, and why."""
 
 
@@ -80,13 +83,20 @@ def read_task(call: Call) -> Task:
     options, name = call.options, call.options.get("RUN")
     if name:
         run = find_run(name)
-        raise_all([
-            UserError(f"`RUN` resumes a run, and `{option}` cannot be given with it: {why}", place=f"{option}={options[option]}")
-            for option, why in NOT_WITH_RUN.items() if options.get(option)
-        ])  # fmt: skip
+        raise_all(
+            [
+                UserError(
+                    f"`RUN` resumes a run, and `{option}` cannot be given with it: {why}",
+                    place=f"{option}={options[option]}",
+                )
+                for option, why in NOT_WITH_RUN.items()
+                if options.get(option)
+            ]
+        )
         if run.path.resolve() != (runs_folder() / run.name).resolve():
             raise UserError(
-                f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs", hint="RUNS_DIR says where"
+                f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs",
+                hint="RUNS_DIR says where",
             )
         check_overrides(call)
         loaded = call.load_config()
@@ -125,7 +135,9 @@ def is_begun(run: RunFolder) -> bool:
 
 
 def take_over(task: Task) -> Task:
-    """Return the task; of a run that was killed before its workers started, one that begins in the folder that was left."""
+    """Return the task; of a run that was killed before its workers started, one that begins in the folder that was
+    left.
+    """
     if not (task.resuming and task.run.path.is_dir()) or is_begun(task.run) or task.loaded.config.launch.auto_resume:
         return task
     print_line(f"`{task.run.name}` had not begun; it begins now")
@@ -143,15 +155,21 @@ def choose_machines(task: Task) -> dict[str, Facts]:
 
 def _all_ready(answers: Mapping[str, Facts | UserError]) -> dict[str, Facts]:
     """Return the facts of all hosts. Raise every reason why one is not ready."""
-    raise_all([
-        one for error in answers.values() if isinstance(error, UserError)
-        for one in (error.problems if isinstance(error, Problems) else [error])
-    ])  # fmt: skip
+    raise_all(
+        [
+            one
+            for error in answers.values()
+            if isinstance(error, UserError)
+            for one in (error.problems if isinstance(error, Problems) else [error])
+        ]
+    )
     return {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
 
 
 def judge_machines(task: Task, hosts: Sequence[Host]) -> dict[str, Facts | UserError]:
-    """Return host name -> its facts, or why it cannot take part. Asks the master too, with which the others are compared."""
+    """Return host name -> its facts, or why it cannot take part. Asks the master too, with which the others are
+    compared.
+    """
     master = task.inventory.master
     asked = hosts if master in hosts else [master, *hosts]
     answers = gather(asked, task.variables, task.run.name)
@@ -171,10 +189,14 @@ def unfit(task: Task, host: Host, facts: Facts) -> Iterator[UserError]:
     sharded = config.launch.strategy.startswith("zero") or config.launch.strategy == "fsdp2" or task.deepspeed
     if sharded and config.train.save_strategy != "no":
         yield UserError(
-            f"under ZeRO and FSDP2 every machine writes a part of each checkpoint, and `{host.name}` has its own run folder",
+            f"under ZeRO and FSDP2 every machine writes a part of each checkpoint, and `{host.name}` has its own run"
+            " folder",
             place=task.loaded.origins.get("launch.strategy"),
-            hint="DATA_SYNC=shared with RUNS_DIR and SFT_PLAY_CACHE on a disk that all hosts see; or LAUNCH_STRATEGY=ddp, where a complete copy "
-            "fits each device; or TRAIN_SAVE_STRATEGY=no: no checkpoints",
+            hint=(
+                "DATA_SYNC=shared with RUNS_DIR and SFT_PLAY_CACHE on a disk that all hosts see; or"
+                " LAUNCH_STRATEGY=ddp, where a complete copy fits each device; or TRAIN_SAVE_STRATEGY=no: no"
+                " checkpoints"
+            ),
         )
     if facts.run_there and not task.run.path.exists():  # else it is this run's own start, repeated or resumed
         yield UserError(
@@ -211,7 +233,8 @@ def prepare(task: Task) -> Prepared:
 
 
 def supply_all(task: Task, facts: Mapping[str, Facts], prepared: Prepared) -> list[tuple[Host, Facts]]:
-    """Bring every machine what it lacks: code, model, prepared rows, and of a run that is resumed its newest checkpoint.
+    """Bring every machine what it lacks: code, model, prepared rows, and of a run that is resumed its newest
+    checkpoint.
 
     Raise why a machine could not get it.
     """
@@ -238,7 +261,11 @@ def supply(task: Task, host: Host, facts: Facts, prepared: Prepared, files: Sequ
             there = bring.send_prepared(host, facts, task.loaded.config, prepared)
         if is_begun(task.run):
             bring.send_run(host, facts, task.run, newest_valid(task.run)[0])
-    given = {"config": json.dumps(saved_form(task.loaded)), "prepared": json.dumps(asdict(there)), "deepspeed": task.deepspeed}
+    given = {
+        "config": json.dumps(saved_form(task.loaded)),
+        "prepared": json.dumps(asdict(there)),
+        "deepspeed": task.deepspeed,
+    }
     folder = files_folder(facts, task.run, host)
     ask(host, "write", files={f"{folder}/{name}.json": text for name, text in given.items() if text})
     return facts
@@ -253,15 +280,24 @@ def files_folder(facts: Facts, run: RunFolder, host: Host) -> str:
 
 
 def node_words(task: Task, host: Host, facts: Facts, rank: int, count: int, port: int, *, resume: bool) -> list[str]:
-    """Return the words for Python of the launcher on one machine, `NODE_RANK` `rank` of `count`: what a person would type there."""
+    """Return the words for Python of the launcher on one machine, `NODE_RANK` `rank` of `count`: what a person would
+    type there.
+    """
     folder = files_folder(facts, task.run, host)
     if resume:
         words = ["-m", "sft_play", "resume", f"RUN={task.run.name}"]
         words += (
-            [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if task.resuming else own_words(task.loaded)
+            [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides]
+            if task.resuming
+            else own_words(task.loaded)
         )
     else:
-        words = ["-m", "sft_play", "train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
+        words = [
+            "-m",
+            "sft_play",
+            "train-deepspeed" if task.deepspeed else "train-distributed",
+            f"CONFIG={folder}/config.json",
+        ]
         words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE, *own_words(task.loaded)]
         words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if task.deepspeed else []
     gpus = host.gpus if host.gpus is not None else facts.gpu_count

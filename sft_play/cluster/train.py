@@ -1,8 +1,9 @@
 """`make train-cluster`: one run on all machines of an inventory, started, watched and stopped from here.
 
-On every machine the command that a person would type there is started over SSH. The launchers meet in the store that node 0's serves on this
-machine (`launch.rendezvous`): who takes part, what came first, whether all start again, with how many and with how much, is settled there.
-This command prepares and brings what the machines lack, shows what they say, starts a launcher where one is missing, and ends as node 0's does.
+On every machine the command that a person would type there is started over SSH. The launchers meet in the store that
+node 0's serves on this machine (`launch.rendezvous`): who takes part, what came first, whether all start again, with
+how many and with how much, is settled there. This command prepares and brings what the machines lack, shows what they
+say, starts a launcher where one is missing, and ends as node 0's does.
 """
 
 from __future__ import annotations
@@ -91,7 +92,11 @@ def main(call: Call) -> int:
         failed = last if code and last.get("event") == "failed" else {}
         model = str(task.run.model) if task.run.model.is_dir() else None
         error = message or failed.get("error") or None
-        print(json.dumps({"run": str(task.run.path), "code": code, "rank": failed.get("rank"), "error": error, "model": model}))
+        print(
+            json.dumps(
+                {"run": str(task.run.path), "code": code, "rank": failed.get("rank"), "error": error, "model": model}
+            )
+        )
     return code
 
 
@@ -178,7 +183,9 @@ class Seeker(threading.Thread):
         if isinstance(answer, UserError):
             raise answer
         if host.gpus is None and answer.gpu_count < gpus:
-            raise HardwareError(f"host `{host.name}` had {plural(gpus, 'GPU')}, and its driver shows {answer.gpu_count} now")
+            raise HardwareError(
+                f"host `{host.name}` had {plural(gpus, 'GPU')}, and its driver shows {answer.gpu_count} now"
+            )
         if not answer.trains:
             supply(self.task, host, answer, self.prepared, bring.code_files())
             print_line(f"\n`{host.name}` answers again")
@@ -246,11 +253,15 @@ class Control:
         variables |= {PANEL: "1"} if rank == 0 and self.on_terminal else {}
         session = Session(host, variables, inbox=self.inbox)
         session.send(
-            do="launch", seconds=0, run=task.run.name, node=rank,
+            do="launch",
+            seconds=0,
+            run=task.run.name,
+            node=rank,
             words=node_words(task, host, facts, rank, self.count, self.port, resume=resume),
-            store=None if here else (task.inventory.master.address, self.port), stream=not here and not facts.shares_runs,
+            store=None if here else (task.inventory.master.address, self.port),
+            stream=not here and not facts.shares_runs,
             silent_seconds=task.loaded.config.launch.silent_seconds,
-        )  # fmt: skip
+        )
         self.members[rank] = Member(host, facts, session)
 
     def show(self) -> None:
@@ -259,7 +270,9 @@ class Control:
     # ---- What comes
 
     def receive(self) -> None:
-        """Take what waits, `MOST_WAITING` messages at most: signals and lost machines are not kept waiting by a rank that prints."""
+        """Take what waits, `MOST_WAITING` messages at most: signals and lost machines are not kept waiting by a rank
+        that prints.
+        """
         with contextlib.suppress(queue.Empty):
             self.take(*self.inbox.get(timeout=TICK_SECONDS))
             for _ in range(MOST_WAITING):
@@ -270,8 +283,9 @@ class Control:
 
     def take(self, session: Session, message: Mapping[str, Any]) -> None:
         """Take a message: what `cluster/remote.py` sends of a launcher, and that the session has ended."""
-        # started=pid; out=text, err=text: what it prints; log=name, text=more of that file of its run folder; fetch=true: it asks for the
-        # checkpoint; ended=code, left=processes that could not be killed; closed=code of ssh.
+        # started=pid; out=text, err=text: what it prints; log=name, text=more of that file of its run folder;
+        # fetch=true: it asks for the checkpoint; ended=code, left=processes that could not be killed; closed=code of
+        # ssh.
         rank, one = next(((rank, one) for rank, one in self.members.items() if one.session is session), (0, None))
         if one is None:
             return  # of an earlier start there
@@ -341,7 +355,9 @@ class Control:
         return _starts(self.task) > self.starts_before
 
     def end_where_one_cannot_begin(self) -> tuple[int, str] | None:
-        """End all where a machine could not begin, and node 0, which waits for it, has not said so; return exit code and error."""
+        """End all where a machine could not begin, and node 0, which waits for it, has not said so; return exit code
+        and error.
+        """
         due = time.monotonic() - GRACE_SECONDS
         failed = [one for one in self.members.values() if one.code and not one.detached and one.ended_at < due]
         if not failed or self.stop.wanted or self.has_begun():
@@ -353,7 +369,9 @@ class Control:
 
     def free_ranks(self) -> list[int]:
         """Return the places of machines that have no launcher."""
-        return [rank for rank in range(1, self.count) if rank not in self.members or self.members[rank].code is not None]
+        return [
+            rank for rank in range(1, self.count) if rank not in self.members or self.members[rank].code is not None
+        ]
 
     def replace_missing(self) -> None:
         """Start launchers on machines that are ready, each in the place that it had."""
@@ -363,11 +381,16 @@ class Control:
             self.start((had or free)[0], host, facts, resume=True)
 
     def missing(self) -> dict[Host, int]:
-        """Return the machines whose launcher is to be started again -> the GPUs that they had; none while there is no place for one."""
+        """Return the machines whose launcher is to be started again -> the GPUs that they had; none while there is no
+        place for one.
+        """
         if self.members[0].code is not None or self.stop.wanted or not self.free_ranks() or not self.has_begun():
             return {}
         members = list(self.members.values())
         # A code below 6 is an error after which no launcher tries again.
         out = {one.host.name for one in members if one.code is None or one.code in range(1, 6)}
         hosts = [host for host in self.task.inventory.hosts[1:] if host.name not in out]
-        return {host: max((one.facts.gpu_count for one in members if one.host.name == host.name), default=0) for host in hosts}
+        return {
+            host: max((one.facts.gpu_count for one in members if one.host.name == host.name), default=0)
+            for host in hosts
+        }

@@ -1,7 +1,9 @@
-"""What the user asked for: a command, its options, its overrides, and the configuration it is about; `make config` and `--help`.
+"""What the user asked for: a command, its options, its overrides, and the configuration it is about; `make config` and
+`--help`.
 
-make hands its variables over in `MAKEFLAGS` (see `docs/adr/0003-make-variables.md`), so neither make nor a shell expands a value.
-Nothing that was typed is ever ignored: a name that no key and no option knows is an error with a suggestion.
+make hands its variables over in `MAKEFLAGS` (see `docs/adr/0003-make-variables.md`), so neither make nor a shell
+expands a value. Nothing that was typed is ever ignored: a name that no key and no option knows is an error with a
+suggestion.
 """
 
 from __future__ import annotations
@@ -51,10 +53,11 @@ class OtherEnvironment(Exception):
 
 
 def enter_unsloth(command: str) -> None:
-    """Have a command run in the environment of `make install-unsloth`: Unsloth wants older versions of transformers and datasets.
+    """Have a command run in the environment of `make install-unsloth`: Unsloth wants older versions of transformers and
+    datasets.
 
-    It lies beside this one, whose name it bears: `.venv-unsloth`. Raise `OtherEnvironment`; `UserError` for a command that starts others,
-    and `HardwareError` for a training where there is none.
+    It lies beside this one, whose name it bears: `.venv-unsloth`. Raise `OtherEnvironment`; `UserError` for a command
+    that starts others, and `HardwareError` for a training where there is none.
     """
     if command in WITHOUT_UNSLOTH:
         raise UserError(
@@ -72,7 +75,9 @@ def enter_unsloth(command: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One row of the table of commands: where the code is, what the user reads in `make help`, which variables it takes."""
+    """One row of the table of commands: where the code is, what the user reads in `make help`, which variables it
+    takes.
+    """
 
     target: str
     """`module:function`; the function takes a `Call` and returns an exit code."""
@@ -99,10 +104,12 @@ class Call:
     json: bool = False
     """Whether machine-readable output is wanted on stdout."""
     trusts_code: bool = False
-    """Whether MODEL_TRUST_REMOTE_CODE=true was typed with `RUN`: this user lets the code of the run's base model run."""
+    """Whether MODEL_TRUST_REMOTE_CODE=true was typed with `RUN`: this user lets the code of the run's base model run.
+    """
 
     def load_config(self, default: str | None = None) -> LoadedConfig:
-        """Return the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to stderr.
+        """Return the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to
+        stderr.
 
         Raise `UserError` with every problem at once.
         """
@@ -115,7 +122,9 @@ class Call:
         if not run:
             name = self.options.get("CONFIG") or default
             if not name:
-                raise UserError(f"`{self.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart")
+                raise UserError(
+                    f"`{self.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart"
+                )
             loaded = load_config(config_path(name), self.overrides)
         else:
             folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
@@ -173,14 +182,18 @@ def show(call: Call) -> int:
     loaded = call.load_config()
     flat = flatten(loaded)
     if call.json:
-        print(json.dumps({key: {"value": value, "origin": loaded.origins[key]} for key, value in flat.items()}, indent=2))
+        print(
+            json.dumps({key: {"value": value, "origin": loaded.origins[key]} for key, value in flat.items()}, indent=2)
+        )
     else:
         print(as_yaml(flat, loaded.origins))
     return 0
 
 
 def flatten(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return dotted key -> plain value, in the schema's order; further `TrainingArguments` stand behind the schema's own."""
+    """Return dotted key -> plain value, in the schema's order; further `TrainingArguments` stand behind the schema's
+    own.
+    """
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -235,27 +248,38 @@ def command_help(name: str, row: Command) -> str:
     width = max(map(len, [*taken, "SECTION_KEY"])) + 2
     lines += [f"  {option:<{width}}{VARIABLES[option]}" for option in taken]
     if row.overrides:
-        lines.append(f"  {'SECTION_KEY':<{width}}any key of docs/configuration.md: `TRAIN_BATCH_SIZE=1` is `train.batch_size: 1`")
+        lines.append(
+            f"  {'SECTION_KEY':<{width}}any key of docs/configuration.md: `TRAIN_BATCH_SIZE=1` is `train.batch_size: 1`"
+        )
     return "\n".join(lines if taken or row.overrides else [*lines, "  it takes no variables"])
 
 
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
 """Variables that make itself uses."""
 STANDS_FOR = {
-    "MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH", "SEED": "TRAIN_SEED", "STRATEGY": "LAUNCH_STRATEGY", "RANK": "NODE_RANK",
-}  # fmt: skip
+    "MODEL": "MODEL_NAME",
+    "DATA": "DATA_TRAIN_PATH",
+    "SEED": "TRAIN_SEED",
+    "STRATEGY": "LAUNCH_STRATEGY",
+    "RANK": "NODE_RANK",
+}
 """Variables of some commands that elsewhere mean a key or another variable."""
 NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
 SINGLE = frozenset({"train", "train-tb"})
 """Commands of one process."""
 FOR_SEVERAL = (
-    ("LAUNCH_STRATEGY=zero", "train-deepspeed"), ("LAUNCH_STRATEGY=fsdp2", "train-fsdp"), ("LAUNCH_STRATEGY=ddp", "train-distributed"),
-    ("NUM_NODES=", "train-distributed"), ("NUM_GPUS=", "train-distributed"), ("NODE_RANK=", "train-distributed"),
-)  # fmt: skip
+    ("LAUNCH_STRATEGY=zero", "train-deepspeed"),
+    ("LAUNCH_STRATEGY=fsdp2", "train-fsdp"),
+    ("LAUNCH_STRATEGY=ddp", "train-distributed"),
+    ("NUM_NODES=", "train-distributed"),
+    ("NUM_GPUS=", "train-distributed"),
+    ("NODE_RANK=", "train-distributed"),
+)
 """How settings begin that need several processes -> the command of such a run."""
 COUNTED_HERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("world_size", "num_processes", "ntasks"), "It counts the processes of one machine, and `NUM_NODES` the machines"
+        ("world_size", "num_processes", "ntasks"),
+        "It counts the processes of one machine, and `NUM_NODES` the machines",
     ),
     **dict.fromkeys(("rank", "local_rank"), "It counts machines, from 0: a command starts all processes of a machine"),
 }
@@ -283,7 +307,8 @@ def parse_call(
     environ: Mapping[str, str] | None = None,
     targets: Iterable[str] = (),
 ) -> Call:
-    """Return the call that `arguments` (without the program's name) describe; `targets`: those of the Makefile that are no commands.
+    """Return the call that `arguments` (without the program's name) describe; `targets`: those of the Makefile that are
+    no commands.
 
     Raise `UserError` with all problems.
     """
@@ -292,7 +317,11 @@ def parse_call(
     words = [word for word in arguments if word != "--from-make"]
     command = _command(words, commands, targets if from_make else None)
     problems: list[UserError] = []
-    given = [_Given(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))] if from_make else []
+    given = (
+        [_Given(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))]
+        if from_make
+        else []
+    )
     given = [one for one in given if one.name not in FOR_MAKE]
     given += _typed(words[1:], commands, problems)
     options: dict[str, str] = {}
@@ -310,8 +339,14 @@ def parse_call(
         elif key is None:
             problems.append(_unknown(one, known, command, commands))
         elif not commands[command].overrides:
-            takers = "it takes " + _listed(commands[command].options) if commands[command].options else "it takes no variables"
-            problems.append(UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers))
+            takers = (
+                "it takes " + _listed(commands[command].options)
+                if commands[command].options
+                else "it takes no variables"
+            )
+            problems.append(
+                UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers)
+            )
         elif key in overrides and overrides[key].text != one.text:
             problems.append(
                 UserError(f"`{key}` is given twice: `{overrides[key].origin}` and `{one.origin}`", hint="give it once")
@@ -324,35 +359,48 @@ def parse_call(
         problems.append(UserError(f"`JSON` is `{options['JSON']}`; expected `1` or `0`"))
     raise_all(problems)
     return Call(
-        command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE, trusts_code=trusts_code
+        command=command,
+        options=options,
+        overrides=tuple(overrides.values()),
+        json=as_json in TRUE,
+        trusts_code=trusts_code,
     )
 
 
 def _in_environment(
     command: str, row: Command, typed: Collection[str], environ: Mapping[str, str], *, make: bool
 ) -> Iterator[UserError]:
-    """Yield what is wrong where the environment holds an option that was not typed: `NUM_NODES=2 make train-distributed`, `SFT_NUM_NODES`."""
+    """Yield what is wrong where the environment holds an option that was not typed: `NUM_NODES=2 make
+    train-distributed`, `SFT_NUM_NODES`.
+    """
     taken = [
         *(option for option in VARIABLES if option in row.options),
         *sorted(name for name in environ if _of_cluster(name, row)),
     ]
     found = [
-        (name, option) for option in taken if option not in typed for name in (option, f"SFT_{option}") if environ.get(name, "").strip()
-    ]  # fmt: skip
+        (name, option)
+        for option in taken
+        if option not in typed
+        for name in (option, f"SFT_{option}")
+        if environ.get(name, "").strip()
+    ]
     if found:
         words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in found]
         names = [name for name, _ in found]
         shown = f"{'make ' if make else ''}{command}"
         yield UserError(
             f"{_listed(names)} {'is' if len(names) == 1 else 'are'} in the environment, and options are read after the command only",
-            place="environment", hint=f"type `{shown} {' '.join(words)} ...`; what is not meant: `unset {' '.join(names)}`",
-        )  # fmt: skip
+            place="environment",
+            hint=f"type `{shown} {' '.join(words)} ...`; what is not meant: `unset {' '.join(names)}`",
+        )
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
-    """Yield the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks escaped.
+    """Yield the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks
+    escaped.
 
-    Raise `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the variables.
+    Raise `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the
+    variables.
     """
     escaped = _split(flags)
     if "--" not in escaped:
@@ -387,15 +435,19 @@ def _command(words: list[str], commands: Mapping[str, Command], targets: Iterabl
     if name.startswith("-") or "=" in name:
         raise UserError(f"expected a command, not `{name}`", hint="sft-play COMMAND NAME=value ...")
     if name in (targets or ()):
-        raise UserError(f"`make {name}` works in a clone only", hint="`make help` lists the commands that work here too")
+        raise UserError(
+            f"`make {name}` works in a clone only", hint="`make help` lists the commands that work here too"
+        )
     if removed := names.REMOVED.get(name):
         raise UserError(f"`{name}` is not a command any more", hint=removed)
     close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
     raise UserError(
         f"`{name}` is not a command" if targets is None else f"there is no target `{name}`",
-        hint=f"did you mean `{'' if targets is None else 'make '}{close[0]}`?"
-        if close
-        else f"`{'sft-play' if targets is None else 'make'} help` lists all commands",
+        hint=(
+            f"did you mean `{'' if targets is None else 'make '}{close[0]}`?"
+            if close
+            else f"`{'sft-play' if targets is None else 'make'} help` lists all commands"
+        ),
     )
 
 
@@ -421,7 +473,11 @@ def _typed(words: Sequence[str], commands: Mapping[str, Command], problems: list
         else:
             known = [option for row in commands.values() for option in row.options]
             better = names.suggest(word, options=known)
-            hint = f"did you mean `{variable_name(better)}=...`?" if better else "everything after the command is `NAME=value`"
+            hint = (
+                f"did you mean `{variable_name(better)}=...`?"
+                if better
+                else "everything after the command is `NAME=value`"
+            )
             if word.endswith((".yaml", ".yml")) or preset_path(word).is_file():
                 hint = f"did you mean `CONFIG={word}`?"
             problems.append(UserError(f"`{word}` is not `NAME=value`", hint=hint))
@@ -438,7 +494,9 @@ def _key(one: _Given) -> str | None:
 
 
 def _of_cluster(name: str, row: Command) -> bool:
-    """Whether a variable changes the inventory of `CLUSTER=`, as `cluster.inventory` decides: `CLUSTER_NETWORK`, `CLUSTER_LAPTOP_GPUS`."""
+    """Whether a variable changes the inventory of `CLUSTER=`, as `cluster.inventory` decides: `CLUSTER_NETWORK`,
+    `CLUSTER_LAPTOP_GPUS`.
+    """
     return name.startswith("CLUSTER_") and "CLUSTER" in row.options
 
 
@@ -455,7 +513,9 @@ def _option(
             where = _did_you_mean(one, better, command)
         problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
     elif options.get(one.name, one.text) != one.text:
-        problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
+        problems.append(
+            UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once")
+        )
     elif not one.text.strip() and one.name not in ("JSON", "PROMPT"):
         problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or omit `{one.name}=`"))
     elif one.name not in LONG and not is_file_name(one.text):
@@ -481,7 +541,10 @@ def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping
             "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines", hint=hint
         )
     if one.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
-        hint = "make hands on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what is meant for this one"
+        hint = (
+            "make hands on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what is"
+            " meant for this one"
+        )
         return UserError(f"unknown variable `{one.name}`, perhaps of another make", hint=hint)
     return UserError(f"unknown variable `{one.name}`", hint=_hint(one, known, command, commands))
 
@@ -498,10 +561,16 @@ def _hint(one: _Given, known: frozenset[str], command: str, commands: Mapping[st
         return hint
     if names.OF_PROGRAMS.fullmatch(one.name) and one.name.lower() not in names.ALIASES:
         return f"it is read from the environment: `export {one.name}={mask(one.name, one.text)}`"
-    better = names.suggest(one.name, options=known if "RANK" in row.options else known - {"RANK"})  # elsewhere it is `NODE_RANK`
+    better = names.suggest(
+        one.name, options=known if "RANK" in row.options else known - {"RANK"}
+    )  # elsewhere it is `NODE_RANK`
     if better in known - row.options:
         key = _stands_for(better, row)
-        return _did_you_mean(one, key, command) if key else f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
+        return (
+            _did_you_mean(one, key, command)
+            if key
+            else f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
+        )
     if better:
         return _did_you_mean(one, better, command)
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")

@@ -1,4 +1,6 @@
-"""Rules about data: sources and validation, the task, a model from scratch and its tokenizer; and the language of `filter`."""
+"""Rules about data: sources and validation, the task, a model from scratch and its tokenizer; and the language of
+`filter`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def pretrained(config: Config) -> Iterator[Conflict]:
             if getattr(model, key) is not None:
                 yield Conflict(f"model.{key}", ", but a pretrained model has its own shape", hint)
         if model.tokenizer == "train":
-            yield Conflict("model.tokenizer", ", but a pretrained model's embeddings were learnt for its own tokens", hint)
+            yield Conflict(
+                "model.tokenizer", ", but a pretrained model's embeddings were learnt for its own tokens", hint
+            )
 
 
 def from_scratch(config: Config) -> Iterator[Conflict]:
@@ -49,7 +53,9 @@ def from_scratch(config: Config) -> Iterator[Conflict]:
     if model.init != "random":
         return
     if tuning.mode != "full":
-        text = f"`model.init` is `random`, but `tuning.mode` is `{tuning.mode}`: adapters over random weights learn little"
+        text = (
+            f"`model.init` is `random`, but `tuning.mode` is `{tuning.mode}`: adapters over random weights learn little"
+        )
         yield Conflict("tuning.mode", text, "set `tuning.mode: full`", or_key="model.init")
     if tuning.backend == "unsloth":
         text = "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models"
@@ -58,17 +64,21 @@ def from_scratch(config: Config) -> Iterator[Conflict]:
     missing = [key for key in SHAPE_KEYS if key not in given]
     if model.name and given:
         yield Conflict(
-            f"model.{given[0]}", f"`model.name` and {_keys(given)} are both given: two shapes for one model",
+            f"model.{given[0]}",
+            f"`model.name` and {_keys(given)} are both given: two shapes for one model",
             "keep `model.name` for its shape with random weights (`MODEL_NAME=` takes it away), or the shape keys",
-        )  # fmt: skip
+        )
     elif not model.name and missing:
         variables = " ".join(f"{variable_name(f'model.{key}')}=..." for key in missing)
         yield Conflict(
-            "model.init", f", but {_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            "model.init",
+            f", but {_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             f"set {variables}, or `model.name` for the shape of another model",
-        )  # fmt: skip
+        )
     if not model.name and model.revision is not None:
-        yield Conflict("model.revision", "`model.revision` is given, but there is no `model.name` that it could belong to")
+        yield Conflict(
+            "model.revision", "`model.revision` is given, but there is no `model.name` that it could belong to"
+        )
     yield from _shape(config)
 
 
@@ -80,7 +90,9 @@ def _shape(config: Config) -> Iterator[Conflict]:
         even = f"for example {max(2 * heads, round(size / (2 * heads)) * 2 * heads)}"
         if size % heads:
             yield Conflict(
-                "model.hidden_size", f"`model.hidden_size` {size} cannot be divided by `model.attention_heads` {heads}", even
+                "model.hidden_size",
+                f"`model.hidden_size` {size} cannot be divided by `model.attention_heads` {heads}",
+                even,
             )
         elif size // heads % 2:
             text = f"a head is {size} / {heads} = {size // heads} wide, but rotary positions need an even number"
@@ -107,7 +119,10 @@ def both(config: Config) -> Iterator[Conflict]:
     if data.val_path and (held_out is None or [source.path for source in held_out] != [data.val_path]):
         yield Conflict("data.val_path", "`data.val_path` and `data.validation` are both given", "keep one of them")
     if data.group_by is not None and (held_out is not None or not data.validation):
-        text = "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is no fraction"
+        text = (
+            "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is no"
+            " fraction"
+        )
         yield Conflict("data.group_by", text, "set `data.validation: 0.05`, or leave `data.group_by` out")
 
 
@@ -151,7 +166,9 @@ def entries(config: Config) -> Iterator[Conflict]:
     for key in ("data.sources", "data.validation"):  # scores and counts are reported by name
         names = Counter(source.name for of, _, source in sources(config) if of == key and source.name is not None)
         if twice := sorted(name for name, count in names.items() if count > 1):
-            yield Conflict(key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are reported by name")
+            yield Conflict(
+                key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are reported by name"
+            )
 
 
 def weights(config: Config) -> Iterator[Conflict]:
@@ -169,7 +186,9 @@ def weights(config: Config) -> Iterator[Conflict]:
         text = f"`data.sources[{given.index(None)}]` has no `weight`, though other sources have one"
         yield Conflict("data.sources", text, "give every source a weight, or none: then each row is taken once")
     elif given and given[0] is not None and not any(given):
-        yield Conflict("data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "leave them out")
+        yield Conflict(
+            "data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "leave them out"
+        )
 
 
 RULES = (pretrained, from_scratch, both, task, entries, weights)
@@ -177,14 +196,18 @@ RULES = (pretrained, from_scratch, both, task, entries, weights)
 
 # `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax.
 #
-# Comparisons, `and`, `or`, `not`, numbers, text, lists of them, columns by their names, and five functions: `len`, `blank` (null, or
-# nothing but spaces), `has` (the row has it, and it is not null), `number` (of text, as CSV files hold it), and `column("my name")` for a
-# column whose name is no word. Whatever else is in an expression is refused before anything of it runs.
+# Comparisons, `and`, `or`, `not`, numbers, text, lists of them, columns by their names, and five functions: `len`,
+# `blank` (null, or nothing but spaces), `has` (the row has it, and it is not null), `number` (of text, as CSV files
+# hold it), and `column("my name")` for a column whose name is no word. Whatever else is in an expression is refused
+# before anything of it runs.
 
 
 Row = Mapping[str, Any]
 
-SYNTAX = 'conditions look like `lang == "en" and score >= 3`, `source in ["a", "b"]`, `not blank(text)`, `len(answer) < 2000`'
+SYNTAX = (
+    'conditions look like `lang == "en" and score >= 3`, `source in ["a", "b"]`, `not blank(text)`, `len(answer) <'
+    " 2000`"
+)
 PARTS = (ast.Expression, ast.BoolOp, ast.boolop, ast.Not, ast.USub, ast.Compare, ast.cmpop, ast.Constant, ast.expr_context,
          ast.UnaryOp, ast.List, ast.Tuple, ast.Set)  # fmt: skip
 FUNCTIONS = ("len", "blank", "has", "number", "column")
@@ -227,9 +250,13 @@ class Condition:
             return found
 
         names = {
-            "__builtins__": {}, "len": len, "blank": lambda value: value is None or not value.strip(), "number": _number,
-            "has": lambda name: look_up(row, name) not in (None, MISSING), "column": column,
-        }  # fmt: skip
+            "__builtins__": {},
+            "len": len,
+            "blank": lambda value: value is None or not value.strip(),
+            "number": _number,
+            "has": lambda name: look_up(row, name) not in (None, MISSING),
+            "column": column,
+        }
         try:
             found = eval(self._code, names)
         except (TypeError, ValueError, AttributeError) as error:

@@ -1,4 +1,6 @@
-"""Every key of the configuration with its type, range, default, documentation and name as a variable; the keys that are refused."""
+"""Every key of the configuration with its type, range, default, documentation and name as a variable; the keys that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,24 @@ from sft_play.config.reader import Range, fields_of
 
 TABLE = Path(__file__).with_name("training_arguments.json")
 RANGES: Mapping[str, Range] = {
-    "adam_beta1": Range(minimum=0, below=1), "adam_beta2": Range(minimum=0, below=1), "adam_epsilon": Range(above=0),
-    "neftune_noise_alpha": Range(minimum=0), "torch_empty_cache_steps": Range(minimum=1), "eval_delay": Range(minimum=0),
+    "adam_beta1": Range(minimum=0, below=1),
+    "adam_beta2": Range(minimum=0, below=1),
+    "adam_epsilon": Range(above=0),
+    "neftune_noise_alpha": Range(minimum=0),
+    "torch_empty_cache_steps": Range(minimum=1),
+    "eval_delay": Range(minimum=0),
     "dataloader_prefetch_factor": Range(minimum=1),
-}  # fmt: skip
+}
 """Numbers that further fields of `TrainingArguments` take; those of our own keys are in the schema."""
 TYPES: Mapping[str, Any] = {
-    "bool": bool, "int": int, "float": float, "str": str, "dict": dict, "list[str]": list[str], "null": type(None),
-}  # fmt: skip
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "dict": dict,
+    "list[str]": list[str],
+    "null": type(None),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +142,9 @@ def find_key(name: str) -> Key | None:
 
 @functools.cache
 def variables() -> Mapping[str, str]:
-    """Return variable -> dotted key for every key that can be set, refused ones included so that their reason can be given."""
+    """Return variable -> dotted key for every key that can be set, refused ones included so that their reason can be
+    given.
+    """
     names = [*schema_keys(), *extra_keys(), *(f"train.{field}" for field in REFUSED)]
     return {variable_name(name): name for name in names}
 
@@ -153,7 +167,10 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
         ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
         ("train.gradient_checkpointing", "the plan decides how activations are recomputed"),
     ),
-    "auto_find_batch_size": ("train.batch_size", "it would change the global batch; `auto` finds what fits and keeps it"),
+    "auto_find_batch_size": (
+        "train.batch_size",
+        "it would change the global batch; `auto` finds what fits and keeps it",
+    ),
     "average_tokens_across_devices": (None, "it is always on: the loss is exact over all tokens of the global batch"),
     "label_smoothing_factor": (None, "the loss is the cross entropy of the label tokens"),
     "use_cache": (None, "it is off in training and on when answers are generated"),
@@ -166,7 +183,8 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     **dict.fromkeys(("dataloader_in_order", "train_sampling_strategy", "length_column_name"), (None, ROW_ORDER)),
     "dataloader_multiprocessing_context": (None, "workers start as torch starts them on this system"),
     **dict.fromkeys(
-        ("save_only_model", "enable_jit_checkpoint"), (None, "a checkpoint is always complete, so that a run can be resumed")
+        ("save_only_model", "enable_jit_checkpoint"),
+        (None, "a checkpoint is always complete, so that a run can be resumed"),
     ),
     "save_on_each_node": (None, "rank 0 writes to the run folder"),
     **dict.fromkeys(
@@ -185,7 +203,10 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
         ("train.kernels", "batches differ in length, and torch compiles again for each"),
     ),
     "accelerator_config": (None, "the plan decides; `make plan` shows it"),
-    "parallelism_config": ("launch.sequence_parallel", "the plan decides; its context parallelism attends across packed rows"),
+    "parallelism_config": (
+        "launch.sequence_parallel",
+        "the plan decides; its context parallelism attends across packed rows",
+    ),
     "dataloader_drop_last": (None, "no row is skipped; " + ROW_ORDER),
     "remove_unused_columns": (None, "rows are prepared before the run and hold only what the model takes"),
     "label_names": (None, "labels are the tokens of the answers"),

@@ -75,7 +75,8 @@ class Values:
             known = find_key(key)
             if known is not None and node.plain() not in (known.default, *WITHOUT_OTHERS):
                 notice = (
-                    f"`{key}` is not taken from a run's folder: type {variable_name(key)}=... with the command if you want it"
+                    f"`{key}` is not taken from a run's folder: type {variable_name(key)}=... with the command if you"
+                    " want it"
                 )
                 self.notices += [] if notice in self.notices else [notice]
             return
@@ -89,19 +90,23 @@ class Values:
             del self.values[other]
         before = self.values.get(key)
         if before and before.layer == self.layer:  # `train.seed: 1` and `train: {seed: 2}` in one file
-            self.problems.append(UserError(f"`{key}` is given twice, also in {before.origin}", place=origin, hint="give it once"))
+            self.problems.append(
+                UserError(f"`{key}` is given twice, also in {before.origin}", place=origin, hint="give it once")
+            )
         self.values[key] = Value(node, origin, literal, self.layer, self.of_run)
 
     def settle_batch(self) -> None:
-        """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS B2)."""
+        """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS
+        B2).
+        """
         numbers = [self.values.get(key) for key in ("train.batch_size", "train.grad_accum", GLOBAL_BATCH)]
         micro, steps, rows = (value if value and value.node.value != "auto" else None for value in numbers)
         if not (micro and steps and rows) or rows.layer >= min(micro.layer, steps.layer):
             return
         del self.values[GLOBAL_BATCH]
         self.notices.append(
-            f"the rows of a step are {shown(micro.node)} x {shown(steps.node)} x the number of devices, by `{micro.origin}` and `{steps.origin}`: "
-            f"they outrank `{GLOBAL_BATCH}` {shown(rows.node)} of {rows.origin}"
+            f"the rows of a step are {shown(micro.node)} x {shown(steps.node)} x the number of devices, by"
+            f" `{micro.origin}` and `{steps.origin}`: they outrank `{GLOBAL_BATCH}` {shown(rows.node)} of {rows.origin}"
         )
 
     def put_text(self, key: str, text: str, origin: str) -> None:
@@ -111,13 +116,17 @@ class Values:
         try:
             self.put(key, node_of_text(text, known), origin, literal=True)
         except UserError as error:
-            self.problems.append(UserError(f"`{key}` is `{quoted(text)}`: {error.message}", place=origin, hint=error.hint))
+            self.problems.append(
+                UserError(f"`{key}` is `{quoted(text)}`: {error.message}", place=origin, hint=error.hint)
+            )
 
 
 def node_of_text(text: str, key: Key) -> Node:
-    """Return the value of `text` as `key` takes it: text letter for letter, lists and mappings as YAML, else one scalar.
+    """Return the value of `text` as `key` takes it: text letter for letter, lists and mappings as YAML, else one
+    scalar.
 
-    Nothing at all, or `null`, is null where the key allows it. Raise `UserError` for a list or mapping that is not YAML.
+    Nothing at all, or `null`, is null where the key allows it. Raise `UserError` for a list or mapping that is not
+    YAML.
     """
     parts = options(key.annotation)
     if text in ("", "null") and type(None) in parts:
@@ -148,7 +157,9 @@ ALSO_TAKEN: Mapping[str, str] = {"train.packing": "boolean", "tuning.lora.target
 
 
 def as_meant(key: str, node: Node) -> Node:
-    """Return what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or `q_proj,v_proj`."""
+    """Return what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or
+    `q_proj,v_proj`.
+    """
     value = node.value
     if key == "train.packing" and isinstance(value, bool):
         return Node("on" if value else "off", line=node.line)
@@ -163,7 +174,9 @@ def as_meant(key: str, node: Node) -> Node:
 def interpolate(found: Values) -> None:
     """Resolve `${section.key}` and OmegaConf's own resolvers (`${oc.env:HOME}`) in values that come from files."""
     open_ones = [
-        key for key, value in found.values.items() if not value.literal and any("${" in one for one in texts_in(value.node))
+        key
+        for key, value in found.values.items()
+        if not value.literal and any("${" in one for one in texts_in(value.node))
     ]
     if not open_ones:
         return
@@ -201,7 +214,11 @@ def interpolate(found: Values) -> None:
             _cannot_resolve(key, error, found)
             continue
         # Text that was put together (`${oc.env:N}`, `0.${x}`) may be a number.
-        node = Node(resolve_scalar(plain), plain, value.node.line) if isinstance(plain, str) else wrap(plain, value.node.line)
+        node = (
+            Node(resolve_scalar(plain), plain, value.node.line)
+            if isinstance(plain, str)
+            else wrap(plain, value.node.line)
+        )
         found.values[key] = replace(value, node=node)
 
 
@@ -214,11 +231,16 @@ def _texts_by_path(tree: Any, path: str = "") -> dict[str, str]:
     if isinstance(tree, str):
         return {path: tree}
     parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
-    return {name: text for key, part in parts for name, text in _texts_by_path(part, f"{path}.{key}".removeprefix(".")).items()}
+    return {
+        name: text
+        for key, part in parts
+        for name, text in _texts_by_path(part, f"{path}.{key}".removeprefix(".")).items()
+    }
 
 
 def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
-    """Return the letters below a path once references are written out, at least; those that go round in a circle are OmegaConf's to refuse.
+    """Return the letters below a path once references are written out, at least; those that go round in a circle are
+    OmegaConf's to refuse.
 
     A few lines that name the line before them twice each would mean billions.
     """
@@ -235,13 +257,15 @@ def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
 
 
 def _variable(name: str, *default: Any) -> Any:
-    """`${oc.env:NAME}` of a name that is plainly no secret: what a configuration holds is kept in the run folder and shown."""
+    """`${oc.env:NAME}` of a name that is plainly no secret: what a configuration holds is kept in the run folder and
+    shown.
+    """
     from omegaconf.resolvers import oc
 
     if not PLAIN_VARIABLE.fullmatch(name) or SECRET_VARIABLE.search(name):
         raise ValueError(
-            f"`{name}` could be a secret, and what a configuration holds is kept in files; `oc.env` takes HOME, USER, SCRATCH, SLURM_*,"
-            " SFT_* and names that end in _DIR, _PATH, _FILE, _NAME, _DATA, _MODEL and the like"
+            f"`{name}` could be a secret, and what a configuration holds is kept in files; `oc.env` takes HOME, USER,"
+            " SCRATCH, SLURM_*, SFT_* and names that end in _DIR, _PATH, _FILE, _NAME, _DATA, _MODEL and the like"
         )
     value = oc.env(name, *default)
     if isinstance(value, str) and mask(name, value) != value:
@@ -252,13 +276,17 @@ def _variable(name: str, *default: Any) -> Any:
 def _as_read(key: str, value: Value) -> Any:
     """Return a value as others see it through `${key}`: text as it is written (`0012`), everything else by its type."""
     known, node = find_key(key), value.node
-    as_text = known is not None and str in options(known.annotation) and node.text is not None and node.value is not None
+    as_text = (
+        known is not None and str in options(known.annotation) and node.text is not None and node.value is not None
+    )
     plain = node.text if as_text else node.plain()
     return escaped(plain) if value.literal else plain
 
 
 def _cannot_resolve(key: str, error: Exception, found: Values) -> None:
-    found.problems.append(UserError(f"`{key}` cannot be resolved: {first_line(error)}", place=found.values.pop(key).origin))
+    found.problems.append(
+        UserError(f"`{key}` cannot be resolved: {first_line(error)}", place=found.values.pop(key).origin)
+    )
 
 
 def texts_in(node: Node) -> Iterator[str]:
@@ -274,7 +302,9 @@ def texts_in(node: Node) -> Iterator[str]:
 
 
 def escaped(plain: Any) -> Any:
-    """Return `plain` with every `${` standing for itself in OmegaConf, which takes `\\${` so, and backslashes before it in pairs."""
+    """Return `plain` with every `${` standing for itself in OmegaConf, which takes `\\${` so, and backslashes before it
+    in pairs.
+    """
     if isinstance(plain, Mapping):
         return {key: escaped(part) for key, part in plain.items()}
     if isinstance(plain, list):
@@ -287,7 +317,9 @@ def escaped(plain: Any) -> Any:
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
-"""Where the folders `configs`, `deepspeed`, `examples` and `docs` are: beside the package in a clone, inside it in a wheel (`setup.py`)."""
+"""Where the folders `configs`, `deepspeed`, `examples` and `docs` are: beside the package in a clone, inside it in a
+wheel (`setup.py`).
+"""
 PRESETS = SHIPPED / "configs"
 """The shipped presets."""
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
@@ -305,15 +337,18 @@ def config_path(name: str) -> Path:
         raise UserError(f"`{name}` is a folder; expected a YAML file")
     if path.suffix.lower() in DATA:
         raise UserError(
-            f"`{name}` holds rows, and is not a configuration", hint=f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
+            f"`{name}` holds rows, and is not a configuration",
+            hint=f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}",
         )
     if not path.is_file():
         near = names.closest_file(path, PRESETS)
         raise UserError(
             f"there is no file `{name}`",
-            hint=f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?"
-            if near
-            else "CONFIG= takes a YAML file or a preset's name",
+            hint=(
+                f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?"
+                if near
+                else "CONFIG= takes a YAML file or a preset's name"
+            ),
         )
     return path
 
@@ -324,7 +359,9 @@ def preset_path(name: str) -> Path:
 
 
 def shipped(name: str) -> Path:
-    """Return the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since, comes first."""
+    """Return the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since,
+    comes first.
+    """
     if Path(name).is_file():
         return Path(name)
     path = SHIPPED / name
@@ -332,7 +369,9 @@ def shipped(name: str) -> Path:
 
 
 def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
-    """Add a file's values as one layer, over those of its parents. Raise `UserError` for what is not a mapping of YAML."""
+    """Add a file's values as one layer, over those of its parents. Raise `UserError` for what is not a mapping of
+    YAML.
+    """
     if path.resolve() in (other.resolve() for other in chain):
         way = " -> ".join(str(p) for p in (*chain, path))
         raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
@@ -341,7 +380,9 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
         root = Node({}, line=1)
     if not isinstance(root.value, dict):
         raise UserError(
-            f"`{shown(root)}` is not a mapping of sections", place=f"{path}:{root.line}", hint="a file begins with `model:`"
+            f"`{shown(root)}` is not a mapping of sections",
+            place=f"{path}:{root.line}",
+            hint="a file begins with `model:`",
         )
     tree = dict(root.value)
     for parent in _parents(tree.pop("extends", None), path):
@@ -360,7 +401,9 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
 
 
 def is_of_run(path: Path) -> bool:
-    """Whether a configuration is (below) a run's: by its name and place, not by its contents, which a stranger chose."""
+    """Whether a configuration is (below) a run's: by its name and place, not by its contents, which a stranger
+    chose.
+    """
     return path.name == "config.json" or in_run(path)
 
 
@@ -383,7 +426,11 @@ def _parents(node: Node | None, path: Path) -> list[Path]:
             if beside.with_name(f"{beside.name}.yaml").is_file():
                 hint = f"did you mean `{name}.yaml`, the file next to this one?"
             else:
-                hint = f"did you mean `{Path(near).stem}`?" if near else "files count from the folder of the file that extends"
+                hint = (
+                    f"did you mean `{Path(near).stem}`?"
+                    if near
+                    else "files count from the folder of the file that extends"
+                )
             raise UserError(f"`extends` is `{name}`, which is neither a preset nor a file", place=place, hint=hint)
     return parents
 

@@ -1,7 +1,7 @@
 """From files, environment and command line to one frozen `Config` in which every key knows its origin.
 
-Order, the later wins: the schema's defaults, `extends:` parents, the file, `SFT_SECTION_KEY` variables, the command line. All problems
-are reported together, each with its place.
+Order, the later wins: the schema's defaults, `extends:` parents, the file, `SFT_SECTION_KEY` variables, the command
+line. All problems are reported together, each with its place.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class LoadedConfig:
         return self.origins.get(key, DEFAULT) != DEFAULT
 
 
-def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
+def load_config(
+    path: Path | None, overrides: Iterable[Override] = (), environ: Mapping[str, str] | None = None
+) -> LoadedConfig:
     """Return the configuration of a file with overrides. Raise `UserError` with every problem at once.
 
     A run's `config.json` is taken as the run had it, so that `CONFIG=runs/NAME/config.json` makes the same run again.
@@ -84,9 +86,11 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
 
 
 def read_config(path: Path, overrides: Iterable[Override] = (), *, of_run: bool = True) -> LoadedConfig:
-    """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is none, else `UserError`.
+    """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is none, else
+    `UserError`.
 
-    What needs this user's own word (`schema.OWN_WORD`) is left out, unless this user's command has just written the file (`of_run=False`).
+    What needs this user's own word (`schema.OWN_WORD`) is left out, unless this user's command has just written the
+    file (`of_run=False`).
     """
     found, source = _read_saved(path, of_run=of_run)
     _read_overrides(overrides, found)
@@ -100,7 +104,8 @@ def _note_other_data(found: Values) -> None:
     kept = [f"`{key}: {shown(value.node)}`" for key, value in found.values.items() if value.layer in ours]
     if others and kept:
         found.notices.append(
-            f"the data are not the quickstart's, whose settings fit its own: {', '.join(kept)}; `run_cpu` is the same without them"
+            f"the data are not the quickstart's, whose settings fit its own: {', '.join(kept)}; `run_cpu` is the same"
+            " without them"
         )
 
 
@@ -121,12 +126,17 @@ def _read_saved(path: Path, *, of_run: bool) -> tuple[Values, Path | None]:
         saved = read_json(path, follow=False)
         return _values_of(saved, place=str(path), of_run=of_run), Path(saved["path"]) if saved.get("path") else None
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
+        raise CheckpointError(
+            f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run"
+        ) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"not the configuration of a run: {_in_words(error)}",
             place=str(path),
-            hint="if it is damaged, put it back from a backup, or from a run of another RUN_NAME that the same command starts: it has the same one",
+            hint=(
+                "if it is damaged, put it back from a backup, or from a run of another RUN_NAME that the same command"
+                " starts: it has the same one"
+            ),
         ) from None
 
 
@@ -149,7 +159,9 @@ def override_config(loaded: LoadedConfig, overrides: Iterable[Override]) -> Load
 
 
 def _values_of(saved: Mapping[str, Any], place: str, *, of_run: bool = False) -> Values:
-    """Return a complete configuration as one layer: what this version's defaults are does not matter to a run that exists."""
+    """Return a complete configuration as one layer: what this version's defaults are does not matter to a run that
+    exists.
+    """
     tree, origins, found = dict(saved["config"]), saved["origins"], Values(of_run=of_run)
     tree["train"] = {**tree["train"], **tree["train"]["extra"]}
     del tree["train"]["extra"]
@@ -178,7 +190,9 @@ def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def _read_environment(environ: Mapping[str, str], found: Values) -> None:
-    """Add `SFT_SECTION_KEY` variables as one layer; one that is nearly such a name is an error, any other is not ours."""
+    """Add `SFT_SECTION_KEY` variables as one layer; one that is nearly such a name is an error, any other is not
+    ours.
+    """
     found.layer += 1
     for name, text in sorted(environ.items()):
         if not name.startswith("SFT_") or name.startswith(NOT_KEYS):
@@ -206,7 +220,9 @@ def _note_unread(environ: Mapping[str, str], found: Values) -> None:
         if (key := names.ambient_key(name)) and key not in typed:
             found.notices.append(f"`{name}` of the environment is not read; `SFT_{variable_name(key)}` would be")
         elif name.lower() in names.OF_ENVIRONMENT and name not in names.OF_ENVIRONMENT.values():
-            found.notices.append(f"`{name}` of the environment is not read; `{names.OF_ENVIRONMENT[name.lower()]}` would be")
+            found.notices.append(
+                f"`{name}` of the environment is not read; `{names.OF_ENVIRONMENT[name.lower()]}` would be"
+            )
 
 
 def _unknown_variable(name: str) -> UserError | None:
@@ -231,7 +247,9 @@ def _read_overrides(overrides: Iterable[Override], found: Values) -> None:
 
 def _refused(key: str, place: str) -> UserError:
     place = without_secret(place, key)
-    return names.refusal(key, place, variable_name) or UserError(f"`{key}` is not taken: there is no such key", place=place)
+    return names.refusal(key, place, variable_name) or UserError(
+        f"`{key}` is not taken: there is no such key", place=place
+    )
 
 
 # ---- Together
@@ -264,18 +282,28 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
     config = _build(values)
     raise_all(check_rules(config, origins))
     for key in NO_EFFECT:
-        notice = f"{origins[key]}: `{key}` has no effect: evaluation adds up losses and keeps no logits, whatever its value"
+        notice = (
+            f"{origins[key]}: `{key}` has no effect: evaluation adds up losses and keeps no logits, whatever its value"
+        )
         if key in found.values and values[key] != schema_keys()[key].default and notice not in found.notices:
             found.notices.append(notice)
     of_run = frozenset(key for key, value in found.values.items() if value.of_run)
-    return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices), of_run=of_run)
+    return LoadedConfig(
+        config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices), of_run=of_run
+    )
 
 
 def own_words(loaded: LoadedConfig) -> list[str]:
-    """Return as `NAME=value` what this user said for themselves, for a command that begins with a copy of this configuration."""
+    """Return as `NAME=value` what this user said for themselves, for a command that begins with a copy of this
+    configuration.
+    """
     keys = [key for key in loaded.origins if needs_own_word(key) and not key.startswith(("slurm.", "kubernetes."))]
-    values = {key: getattr(loaded.config.launch, key.partition(".")[2], None) for key in keys if key.startswith("launch.")}
-    values |= {f"train.{name}": value for name, value in loaded.config.train.extra.items() if needs_own_word(f"train.{name}")}
+    values = {
+        key: getattr(loaded.config.launch, key.partition(".")[2], None) for key in keys if key.startswith("launch.")
+    }
+    values |= {
+        f"train.{name}": value for name, value in loaded.config.train.extra.items() if needs_own_word(f"train.{name}")
+    }
     if loaded.config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
         values["model.trust_remote_code"] = "true"
     return [

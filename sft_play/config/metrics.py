@@ -11,11 +11,18 @@ from sft_play.config.schema import Config
 from sft_play.files import is_file_name, typed_path
 
 LIBRARY = "evaluate:"
-"""Prefix of a metric of the `evaluate` library: `evaluate:NAME_OR_PATH`, or `evaluate:NAME_OR_PATH:SCORE` for one of several scores."""
+"""Prefix of a metric of the `evaluate` library: `evaluate:NAME_OR_PATH`, or `evaluate:NAME_OR_PATH:SCORE` for one of
+several scores.
+"""
 LABELS: Mapping[str, str] = {
-    "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "exact_match": "exact match",
     "f1": "token F1",
-}  # fmt: skip
+}
 """Built-in metric of answers -> what the user reads; more is better for each. `evaluation.scores` computes them."""
 OF_ANSWERS = tuple(LABELS)
 OF_LOSS = ("loss", "perplexity")
@@ -28,7 +35,9 @@ def label_of_metric(name: str) -> str:
 
 
 def short_name(metric: str) -> str:
-    """Return what an entry of `eval.metrics` is called in files: itself, or the last part of a library metric's name or path."""
+    """Return what an entry of `eval.metrics` is called in files: itself, or the last part of a library metric's name or
+    path.
+    """
     if not metric.startswith(LIBRARY):
         return metric
     where, score = library_parts(metric)
@@ -61,7 +70,9 @@ def unknown(metric: str) -> tuple[str, str] | None:
 
 
 def metrics_hint(value: object) -> str | None:
-    """Return what was probably meant by text in the place of a list of metrics: the right names first, then the brackets."""
+    """Return what was probably meant by text in the place of a list of metrics: the right names first, then the
+    brackets.
+    """
     if not isinstance(value, str) or not value.strip():
         return None
     words = [word.strip() for word in value.split(",")]
@@ -74,7 +85,9 @@ def metrics_hint(value: object) -> str | None:
 
 
 def validation_names(config: Config) -> tuple[str, ...]:
-    """Return what the sources of the validation rows are called; they are measured one by one where there are several."""
+    """Return what the sources of the validation rows are called; they are measured one by one where there are
+    several.
+    """
     validation = config.data.validation
     sources = validation if isinstance(validation, list) else config.data.sources if validation else []
     return tuple(source.name or source.path for source in sources)
@@ -109,7 +122,9 @@ def metric_names(config: Config) -> Iterator[Conflict]:
             yield Conflict(f"eval.metrics[{index}]", f", which {wrong[0]}", wrong[1])
     for name, count in Counter(short_name(metric) for metric in config.eval.metrics).items():
         if count > 1:
-            yield Conflict("eval.metrics", f"`eval.metrics` has {count} entries that are called `{name}`", "keep one of them")
+            yield Conflict(
+                "eval.metrics", f"`eval.metrics` has {count} entries that are called `{name}`", "keep one of them"
+            )
     if not config.eval.metrics and config.train.predict_with_generate is True:
         hint = f"one or more of {', '.join(OF_ANSWERS)}, or set `train.predict_with_generate: false`"
         yield Conflict("eval.metrics", "`eval.metrics` is empty, but `train.predict_with_generate` is `true`", hint)
@@ -125,13 +140,20 @@ def best_model(config: Config) -> Iterator[Conflict]:
         return
     if bare.partition("/")[0] not in OF_LOSS and train.predict_with_generate is not True:
         yield Conflict(BEST, ", but no answers are generated while training", "set `train.predict_with_generate: true`")
-    if bare != "loss" and (why := never_evaluated(config)):  # loss is the default, and no sign that anybody waits for it
+    if bare != "loss" and (
+        why := never_evaluated(config)
+    ):  # loss is the default, and no sign that anybody waits for it
         yield Conflict(BEST, f", but nothing is evaluated while training: {why}", VALIDATE)
     better, said = higher_is_better(bare), train.extra.get("greater_is_better")
     if better is None and said is None:
-        yield Conflict(BEST, ", and whether more of it is better is not known", "set `train.greater_is_better: true` or `false`")
+        yield Conflict(
+            BEST, ", and whether more of it is better is not known", "set `train.greater_is_better: true` or `false`"
+        )
     elif better is not None and said is not None and bool(said) != better:
-        text = f"`train.greater_is_better` is `{str(bool(said)).lower()}`, but `{name}` is better when {'higher' if better else 'lower'}"
+        text = (
+            f"`train.greater_is_better` is `{str(bool(said)).lower()}`, but `{name}` is better when"
+            f" {'higher' if better else 'lower'}"
+        )
         yield Conflict("train.greater_is_better", text, "leave it out")
 
 
@@ -142,7 +164,9 @@ def needs_evaluation(config: Config) -> Iterator[Conflict]:
         if getattr(train, key) not in (False, None) and why:
             yield Conflict(f"train.{key}", f", but nothing is evaluated while training: {why}", VALIDATE)
     if train.load_best_model_at_end and train.save_strategy == "no":
-        yield Conflict("train.load_best_model_at_end", ", but `train.save_strategy` is `no`", "set `train.save_strategy: steps`")
+        yield Conflict(
+            "train.load_best_model_at_end", ", but `train.save_strategy` is `no`", "set `train.save_strategy: steps`"
+        )
     if train.early_stopping_patience is None and train.early_stopping_threshold:
         text = ", but `train.early_stopping_patience` is not given"
         yield Conflict("train.early_stopping_threshold", text, "TRAIN_EARLY_STOPPING_PATIENCE=3")

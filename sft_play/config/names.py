@@ -14,7 +14,8 @@ from sft_play.config.yaml_files import Node
 from sft_play.errors import HUB_LOGIN, SECRET, UserError
 
 SECRETS_HINT = (
-    f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never written down"
+    f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never"
+    " written down"
 )
 
 ELSEWHERE: Mapping[str, str] = {
@@ -80,8 +81,10 @@ ELSEWHERE: Mapping[str, str] = {
     "CONFIG": "config_file cfg",
     "DEEPSPEED_CONFIG": "deepspeed deepspeed_config_file",
     "CHECKPOINT": "checkpoint_path",
-}  # fmt: skip
-"""Key or variable -> its names elsewhere (transformers, TRL, PEFT, Axolotl, LLaMA-Factory, launchers): lower case, without section."""
+}
+"""Key or variable -> its names elsewhere (transformers, TRL, PEFT, Axolotl, LLaMA-Factory, launchers): lower case,
+without section.
+"""
 
 ELSEWHERE_IN_SECTION: Mapping[str, str] = {
     "tuning.lora.r": "tuning.rank tuning.lora.rank train.lora_r",
@@ -103,7 +106,7 @@ ELSEWHERE_IN_SECTION: Mapping[str, str] = {
     "train.generation_num_beams": "eval.num_beams",
     "train.lr_scheduler_type": "train.scheduler",
     "train.optim": "train.optimizer",
-}  # fmt: skip
+}
 """The same for names that mean something only in their section."""
 ALIASES, IN_SECTION = (
     {name: key for key, names in table.items() for name in names.split()} for table in (ELSEWHERE, ELSEWHERE_IN_SECTION)
@@ -113,21 +116,35 @@ NF4, INT8 = ({"tuning.mode": "qlora", "tuning.quantization": kind} for kind in (
 LORA = {"tuning.mode": "lora"}
 BACKENDS = {name: {"launch.backend": name.replace("mpi", "auto")} for name in ("nccl", "gloo", "mpi")}
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "load_in_4bit": {"true": NF4, "false": LORA}, "load_in_8bit": {"true": INT8, "false": LORA},
+    "load_in_4bit": {"true": NF4, "false": LORA},
+    "load_in_8bit": {"true": INT8, "false": LORA},
     "quantization_bit": {"4": NF4, "8": INT8},
-    "use_qlora": {"true": NF4}, "use_lora": {"true": LORA}, "use_peft": {"true": LORA},
+    "use_qlora": {"true": NF4},
+    "use_lora": {"true": LORA},
+    "use_peft": {"true": LORA},
     "use_flash_attention_2": {"true": {"model.attn_implementation": "flash_attention_2"}},
     "flash_attention": {"true": {"model.attn_implementation": "flash_attention_2"}},
-    "mixed_precision": {"bf16": {"train.bf16": "true"}, "fp16": {"train.fp16": "true"}, "false": {"train.bf16": "false"}},
-    "backend": BACKENDS, "distributed_backend": BACKENDS, "dist_backend": BACKENDS,
+    "mixed_precision": {
+        "bf16": {"train.bf16": "true"},
+        "fp16": {"train.fp16": "true"},
+        "false": {"train.bf16": "false"},
+    },
+    "backend": BACKENDS,
+    "distributed_backend": BACKENDS,
+    "dist_backend": BACKENDS,
     "no_nccl": {"true": {"launch.backend": "gloo"}},
-    "zero_stage": {stage: {"launch.strategy": f"zero{number}"} for stage, number in {"true": 1, "2": 2, "3": 3}.items()},
-}  # fmt: skip
+    "zero_stage": {
+        stage: {"launch.strategy": f"zero{number}"} for stage, number in {"true": 1, "2": 2, "3": 3}.items()
+    },
+}
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
 REMOVED: dict[str, str] = {
     "soak": "it was removed in 0.2.0: the test suite kills trainings (`tests/distributed/test_soak.py`)",
     "kills": "it was removed in 0.2.0, as `make soak`",
-    "elastic": "it was removed in 0.2.0: `launch.max_restarts` starts again once all machines are back, `make resume` with fewer of them",
+    "elastic": (
+        "it was removed in 0.2.0: `launch.max_restarts` starts again once all machines are back, `make resume` with"
+        " fewer of them"
+    ),
     "powersgd": "it was removed in 0.2.0: `fp16` and `bf16` halve what travels, `launch.local_steps` divides it",
     "powersgd_rank": "it was removed in 0.2.0, as `launch.compression: powersgd`",
     "skypilot": "it was removed in 0.2.0: `pytorchjob`, `trainjob` and `job` are what a cluster takes",
@@ -143,19 +160,32 @@ SLICES = "`LAUNCH_SEQUENCE_PARALLEL=2` lets two GPUs hold slices of each line"
 OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))
 OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
 INSTEAD: dict[str, str] = {
-    "pipeline": STAGES, "pipeline_parallel": STAGES, "pipeline_parallel_size": STAGES, "pp_size": STAGES,
-    "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out", "standalone": "one machine is the default: leave it out",
-    "multi_gpu": "the command says so: `train-distributed` starts a process on each GPU", "use_deepspeed": OF_DEEPSPEED,
-    "use_fsdp": OF_FSDP, "fsdp": OF_FSDP, "cpu": OF_CPU, "use_cpu": OF_CPU,
+    "pipeline": STAGES,
+    "pipeline_parallel": STAGES,
+    "pipeline_parallel_size": STAGES,
+    "pp_size": STAGES,
+    "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out",
+    "standalone": "one machine is the default: leave it out",
+    "multi_gpu": "the command says so: `train-distributed` starts a process on each GPU",
+    "use_deepspeed": OF_DEEPSPEED,
+    "use_fsdp": OF_FSDP,
+    "fsdp": OF_FSDP,
+    "cpu": OF_CPU,
+    "use_cpu": OF_CPU,
     "gpu_ids": "`export CUDA_VISIBLE_DEVICES=0,1` chooses GPUs, and each command uses those that it sees",
-    "do_train": "the command decides this: omit it", "do_eval": "the command decides this: omit it",
+    "do_train": "the command decides this: omit it",
+    "do_eval": "the command decides this: omit it",
     "overwrite_output_dir": "each run has its own folder: omit it",
-} | REMOVED  # fmt: skip
+} | REMOVED
 """Names elsewhere that nothing here stands for -> what there is."""
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
 VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO, "zero": OF_ZERO, "tp": LAYERS, "pp": STAGES, "sp": SLICES}
 """Values elsewhere that nothing here stands for -> what there is."""
-OF_ENVIRONMENT: Mapping[str, str] = {"output_dir": "RUNS_DIR", "runs_dir": "RUNS_DIR", "sft_play_cache": "SFT_PLAY_CACHE"}
+OF_ENVIRONMENT: Mapping[str, str] = {
+    "output_dir": "RUNS_DIR",
+    "runs_dir": "RUNS_DIR",
+    "sft_play_cache": "SFT_PLAY_CACHE",
+}
 """Names of what only the environment says -> its name there."""
 OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|WANDB|MLFLOW|COMET|AIM)_\w+")
 """Variables that other programs read from the environment."""
@@ -171,10 +201,14 @@ OF_LAUNCHES = ("slurm.", "kubernetes.")
 VARIABLES: Mapping[str, str] = {
     "CONFIG": "a YAML file or a preset's name",
     "RUN": "a run's name or folder",
-    "CLUSTER": "an inventory of machines; `CLUSTER_HOSTS=...` and the like change it for one call, see docs/home-cluster.md",
+    "CLUSTER": (
+        "an inventory of machines; `CLUSTER_HOSTS=...` and the like change it for one call, see docs/home-cluster.md"
+    ),
     "RUN_NAME": "name of a new run: letters, digits, `_ . + = -`",
     "MODEL": "a hub model or a folder instead of a run, see docs/evaluation.md",
-    "CHECKPOINT": "`best`, `last` or `step-000040` (`step-40`, `40`) instead of the final model; for `eval` also `base`",
+    "CHECKPOINT": (
+        "`best`, `last` or `step-000040` (`step-40`, `40`) instead of the final model; for `eval` also `base`"
+    ),
     "DATA": "other rows to score, see docs/evaluation.md",
     "NUM_GPUS": "processes on this machine",
     "NUM_NODES": "number of machines, see docs/launching.md#several-machines-by-hand",
@@ -255,7 +289,9 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
 
 
 def plain_word(name: str) -> str:
-    """Return the last part of a key, flag or variable as tables have it: `--rdzv-endpoint` is `rdzv_endpoint`, `SLURM_GRES` is `gres`."""
+    """Return the last part of a key, flag or variable as tables have it: `--rdzv-endpoint` is `rdzv_endpoint`,
+    `SLURM_GRES` is `gres`.
+    """
     flat = name.strip().lstrip("-").replace("-", "_").lower().rpartition(".")[2]
     return flat if flat.startswith("kubernetes_") else flat.removeprefix(_section_of(flat).replace(".", "_") + "_")
 
@@ -274,13 +310,17 @@ def ambient_key(name: str) -> str | None:
 
 
 def settings(name: str, text: str) -> Mapping[str, str]:
-    """Return what `name: text` of another tool is here, key or variable -> value; empty where the value stays as it is or is not known."""
+    """Return what `name: text` of another tool is here, key or variable -> value; empty where the value stays as it is
+    or is not known.
+    """
     word = plain_word(name)
     if word == "rdzv_endpoint" and (found := ENDPOINT.fullmatch(text.strip())):
         return {"MASTER_ADDR": found["host"]} | ({"MASTER_PORT": found["port"]} if found["port"] else {})
     if word == "gres" and (found := GRES.fullmatch(text.strip())):
         return {"NUM_GPUS": found["count"] or "1"}
-    value = {"1": "true", "yes": "true", "": "true", "0": "false", "no": "false"}.get(text.strip().lower(), text.strip().lower())
+    value = {"1": "true", "yes": "true", "": "true", "0": "false", "no": "false"}.get(
+        text.strip().lower(), text.strip().lower()
+    )
     return SETTINGS.get(word, {}).get(value, {})
 
 
@@ -308,7 +348,9 @@ def _leaves() -> Mapping[str, str]:
 def _by_likeness(flat: str, rest: str, section: str, known: set[str]) -> str | None:
     """Look in the section first, then everywhere; a far match would mislead more than none."""
     if section:
-        inside = [key.removeprefix(section + ".") for key in [*schema_keys(), *extra_keys()] if key.startswith(section + ".")]
+        inside = [
+            key.removeprefix(section + ".") for key in [*schema_keys(), *extra_keys()] if key.startswith(section + ".")
+        ]
         if close := get_close_matches(rest, inside, n=1, cutoff=0.7):
             return f"{section}.{close[0]}"
     if close := get_close_matches(flat, _names(), n=1, cutoff=0.92):  # a slip in the section's name
@@ -332,7 +374,9 @@ def closest_section(name: str) -> str | None:
 
 
 def refusal(key: str, place: str | None = None, spell: Callable[[str], str] = str) -> UserError | None:
-    """Return the error of a `train.` field of `TrainingArguments` that is decided elsewhere; `spell` writes the key to use instead."""
+    """Return the error of a `train.` field of `TrainingArguments` that is decided elsewhere; `spell` writes the key to
+    use instead.
+    """
     section, _, leaf = key.partition(".")
     if section != "train" or leaf not in REFUSED:
         return None
@@ -371,7 +415,9 @@ def unknown_key(key: str, place: str, node: Node) -> UserError:
         return refused
     section, _, leaf = key.rpartition(".")
     if leaf == "<<":
-        return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")
+        return UserError(
+            "YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file"
+        )
     text = node.text if node.text is not None else str(node.value)
     if hint := hint_elsewhere(leaf, text, _listed):
         return UserError(f"unknown key `{key}`", place=place, hint=hint)
@@ -384,4 +430,6 @@ def unknown_key(key: str, place: str, node: Node) -> UserError:
 
 
 def _listed(meant: Mapping[str, str]) -> str:
-    return " and ".join(f"`{key}={value}`, typed" if key.isupper() else f"`{key}: {value}`" for key, value in meant.items())
+    return " and ".join(
+        f"`{key}={value}`, typed" if key.isupper() else f"`{key}: {value}`" for key, value in meant.items()
+    )

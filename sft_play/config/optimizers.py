@@ -1,4 +1,6 @@
-"""What `train.optim` and `train.lr_scheduler_type` can run: packages, refusals, and the settings that each word takes."""
+"""What `train.optim` and `train.lr_scheduler_type` can run: packages, refusals, and the settings that each word
+takes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import wrap
 from sft_play.errors import HardwareError
 
-OPTIM, SCHEDULE, SETTINGS, ARGUMENTS = "train.optim", "train.lr_scheduler_type", "train.lr_scheduler_kwargs", "train.optim_args"
+OPTIM, SCHEDULE, SETTINGS, ARGUMENTS = (
+    "train.optim",
+    "train.lr_scheduler_type",
+    "train.lr_scheduler_kwargs",
+    "train.optim_args",
+)
 
 BITSANDBYTES = frozenset({
     "paged_adamw_8bit", "paged_adamw_32bit", "adamw_8bit", "adamw_bnb_8bit", "paged_lion_8bit", "paged_lion_32bit", "lion_8bit", "lion_32bit",
@@ -26,26 +33,38 @@ LOW_RANK = ("galore_", "apollo_")
 TWO_FACED = "schedule_free_"
 """Prefix of optimizers that train at other weights than those that are evaluated and saved."""
 PACKAGES: Mapping[str, tuple[str, str]] = {
-    "galore_": ("galore_torch", "galore-torch==1.0"), "apollo_": ("apollo_torch", "apollo-torch==1.0.3"),
-    "grokadamw": ("grokadamw", "grokadamw==0.1.2"), TWO_FACED: ("schedulefree", "schedulefree==1.4.1"),
+    "galore_": ("galore_torch", "galore-torch==1.0"),
+    "apollo_": ("apollo_torch", "apollo-torch==1.0.3"),
+    "grokadamw": ("grokadamw", "grokadamw==0.1.2"),
+    TWO_FACED: ("schedulefree", "schedulefree==1.4.1"),
     "stable_adamw": ("optimi", "torch-optimi==0.3.3"),
-}  # fmt: skip
+}
 """How a word of `train.optim` begins -> the module that it needs, and what pip calls it."""
 WHOLE_PARAMETERS = (*PACKAGES,)
 """Beginnings of optimizers that need every parameter in one piece on each rank."""
 UNSAVED = ("galore_", "apollo_", "grokadamw")
 """Beginnings of optimizers that keep Python objects among their states."""
-IN_BACKWARD = "which updates weights inside the backward pass of each micro-batch: the update would depend on the micro-batch, and nothing is clipped"
+IN_BACKWARD = (
+    "which updates weights inside the backward pass of each micro-batch: the update would depend on the micro-batch,"
+    " and nothing is clipped"
+)
 SUBCLASSES = (
-    "whose states are tensors of torchao's own, which no checkpoint here can hold; `adamw_bnb_8bit` keeps about as little"
+    "whose states are tensors of torchao's own, which no checkpoint here can hold; `adamw_bnb_8bit` keeps about as"
+    " little"
 )
 REFUSED: Mapping[str, str] = {
-    "adamw_torch_4bit": SUBCLASSES, "adamw_torch_8bit": SUBCLASSES,
-    "lomo": IN_BACKWARD, "adalomo": IN_BACKWARD, "galore_adamw_layerwise": IN_BACKWARD, "galore_adamw_8bit_layerwise": IN_BACKWARD,
-    "galore_adafactor_layerwise": IN_BACKWARD, "apollo_adamw_layerwise": IN_BACKWARD, "adamw_torch_xla": "which runs on TPUs only",
+    "adamw_torch_4bit": SUBCLASSES,
+    "adamw_torch_8bit": SUBCLASSES,
+    "lomo": IN_BACKWARD,
+    "adalomo": IN_BACKWARD,
+    "galore_adamw_layerwise": IN_BACKWARD,
+    "galore_adamw_8bit_layerwise": IN_BACKWARD,
+    "galore_adafactor_layerwise": IN_BACKWARD,
+    "apollo_adamw_layerwise": IN_BACKWARD,
+    "adamw_torch_xla": "which runs on TPUs only",
     "adamw_torch_npu_fused": "which runs on Ascend NPUs only",
     "adamw_anyprecision": "which needs `torchdistx`, and that has no release for today's torch",
-}  # fmt: skip
+}
 """Words of `train.optim` that are never run, and why."""
 WITHOUT_BETAS = ("adafactor", "sgd", "adagrad", "rmsprop", "galore_", "grokadamw", "schedule_free_sgd")
 """Beginnings of optimizers to which transformers gives neither `train.adam_beta1` nor its siblings."""
@@ -68,9 +87,15 @@ ARGUMENTS_OF: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """How a word of `train.optim` begins -> the entries of `train.optim_args` that reach it as they are meant."""
 _PLATEAU = {
-    "mode": Literal["min", "max"], "factor": Factor, "patience": Count, "threshold": FromZero, "threshold_mode": Literal["rel", "abs"],
-    "cooldown": Count, "min_lr": FromZero, "eps": FromZero,
-}  # fmt: skip
+    "mode": Literal["min", "max"],
+    "factor": Factor,
+    "patience": Count,
+    "threshold": FromZero,
+    "threshold_mode": Literal["rel", "abs"],
+    "cooldown": Count,
+    "min_lr": FromZero,
+    "eps": FromZero,
+}
 _FLOORED = {"num_cycles": FromZero, "min_lr": FromZero, "min_lr_rate": FromZero}
 SETTINGS_OF: Mapping[str, Mapping[str, Any]] = {
     "linear": {}, "constant": {}, "constant_with_warmup": {}, "cosine": {"num_cycles": FromZero},
@@ -117,17 +142,24 @@ def optimizer(config: Config) -> Iterator[Conflict]:
         return
     if begins(word, UNSAVED) and train.save_strategy != "no":
         yield Conflict(
-            OPTIM, ", whose states are Python objects, so no checkpoint can hold them",
+            OPTIM,
+            ", whose states are Python objects, so no checkpoint can hold them",
             "set `train.save_strategy: no` (the model is written at the end, and nothing can be resumed), or take another optimizer",
-        )  # fmt: skip
+        )
     low_rank, targets = begins(word, LOW_RANK), train.extra.get("optim_target_modules")
     if low_rank and not targets:
-        yield Conflict(OPTIM, ", but `train.optim_target_modules` is not given", "TRAIN_OPTIM_TARGET_MODULES=all-linear")
+        yield Conflict(
+            OPTIM, ", but `train.optim_target_modules` is not given", "TRAIN_OPTIM_TARGET_MODULES=all-linear"
+        )
     if targets and not low_rank:
         hint = "leave it out; it is for GaLore and APOLLO"
-        yield Conflict("train.optim_target_modules", f"`train.optim_target_modules` is given, but `{OPTIM}` is `{word}`", hint)
+        yield Conflict(
+            "train.optim_target_modules", f"`train.optim_target_modules` is given, but `{OPTIM}` is `{word}`", hint
+        )
     if low_rank and train.weight_decay:
-        yield Conflict("train.weight_decay", f", which `{word}` does not apply as transformers calls it", "leave it out")
+        yield Conflict(
+            "train.weight_decay", f", which `{word}` does not apply as transformers calls it", "leave it out"
+        )
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         if name in train.extra and begins(word, WITHOUT_BETAS):
             yield Conflict(f"train.{name}", f"`train.{name}` is given, but `{word}` does not take it", "leave it out")
@@ -142,7 +174,9 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
         name, equals, value = part.partition("=")
         if not equals or "=" in value:
             yield Conflict(
-                ARGUMENTS, f"`{ARGUMENTS}` has `{part}`, which is no `name=value`", "TRAIN_OPTIM_ARGS=name=value,name=value"
+                ARGUMENTS,
+                f"`{ARGUMENTS}` has `{part}`, which is no `name=value`",
+                "TRAIN_OPTIM_ARGS=name=value,name=value",
             )
         elif name not in taken:
             names = ", ".join(taken) or "none"
@@ -193,16 +227,22 @@ def schedule(config: Config) -> Iterator[Conflict]:
             SETTINGS,
         )
     if word == "warmup_stable_decay" and "num_decay_steps" not in given:
-        yield Conflict(SCHEDULE, f", but `{SETTINGS}` has no `num_decay_steps`", "`lr_scheduler_kwargs: {num_decay_steps: 100}`")
+        yield Conflict(
+            SCHEDULE, f", but `{SETTINGS}` has no `num_decay_steps`", "`lr_scheduler_kwargs: {num_decay_steps: 100}`"
+        )
     if word in BY_METRIC and (why := never_evaluated(config)):
-        yield Conflict(SCHEDULE, f", which follows evaluations, but nothing is evaluated while training: {why}", VALIDATE)
+        yield Conflict(
+            SCHEDULE, f", which follows evaluations, but nothing is evaluated while training: {why}", VALIDATE
+        )
     # Schedule-free optimizers have a warm-up of their own.
     if word not in WITHOUT_WARMUP or begins(train.optim, (TWO_FACED,)):
         return
     given_ratio = train.warmup_ratio not in (0, TrainConfig().warmup_ratio)
     for key in (["train.warmup_steps"] if train.warmup_steps else []) + (["train.warmup_ratio"] if given_ratio else []):
         yield Conflict(
-            key, f", but the schedule `{word}` has no warm-up", "`lr_scheduler_type: constant_with_warmup`, or leave it out"
+            key,
+            f", but the schedule `{word}` has no warm-up",
+            "`lr_scheduler_type: constant_with_warmup`, or leave it out",
         )
 
 

@@ -1,6 +1,7 @@
 """From a YAML value with its lines to a Python value, as a dataclass's annotations say; all mismatches at once.
 
-A range is on the field: `Annotated[int, Range(minimum=1)]`. What does not fit is said in words: what is expected, what was found.
+A range is on the field: `Annotated[int, Range(minimum=1)]`. What does not fit is said in words: what is expected, what
+was found.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from sft_play.config.yaml_files import FLOAT, Node, scalar_text, wrap
 
@@ -142,9 +154,13 @@ def describe(annotation: Any) -> str:
     """Return what is expected, in words: ``an integer >= 1 or `auto` ``."""
     limits = limits_of(annotation)
     names = {
-        bool: ["`true`", "`false`"], int: [f"an integer{limits.words()}"], float: [f"a number{limits.words()}"], str: ["text"],
-        dict: ["a mapping"], Mapping: ["a mapping such as `{name: text}`"],
-    }  # fmt: skip
+        bool: ["`true`", "`false`"],
+        int: [f"an integer{limits.words()}"],
+        float: [f"a number{limits.words()}"],
+        str: ["text"],
+        dict: ["a mapping"],
+        Mapping: ["a mapping such as `{name: text}`"],
+    }
     words = [f"{limits.also}"] if limits.also is not None else []
     for part in options(annotation):
         if get_origin(part) is Literal:
@@ -205,14 +221,18 @@ def convert(node: Node, annotation: Any, key: str, problems: list[Mismatch]) -> 
         if isinstance(value, dict) and dataclasses.is_dataclass(part):
             return read_record(node, part, key, problems)
         if isinstance(value, dict) and get_origin(part) is Mapping:  # of texts, letter for letter: `LEVEL: 1` is `"1"`
-            parts_of = {name: convert(inner, get_args(part)[1], f"{key}.{name}", problems) for name, inner in value.items()}
+            parts_of = {
+                name: convert(inner, get_args(part)[1], f"{key}.{name}", problems) for name, inner in value.items()
+            }
             return INVALID if any(one is INVALID for one in parts_of.values()) else parts_of
         if isinstance(value, dict) and (get_origin(part) or part) is dict:
             return _finite(node, key, problems)
     text = value if isinstance(value, str) else node.text
     if str in parts and value is not None and text is not None:
         return text
-    problems.append(Mismatch(key, node, f"is `{shown(node)}`; expected {describe(annotation)}", _value_hint(node, annotation)))
+    problems.append(
+        Mismatch(key, node, f"is `{shown(node)}`; expected {describe(annotation)}", _value_hint(node, annotation))
+    )
     return INVALID
 
 
@@ -228,7 +248,9 @@ def _number(value: float, annotation: Any) -> Any:
 
 
 def read_record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
-    """Return a mapping as the dataclass `record`, or `INVALID`; `key` stands before the names of its fields in messages."""
+    """Return a mapping as the dataclass `record`, or `INVALID`; `key` stands before the names of its fields in
+    messages.
+    """
     fields, before, prefix = fields_of(record), len(problems), f"{key}." if key else ""
     given: dict[str, Any] = {}
     for name, part in node.value.items():
@@ -238,7 +260,9 @@ def read_record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> 
         close = get_close_matches(name, fields, n=1, cutoff=0.5)
         hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(f'`{known}`' for known in fields)}"
         problems.append(Mismatch(f"{prefix}{name}", part, "is not a known key", hint))
-    problems += [Mismatch(f"{prefix}{name}", node, "is missing") for name in required_fields(record) if name not in given]
+    problems += [
+        Mismatch(f"{prefix}{name}", node, "is missing") for name in required_fields(record) if name not in given
+    ]
     return INVALID if len(problems) > before else record(**given)
 
 
@@ -253,10 +277,11 @@ def record_of(value: Any, record: type[T]) -> T:
 
 
 def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
-    """Return the dotted key of a part of parsed JSON that is of another type than its annotation; `None` where all fits.
+    """Return the dotted key of a part of parsed JSON that is of another type than its annotation; `None` where all
+    fits.
 
-    Of a record (a dataclass, or field -> annotation) only the fields that are there count: what a version lacks is no mismatch. A `TypedDict`
-    must have its fields.
+    Of a record (a dataclass, or field -> annotation) only the fields that are there count: what a version lacks is no
+    mismatch. A `TypedDict` must have its fields.
     """
     tried: list[str] = []
     inner: Iterable[tuple[str, Any, Any]] | None
@@ -268,9 +293,15 @@ def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
                 continue
             inner = ((name, value[name], one) for name, one in fields.items() if name in value)
         elif kind in (list, tuple, Sequence):
-            inner = ((str(i), one, given[0]) for i, one in enumerate(value)) if isinstance(value, (list, tuple)) else None
+            inner = (
+                ((str(i), one, given[0]) for i, one in enumerate(value)) if isinstance(value, (list, tuple)) else None
+            )
         elif kind in (dict, Mapping):
-            inner = ((name, one, (given or (Any, Any))[1]) for name, one in value.items()) if isinstance(value, dict) else None
+            inner = (
+                ((name, one, (given or (Any, Any))[1]) for name, one in value.items())
+                if isinstance(value, dict)
+                else None
+            )
         else:
             inner = () if _is_one(value, kind, given) else None
         if inner is None:
@@ -304,7 +335,11 @@ def _value_hint(node: Node, annotation: Any) -> str | None:
     parts, value = options(annotation), node.value
     words = [str(word) for word in literals(annotation)]
     entries = [entry for part in parts if get_origin(part) is list for entry in get_args(part)]
-    if bool in parts and isinstance(value, (str, int)) and str(value).lower() in ("yes", "no", "on", "off", "y", "n", "1", "0"):
+    if (
+        bool in parts
+        and isinstance(value, (str, int))
+        and str(value).lower() in ("yes", "no", "on", "off", "y", "n", "1", "0")
+    ):
         return f"write `{'true' if str(value).lower() in ('yes', 'on', 'y', '1') else 'false'}`"
     if value is False and "no" in words:
         return "write `no`"
@@ -334,9 +369,15 @@ def closest_word(value: str, words: Sequence[str]) -> str | None:
 
 
 KINDS = {
-    "list": "a list", "tuple": "a list", "dict": "a mapping", "int": "a number", "float": "a number", "NoneType": "empty",
-    "bool": "true or false", "str": "text",
-}  # fmt: skip
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "int": "a number",
+    "float": "a number",
+    "NoneType": "empty",
+    "bool": "true or false",
+    "str": "text",
+}
 
 
 def kind_of(value: object) -> str:

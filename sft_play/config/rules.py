@@ -1,4 +1,6 @@
-"""Rules between keys: functions of a configuration without effects that yield conflicts; here they get their values and places."""
+"""Rules between keys: functions of a configuration without effects that yield conflicts; here they get their values and
+places.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 FROM_VARIABLE = "environment "
 """How the origin of a key begins that a variable of the environment gave (`config.load`)."""
 FROM_ENVIRONMENT = (
-    f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what is in a configuration is kept in "
-    "the run folder; and create a new token: this one has been written to a file"
+    f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what is in a configuration"
+    " is kept in the run folder; and create a new token: this one has been written to a file"
 )
 SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
 """As `plan.hardware` reads it."""
@@ -54,7 +56,13 @@ def _in_words(config: Config, key: str) -> str:
         value = value[int(name)] if isinstance(value, (list, tuple)) else getattr(value, name)
     if isinstance(value, bool) or value is None:
         return f"`{ {True: 'true', False: 'false', None: 'null'}[value] }`"
-    return f"{value:g}" if isinstance(value, float) else f"`{quoted(str(value))}`" if isinstance(value, str) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else f"`{quoted(str(value))}`"
+        if isinstance(value, str)
+        else str(value)
+    )
 
 
 # ---- Files and secrets
@@ -66,7 +74,9 @@ def paths(config: Config) -> Iterator[Conflict]:
         given = f"`{name}` is `{quoted(text)}`"
         if not is_file_name(text):
             yield Conflict(
-                key, f"{given}, longer than a file's name or path may be", "a part of a path has at most 255 bytes, a path 4,095"
+                key,
+                f"{given}, longer than a file's name or path may be",
+                "a part of a path has at most 255 bytes, a path 4,095",
             )
         elif any("**" in part and part != "**" for part in text.split("/")):
             yield Conflict(key, f"{given}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
@@ -76,9 +86,12 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield (key, name in messages, value) of everything that may be a path."""
     data = config.data
     single = {
-        "model.name": config.model.name, "model.tokenizer": config.model.tokenizer, "data.chat_template": data.chat_template,
-        "data.train_path": data.train_path, "data.val_path": data.val_path,
-    }  # fmt: skip
+        "model.name": config.model.name,
+        "model.tokenizer": config.model.tokenizer,
+        "data.chat_template": data.chat_template,
+        "data.train_path": data.train_path,
+        "data.val_path": data.val_path,
+    }
     yield from ((key, key, text) for key, text in single.items() if text)
     short = {"data.sources": data.train_path, "data.validation": data.val_path}
     for key, index, source in data_rules.sources(config):
@@ -94,7 +107,9 @@ def tokens(config: Config) -> Iterator[Conflict]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield every text of a configuration with the dotted key that it belongs to; of a source that is `data.sources`."""
+    """Yield every text of a configuration with the dotted key that it belongs to; of a source that is
+    `data.sources`.
+    """
     if isinstance(value, str):
         yield key, value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -110,26 +125,32 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def code(config: Config) -> Iterator[Conflict]:
-    """A stranger's code runs only at a commit that was named. A folder's code is the user's own, and it has no commit."""
+    """A stranger's code runs only at a commit that was named. A folder's code is the user's own, and it has no
+    commit.
+    """
     model = config.model
     own = is_file_name(model.name) and typed_path(model.name).is_dir()
     if model.trust_remote_code and not own and not COMMIT.fullmatch(model.revision or ""):
         given = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
         yield Conflict(
             "model.trust_remote_code",
-            f"`model.trust_remote_code` runs code that comes with the model, so it must be pinned to one commit, and {given}",
+            "`model.trust_remote_code` runs code that comes with the model, so it must be pinned to one commit, and"
+            f" {given}",
             "set `model.revision` to the full commit (40 hexadecimal digits) whose code you have read",
         )
 
 
 def _typed_for_this_run(config: Config, origins: Origins) -> Iterator[Conflict]:
-    """A variable may be in a shell's profile, an image or a job's template, and would let the code of every model run."""
+    """A variable may be in a shell's profile, an image or a job's template, and would let the code of every model
+    run.
+    """
     key = "model.trust_remote_code"
     if config.model.trust_remote_code and origins.get(key, "").startswith(FROM_VARIABLE):
         yield Conflict(
-            key, f"`{key}` lets a model's code run, and the environment would say so for every model",
+            key,
+            f"`{key}` lets a model's code run, and the environment would say so for every model",
             "take the variable away, and write `trust_remote_code: true` under `model:`, or type MODEL_TRUST_REMOTE_CODE=true with the command",
-        )  # fmt: skip
+        )
 
 
 # ---- Training
@@ -137,23 +158,31 @@ def _typed_for_this_run(config: Config, origins: Origins) -> Iterator[Conflict]:
 
 def precision(config: Config) -> Iterator[Conflict]:
     if config.train.fp16 and config.train.bf16 is True:
-        yield Conflict("train.fp16", "`train.fp16` and `train.bf16` are both `true`", "keep one; bf16 needs no loss scaling")
+        yield Conflict(
+            "train.fp16", "`train.fp16` and `train.bf16` are both `true`", "keep one; bf16 needs no loss scaling"
+        )
 
 
 def profile(config: Config) -> Iterator[Conflict]:
     asked = config.train.profile
     if not asked.steps and asked != ProfileSettings():
         yield Conflict(
-            "train.profile.steps", "`train.profile` is given without `steps`", "TRAIN_PROFILE_STEPS=3 profiles three steps"
+            "train.profile.steps",
+            "`train.profile` is given without `steps`",
+            "TRAIN_PROFILE_STEPS=3 profiles three steps",
         )
 
 
 def notify(config: Config) -> Iterator[Conflict]:
-    """A command is taken from the environment alone, from a variable that is there for it; and so is an address that is a secret."""
+    """A command is taken from the environment alone, from a variable that is there for it; and so is an address that is
+    a secret.
+    """
     target, hint = config.launch.notify or "", "export MY_NOTIFY='...' and set `launch.notify: $MY_NOTIFY`"
     if target and not NOTIFIED.fullmatch(target):
         yield Conflict(
-            "launch.notify", ", which is neither a URL nor the name of a variable with `NOTIFY` in it", f"for a command: {hint}"
+            "launch.notify",
+            ", which is neither a URL nor the name of a variable with `NOTIFY` in it",
+            f"for a command: {hint}",
         )
     elif TOKEN.search(target) or mask("", target) != target or SECRET_PART.search(target):
         yield Conflict(
@@ -164,16 +193,20 @@ def notify(config: Config) -> Iterator[Conflict]:
 def names(config: Config) -> Iterator[Conflict]:
     """Text that must say something."""
     said = {
-        "model.name": config.model.name, "model.revision": config.model.revision, "data.train_path": config.data.train_path,
+        "model.name": config.model.name,
+        "model.revision": config.model.revision,
+        "data.train_path": config.data.train_path,
         "data.val_path": config.data.val_path,
-    }  # fmt: skip
+    }
     said |= {f"{key}[{index}].path": source.path for key, index, source in data_rules.sources(config)}
     for key, text in said.items():
         if text is not None and not text.strip() and not (key == "model.name" and config.model.init == "random"):
             yield Conflict(key, f"`{key}` is empty")
     targets = config.tuning.lora.target_modules
     if isinstance(targets, list) and not all(name.strip() for name in targets or [""]):
-        yield Conflict("tuning.lora.target_modules", "`tuning.lora.target_modules` names no module", "leave it to `auto`")
+        yield Conflict(
+            "tuning.lora.target_modules", "`tuning.lora.target_modules` names no module", "leave it to `auto`"
+        )
 
 
 def evaluation(config: Config) -> Iterator[Conflict]:
@@ -202,7 +235,9 @@ def warmup(config: Config) -> Iterator[Conflict]:
 def launch(config: Config) -> Iterator[Conflict]:
     if config.launch.backend == "mpi":
         yield Conflict(
-            "launch.backend", ", which torch's published builds lack", "leave it to `auto`: nccl between GPUs, gloo between CPUs"
+            "launch.backend",
+            ", which torch's published builds lack",
+            "leave it to `auto`: nccl between GPUs, gloo between CPUs",
         )
     text = config.launch.network
     match = SPEED.fullmatch(text.strip()) if text is not None else None
@@ -211,7 +246,9 @@ def launch(config: Config) -> Iterator[Conflict]:
 
 
 def network_keys(config: Config) -> list[tuple[str, str]]:
-    """Return the keys that change what replicas send each other, each with its value in words, and only those that are not as usual."""
+    """Return the keys that change what replicas send each other, each with its value in words, and only those that are
+    not as usual.
+    """
     launch = config.launch
     found = [("launch.compression", f"`{launch.compression}`")] if launch.compression != "none" else []
     return found + ([("launch.local_steps", str(launch.local_steps))] if launch.local_steps > 1 else [])
@@ -225,9 +262,10 @@ def slow_network(config: Config) -> Iterator[Conflict]:
         yield Conflict(key, f", but `launch.strategy: {launch.strategy}` has its own way to exchange", hint)
     if config.train.fp16 and launch.local_steps > 1:
         yield Conflict(
-            "launch.local_steps", ", but with `train.fp16` each rank would skip other steps and scale its loss differently",
+            "launch.local_steps",
+            ", but with `train.fp16` each rank would skip other steps and scale its loss differently",
             "set `train.bf16: true` instead of fp16, or `launch.local_steps: 1`",
-        )  # fmt: skip
+        )
 
 
 def stages(config: Config) -> Iterator[Conflict]:
@@ -235,14 +273,18 @@ def stages(config: Config) -> Iterator[Conflict]:
     key, launch, tuning = "launch.strategy", config.launch, config.tuning
     if launch.strategy != "pipeline":
         if launch.stages != "auto":
-            yield Conflict("launch.stages", f", but `launch.strategy` is `{launch.strategy}`", "LAUNCH_STRATEGY=pipeline")
+            yield Conflict(
+                "launch.stages", f", but `launch.strategy` is `{launch.strategy}`", "LAUNCH_STRATEGY=pipeline"
+            )
         return
     for other, value in (("sequence_parallel", launch.sequence_parallel), ("tensor_parallel", launch.tensor_parallel)):
         if value > 1:
             yield Conflict(key, f", but `launch.{other}` is {value}", "omit one of the two")
     if config.train.extra.get("neftune_noise_alpha"):
         yield Conflict(
-            key, ", but with `train.neftune_noise_alpha` each row's noise is drawn where it is embedded", "omit one of the two"
+            key,
+            ", but with `train.neftune_noise_alpha` each row's noise is drawn where it is embedded",
+            "omit one of the two",
         )
     if tuning.backend == "unsloth" or config.model.trust_remote_code:
         who = "`tuning.backend: unsloth`" if tuning.backend == "unsloth" else "`model.trust_remote_code: true`"
@@ -262,9 +304,14 @@ def layers(config: Config) -> Iterator[Conflict]:
     for other, value in network_keys(config):
         yield Conflict(key, f", but `{other}` is {value}", "omit one of the two")
     if tuning.mode == "qlora" or tuning.backend == "unsloth":
-        why = f", but `{'tuning.mode' if tuning.mode == 'qlora' else 'tuning.backend'}: {'qlora' if tuning.mode == 'qlora' else 'unsloth'}`"
+        why = (
+            f", but `{'tuning.mode' if tuning.mode == 'qlora' else 'tuning.backend'}:"
+            f" {'qlora' if tuning.mode == 'qlora' else 'unsloth'}`"
+        )
         yield Conflict(
-            key, f"{why} has layers that cannot be sliced", "`tuning.mode: lora` with `tuning.backend: bnb`; or `make train-fsdp`"
+            key,
+            f"{why} has layers that cannot be sliced",
+            "`tuning.mode: lora` with `tuning.backend: bnb`; or `make train-fsdp`",
         )
 
 
@@ -279,7 +326,9 @@ def slices(config: Config) -> Iterator[Conflict]:
     if config.tuning.backend == "unsloth":
         yield Conflict(key, ", but unsloth has its own attention", "`tuning.backend: bnb`")
     if attention not in ("auto", "varlen"):
-        yield Conflict(key, f", but `{attention}` attention sees only a rank's slice", "`model.attn_implementation: auto`")
+        yield Conflict(
+            key, f", but `{attention}` attention sees only a rank's slice", "`model.attn_implementation: auto`"
+        )
 
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (

@@ -45,12 +45,14 @@ class SlurmConfig:
     """GPU type (`--gpus-per-node=TYPE:COUNT`)."""
     cpus_per_gpu: Positive = 8
     """Cores per GPU; without GPUs per process."""
-    memory: Annotated[str, Pattern(re.compile(r"[0-9]+[KMGT]?"), "a number with `K`, `M`, `G` or `T`, such as `200G`")] | None = (
-        None
-    )
+    memory: (
+        Annotated[str, Pattern(re.compile(r"[0-9]+[KMGT]?"), "a number with `K`, `M`, `G` or `T`, such as `200G`")]
+        | None
+    ) = None
     """Memory per node (`200G`); default: the partition's."""
     constraint: (
-        Annotated[str, Pattern(re.compile(r"[\w.,@:+/&|*()\[\]-]+"), "features without blanks, such as `ib&h100`")] | None
+        Annotated[str, Pattern(re.compile(r"[\w.,@:+/&|*()\[\]-]+"), "features without blanks, such as `ib&h100`")]
+        | None
     ) = None
     """Feature the nodes must have."""
     warning_seconds: Annotated[int, Range(minimum=30, maximum=65_535)] = 120
@@ -73,7 +75,9 @@ class KubernetesConfig:
     """What is [written](kubernetes.md)."""
     image: Annotated[str, Pattern(IMAGE, "an image such as `registry.example/sft-play:1.0`")] = "sft-play:latest"
     """Made by the `Dockerfile`."""
-    namespace: Annotated[str, Pattern(LABEL, "small letters, digits and `-`, at most 63, the first a letter")] | None = None
+    namespace: (
+        Annotated[str, Pattern(LABEL, "small letters, digits and `-`, at most 63, the first a letter")] | None
+    ) = None
     """Default: the current context's."""
     models_claim: Claim | None = "models"
     """PersistentVolumeClaim for models and prepared data."""
@@ -115,7 +119,9 @@ class KubernetesConfig:
     """Their resource name."""
     rdma_count: Positive = 1
     """Their number per pod."""
-    hca: Annotated[str, Pattern(ADAPTERS, "adapters as NCCL takes them: `mlx5`, `=mlx5_0:1,mlx5_1:1`, `^mlx5_3`")] | None = None
+    hca: (
+        Annotated[str, Pattern(ADAPTERS, "adapters as NCCL takes them: `mlx5`, `=mlx5_0:1,mlx5_1:1`, `^mlx5_3`")] | None
+    ) = None
     """`NCCL_IB_HCA`, such as `mlx5`."""
     max_restarts: FromZero = 10
     """Restarts in a row without a newer checkpoint."""
@@ -131,13 +137,25 @@ class KubernetesConfig:
 
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::([0-5]?\d))?(?::([0-5]?\d))?", re.ASCII)
-"""`days-hours[:minutes[:seconds]]`, `minutes[:seconds]` or `hours:minutes:seconds`: what sbatch takes. It also adds up `25:99`, a slip."""
+"""`days-hours[:minutes[:seconds]]`, `minutes[:seconds]` or `hours:minutes:seconds`: what sbatch takes. It also adds up
+`25:99`, a slip.
+"""
 OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\"\\]+)?")
 OF_KEYS: Mapping[str, str] = {
-    "partition": "slurm.partition", "account": "slurm.account", "qos": "slurm.qos", "time": "slurm.time", "mem": "slurm.memory",
-    "constraint": "slurm.constraint", "array": "slurm.array", "signal": "slurm.warning_seconds", "cpus-per-task": "slurm.cpus_per_gpu",
-    "nodes": "NUM_NODES", "gpus-per-node": "NUM_GPUS", "job-name": "RUN_NAME", "output": "OUT",
-}  # fmt: skip
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "qos": "slurm.qos",
+    "time": "slurm.time",
+    "mem": "slurm.memory",
+    "constraint": "slurm.constraint",
+    "array": "slurm.array",
+    "signal": "slurm.warning_seconds",
+    "cpus-per-task": "slurm.cpus_per_gpu",
+    "nodes": "NUM_NODES",
+    "gpus-per-node": "NUM_GPUS",
+    "job-name": "RUN_NAME",
+    "output": "OUT",
+}
 """Options of sbatch -> the key or variable that sets them here."""
 OUR_OPTIONS = frozenset({
     "ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus", "gpus-per-task", "gpus-per-socket", "gres", "cpus-per-gpu", "requeue", "no-requeue",
@@ -178,7 +196,9 @@ def times(slurm: SlurmConfig) -> Iterator[Conflict]:
     """The job's time, and room in it for the warning before its end."""
     seconds = seconds_of(slurm.time)
     if not seconds:
-        yield Conflict("slurm.time", "; expected a time as sbatch takes it", "`24:00:00`, `2-12` (days-hours) or `90` (minutes)")
+        yield Conflict(
+            "slurm.time", "; expected a time as sbatch takes it", "`24:00:00`, `2-12` (days-hours) or `90` (minutes)"
+        )
     elif seconds <= slurm.warning_seconds:
         text = f", and the job ends after {seconds} s (`slurm.time: {slurm.time}`)"
         hint = "ask for more time: the run saves and leaves when it is warned"
@@ -190,7 +210,10 @@ def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
     for index, line in enumerate(slurm.setup):
         name = f"slurm.setup[{index}]"
         if without_tokens(line) != line:
-            hint = f"{HUB_LOGIN} keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens` reads others"
+            hint = (
+                f"{HUB_LOGIN} keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens`"
+                " reads others"
+            )
             yield Conflict(name, f"`{name}` holds what looks like an access token", hint)
     for index, text in enumerate(slurm.options):
         name, match = f"slurm.options[{index}]", OPTION.fullmatch(text)
@@ -200,7 +223,9 @@ def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
         elif match[1] in OF_KEYS:
             yield Conflict(name, ", which has its own setting", f"set `{OF_KEYS[match[1]]}`")
         elif match[1] in OUR_OPTIONS:
-            yield Conflict(name, ", which is not for the script", f"omit it, or type `sbatch --{match[1]}` when you submit")
+            yield Conflict(
+                name, ", which is not for the script", f"omit it, or type `sbatch --{match[1]}` when you submit"
+            )
 
 
 SLURM_RULES = (texts, array, times, slurm_lines)
@@ -211,8 +236,19 @@ SLURM_RULES = (texts, array, times, slurm_lines)
 
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
-UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
-         "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}  # fmt: skip
+UNITS = {
+    "": 1,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+    "Pi": 2**50,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "P": 10**15,
+}
 LEAST_BYTES = 2**20
 """Less is a slip of the unit."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -232,17 +268,28 @@ def quantity(text: str) -> int | None:
 
 def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
     """What chooses the nodes: labels and tolerations."""
-    for key, selectors in (("node_selector", [kubernetes.node_selector]), ("replica_selectors", kubernetes.replica_selectors)):
+    for key, selectors in (
+        ("node_selector", [kubernetes.node_selector]),
+        ("replica_selectors", kubernetes.replica_selectors),
+    ):
         for name, value in (pair for selector in selectors for pair in selector.items()):
             if not QUALIFIED.fullmatch(name) or not LABEL_VALUE.fullmatch(value):
                 text = f"`kubernetes.{key}` is `{quoted(f'{name}={value}')}`; expected a label and its value, such as"
                 yield Conflict(f"kubernetes.{key}", f"{text} `nvidia.com/gpu.product: NVIDIA-L40S`")
     for given in kubernetes.tolerations:
-        wrong = given.get("operator", "Equal") not in ("Equal", "Exists") or not given.get("tolerationSeconds", "0").isdecimal()
+        wrong = (
+            given.get("operator", "Equal") not in ("Equal", "Exists")
+            or not given.get("tolerationSeconds", "0").isdecimal()
+        )
         if wrong or not given.keys() <= TOLERATION_KEYS:
             line = "{" + ", ".join(f"{key}: {text}" for key, text in given.items()) + "}"
-            hint = "such as `{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}`; `tolerationSeconds` is an integer"
-            yield Conflict("kubernetes.tolerations", f"`kubernetes.tolerations` holds `{line}`, which is not valid", hint)
+            hint = (
+                "such as `{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}`; `tolerationSeconds` is an"
+                " integer"
+            )
+            yield Conflict(
+                "kubernetes.tolerations", f"`kubernetes.tolerations` holds `{line}`, which is not valid", hint
+            )
 
 
 def sizes(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
@@ -276,8 +323,13 @@ def together(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
             yield Conflict(f"kubernetes.{key}", f", which needs {needs}", f"set {needs}, or omit it")
     for key in ("models_claim", "runs_claim"):
         if getattr(kubernetes, key) is None:
-            hint = f"name a claim; `kubernetes.create_claims: true` renders it: kubernetes.{key}: {key.removesuffix('_claim')}"
-            yield Conflict(f"kubernetes.{key}", f"`kubernetes.{key}` is null, and pods keep nothing without a claim", hint)
+            hint = (
+                f"name a claim; `kubernetes.create_claims: true` renders it: kubernetes.{key}:"
+                f" {key.removesuffix('_claim')}"
+            )
+            yield Conflict(
+                f"kubernetes.{key}", f"`kubernetes.{key}` is null, and pods keep nothing without a claim", hint
+            )
 
 
 def environment(kubernetes: KubernetesConfig) -> Iterator[Conflict]:

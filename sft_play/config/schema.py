@@ -1,8 +1,8 @@
 """The configuration: frozen, typed, with each key's meaning, unit and default in one place.
 
 People write YAML; `config.load` turns it into a `Config`. The text under each field is its documentation:
-`scripts/render_reference.py` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the plan decides,
-and that `plan.json` keeps the reason. The sections `slurm` and `kubernetes` are in `config.schedulers`.
+`scripts/render_reference.py` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the
+plan decides, and that `plan.json` keeps the reason. The sections `slurm` and `kubernetes` are in `config.schedulers`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class LoraSettings:
     dropout: Share = 0.0
     """Dropout before the adapter."""
     target_modules: Auto | list[str] = "auto"
-    """Linear layers with an adapter, also as `q_proj,v_proj`. `auto` (or `all-linear`): [all but](models.md#adapters-tuninglora) the
-    head, routers and experts."""
+    """Linear layers with an adapter, also as `q_proj,v_proj`. `auto` (or `all-linear`): [all
+    but](models.md#adapters-tuninglora) the head, routers and experts.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +90,9 @@ class DataSource:
     """[File](data.md#sources), glob, folder or hub dataset id."""
     name: str | None = None
     """Name in counts and scores; default: the path."""
-    format: Literal["auto", "messages", "sharegpt", "prompt_completion", "instruction", "question_answer", "text", "tokens"] = (
-        "auto"
-    )
+    format: Literal[
+        "auto", "messages", "sharegpt", "prompt_completion", "instruction", "question_answer", "text", "tokens"
+    ] = "auto"
     """How a row becomes an example; `auto` goes by the columns."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The file's column names where they differ: `{question: frage}`; [inside conversations](data.md#sources) too."""
@@ -150,8 +151,9 @@ class DataConfig:
     exhausted: Literal["repeat", "stop"] = "repeat"
     """With weights, when a source ends: restart it until all were seen once, or end the epoch."""
     chat_template: str | None = None
-    """Instead of the tokenizer's: `chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `deepseek_r1`, `phi3`, `zephyr`, `vicuna`, `alpaca`
-    or a Jinja file."""
+    """Instead of the tokenizer's: `chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `deepseek_r1`, `phi3`, `zephyr`,
+    `vicuna`, `alpaca` or a Jinja file.
+    """
     system: str | None = None
     """System turn for conversations without one."""
     style: StyleConfig = field(default_factory=StyleConfig)
@@ -159,7 +161,8 @@ class DataConfig:
     num_proc: Annotated[int, Range(minimum=1, maximum=1024)] | Auto = "auto"
     """Preparing processes; `auto`: one per core."""
     sync: Literal["rsync", "shared"] = "rsync"
-    """In a cluster: `rsync` copies data, model and checkpoints; `shared` expects run folder and cache on a shared disk."""
+    """In a cluster: `rsync` copies data, model and checkpoints; `shared` expects run folder and cache on a shared disk.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +190,9 @@ class TrainConfig:
     global_batch_size: Positive | Auto = "auto"
     """Rows per optimizer step; `auto`: 32, or what [the keys above](planning.md#the-batch) give."""
     packing: Literal["auto", "off", "on"] = "auto"
-    """Pack rows into sequences of `model.max_seq_len`; `auto`: where it saves over 10 % of micro-steps. `true` is `on`, `false` `off`."""
+    """Pack rows into sequences of `model.max_seq_len`; `auto`: where it saves over 10 % of micro-steps. `true` is `on`,
+    `false` `off`.
+    """
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Trained tokens: all answers, the last one, or everything."""
     epochs: AboveZero = 3.0
@@ -327,7 +332,9 @@ class LaunchConfig:
     silent_seconds: Positive = 20
     """Silence after which a machine counts as lost."""
     notify: str | None = None
-    """URL of a webhook, or `$MY_NOTIFY`: a variable with a URL or a shell command ([notifications](watching.md#notifications))."""
+    """URL of a webhook, or `$MY_NOTIFY`: a variable with a URL or a shell command
+    ([notifications](watching.md#notifications)).
+    """
     max_oom_retries: FromZero = 3
     """Retries after out of memory, each with half the micro-batch."""
 
@@ -344,8 +351,9 @@ OWN_WORD: Mapping[str, str] = {
 }
 """Keys (`section.`: all of a section) whose value becomes a command, a path to write or an address to call -> which.
 
-They count where this user says so, typed or in a file of their own, never from a run's folder: `config.load`. A further key of this kind is
-listed here."""
+They count where this user says so, typed or in a file of their own, never from a run's folder: `config.load`. A further
+key of this kind is listed here.
+"""
 
 
 def needs_own_word(key: str) -> bool:

@@ -15,17 +15,31 @@ OWN, AIM = "tensorboard", "aim"
 """Written by ourselves; transformers serves the others."""
 KEY = "train.report_to"
 PACKAGES: Mapping[str, tuple[str, str]] = {
-    OWN: ("tensorboard", "tensorboard"), AIM: ("aim", "aim==3.29.1"), "azure_ml": ("azureml", "azureml-sdk"), "clearml": ("clearml", "clearml"),
-    "codecarbon": ("codecarbon", "codecarbon"), "comet_ml": ("comet_ml", "comet-ml==3.58.8"), "dagshub": ("dagshub", "dagshub mlflow"),
-    "dvclive": ("dvclive", "dvclive"), "flyte": ("flytekit", "flytekit"), "kubeflow": ("", ""), "mlflow": ("mlflow", "mlflow-skinny==3.17.2"),
-    "neptune": ("neptune", "neptune"), "swanlab": ("swanlab", "swanlab"), "trackio": ("trackio", "trackio"), "wandb": ("wandb", "wandb==0.31.0"),
-}  # fmt: skip
+    OWN: ("tensorboard", "tensorboard"),
+    AIM: ("aim", "aim==3.29.1"),
+    "azure_ml": ("azureml", "azureml-sdk"),
+    "clearml": ("clearml", "clearml"),
+    "codecarbon": ("codecarbon", "codecarbon"),
+    "comet_ml": ("comet_ml", "comet-ml==3.58.8"),
+    "dagshub": ("dagshub", "dagshub mlflow"),
+    "dvclive": ("dvclive", "dvclive"),
+    "flyte": ("flytekit", "flytekit"),
+    "kubeflow": ("", ""),
+    "mlflow": ("mlflow", "mlflow-skinny==3.17.2"),
+    "neptune": ("neptune", "neptune"),
+    "swanlab": ("swanlab", "swanlab"),
+    "trackio": ("trackio", "trackio"),
+    "wandb": ("wandb", "wandb==0.31.0"),
+}
 """Tracker -> the module that it needs, and what pip calls it."""
 CLASHES: Mapping[str, str] = {
-    AIM: "aim 3.29.1 wants filelock < 4, and 4.2.11 is pinned here", "swanlab": "swanlab 0.9.8 wants protobuf < 7, and 7.36.2 is pinned here",
+    AIM: "aim 3.29.1 wants filelock < 4, and 4.2.11 is pinned here",
+    "swanlab": "swanlab 0.9.8 wants protobuf < 7, and 7.36.2 is pinned here",
     "trackio": "trackio 0.43.0 wants pillow < 13, and 13.0.0 is pinned here",
-}  # fmt: skip
-"""Tracker -> why pip finds no set of packages with it: `pip install --dry-run -c constraints.txt NAME==VERSION`, 2026-11-23."""
+}
+"""Tracker -> why pip finds no set of packages with it: `pip install --dry-run -c constraints.txt NAME==VERSION`,
+2026-11-23.
+"""
 
 
 def trackers(config: Config) -> list[str]:
@@ -41,9 +55,11 @@ def missing_trackers(config: Config) -> list[HardwareError]:
     return [
         HardwareError(
             f"`{KEY}` names `{name}`, which is not installed here" + (f": {CLASHES[name]}" if name in CLASHES else ""),
-            hint="tensorboard, wandb, mlflow and comet_ml work with the pinned packages"
-            if name in CLASHES
-            else f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}",
+            hint=(
+                "tensorboard, wandb, mlflow and comet_ml work with the pinned packages"
+                if name in CLASHES
+                else f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}"
+            ),
         )
         for name, (module, package) in needed.items()
         if module and importlib.util.find_spec(module) is None

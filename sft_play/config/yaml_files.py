@@ -126,7 +126,9 @@ def parse_yaml(text: str, name: str) -> Node:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"not YAML: {error.reason} (character {error.character!r})", place=f"{name}:{line}") from error
     except (RecursionError, ValueError, OverflowError) as error:  # `"\UFFFFFFFF"` is no character
-        raise UserError("not YAML that can be read: nested too deeply, or a character out of range", place=name) from error
+        raise UserError(
+            "not YAML that can be read: nested too deeply, or a character out of range", place=name
+        ) from error
 
 
 def _syntax_hint(error: yaml.MarkedYAMLError) -> str | None:
@@ -152,7 +154,9 @@ class _Builder:
         line = node.start_mark.line + 1 if line is None else line
         self.count += 1
         if self.count > LARGEST_NODES:
-            raise UserError(f"more than {LARGEST_NODES} values once aliases are written out", place=f"{self.name}:{line}")
+            raise UserError(
+                f"more than {LARGEST_NODES} values once aliases are written out", place=f"{self.name}:{line}"
+            )
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, line)
         self._refuse_tag(node)
@@ -171,7 +175,9 @@ class _Builder:
             self._refuse_tag(key_node)
             key = str(key_node.value)
             if key in found:
-                raise UserError(f"`{key}` is here and in line {lines[key]}; expected it once", place=f"{self.name}:{line}")
+                raise UserError(
+                    f"`{key}` is here and in line {lines[key]}; expected it once", place=f"{self.name}:{line}"
+                )
             lines[key] = line
             found[key] = self.build(value_node, line)
         return found
@@ -190,13 +196,15 @@ class _Builder:
             raise UserError(f"the tag `{node.tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed", place=place)
 
 
-# YAML that is written: blocks throughout, texts of several lines as they are; readers of YAML 1.1 and 1.2 understand it in the same way.
+# YAML that is written: blocks throughout, texts of several lines as they are; readers of YAML 1.1 and 1.2 understand it
+# in the same way.
 
 
 PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=-]*( [A-Za-z0-9_/.+@=-]+)*")
 OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*")
-"""Texts that may stand as they are: printable, and the first letter is no blank, from which the indentation is taken."""
+"""Texts that may stand as they are: printable, and the first letter is no blank, from which the indentation is taken.
+"""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -221,13 +229,22 @@ class _LineDumper(_Dumper):
 _Dumper.add_representer(str, _Dumper.text)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 _Dumper.add_multi_representer(Mapping, _Dumper.represent_dict)  # type: ignore[type-abstract]
-_LineDumper.yaml_representers, _LineDumper.yaml_multi_representers = _Dumper.yaml_representers, _Dumper.yaml_multi_representers
+_LineDumper.yaml_representers, _LineDumper.yaml_multi_representers = (
+    _Dumper.yaml_representers,
+    _Dumper.yaml_multi_representers,
+)
 
 
 def _dump(documents: Sequence[Any], dumper: type[_Dumper], *, explicit_start: bool = False, flow: bool = False) -> str:
     text: str = yaml.dump_all(
-        documents, Dumper=dumper, explicit_start=explicit_start, sort_keys=False, default_flow_style=flow, allow_unicode=True, width=2**31
-    )  # fmt: skip
+        documents,
+        Dumper=dumper,
+        explicit_start=explicit_start,
+        sort_keys=False,
+        default_flow_style=flow,
+        allow_unicode=True,
+        width=2**31,
+    )
     return text
 
 
@@ -242,6 +259,8 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
 
 
 def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
-    """Return one file of YAML documents, each after its `---`, the order of keys kept; `comment` is at its beginning."""
+    """Return one file of YAML documents, each after its `---`, the order of keys kept; `comment` is at its
+    beginning.
+    """
     head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
     return head + _dump(documents, _Dumper, explicit_start=True)

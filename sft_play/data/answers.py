@@ -1,6 +1,8 @@
-"""An answer in its parts, cut by the marks of the family's own chat template: what was thought, what is said, which functions are called.
+"""An answer in its parts, cut by the marks of the family's own chat template: what was thought, what is said, which
+functions are called.
 
-The marks are found by rendering answers whose parts are known. So a model that writes what its training rows hold has the same parts.
+The marks are found by rendering answers whose parts are known. So a model that writes what its training rows hold has
+the same parts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Said(NamedTuple):
     text: str
     thought: str = ""
     calls: tuple[str, ...] = ()
-    """Each call as JSON of its `name` and `arguments`, the same for the same call; as written where it cannot be read."""
+    """Each call as JSON of its `name` and `arguments`, the same for the same call; as written where it cannot be read.
+    """
 
     @property
     def shown(self) -> str:
@@ -52,7 +55,9 @@ class CallForm:
     """What stands before the first; empty where nothing marks it."""
     read: Read
     led: bool
-    """Whether calls may follow what stands before a text without a thought; where not, that is the head of another message."""
+    """Whether calls may follow what stands before a text without a thought; where not, that is the head of another
+    message.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Marks:
     """The tokenizer's special tokens."""
 
     def cut(self, raw: str, plain: str | None = None, *, generated: bool = True) -> Said:
-        """Return the parts of an answer without its end of turn. `plain`: without special tokens, for an answer that has no marks.
+        """Return the parts of an answer without its end of turn. `plain`: without special tokens, for an answer that
+        has no marks.
 
         `generated`: it follows the generation prompt; words of a data set do not.
         """
@@ -87,7 +93,9 @@ class Marks:
         final = bool(self.lead) and (text != rest.strip() or closed.endswith(self.lead))
         calls: tuple[str, ...] = ()
         if self.form and self.form.opening and (self.form.led or not final):
-            at = text.find(self.form.opening, len(self.opening) if self.opening and text.startswith(self.opening) else 0)
+            at = text.find(
+                self.form.opening, len(self.opening) if self.opening and text.startswith(self.opening) else 0
+            )
             if at >= 0:
                 calls, text = _read(self.form, text[at:]), text[:at]
         if not closed and not final and self._unclosed(text, generated):
@@ -103,7 +111,9 @@ class Marks:
         return any(mark.startswith(raw.strip()) for mark in begun)
 
     def called(self, said: Said) -> Said:
-        """Return an answer to a question that is answered by calls, where nothing but their form tells that it is one."""
+        """Return an answer to a question that is answered by calls, where nothing but their form tells that it is
+        one.
+        """
         if said.calls or self.form is None or self.form.opening:
             return said
         found = self.form.read(said.text)
@@ -189,7 +199,8 @@ def compare_parts(tokenizer: Any, row: Mapping[str, Any], said: Said) -> tuple[S
 
 
 def response_template(tokenizer: Any) -> dict[str, Any] | None:
-    """Return the marks as transformers' server takes them, so that it shows thoughts apart from the text; `None` without thoughts.
+    """Return the marks as transformers' server takes them, so that it shows thoughts apart from the text; `None`
+    without thoughts.
 
     Calls are apart too where they are messages of their own, else they stay in the text.
     """
@@ -204,7 +215,13 @@ def response_template(tokenizer: Any) -> dict[str, Any] | None:
     if headed and marks.form and marks.form.opening:
         call = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
         opening = re.escape(marks.form.opening) + r"(?P<name>[\w.-]+)[^{]*"
-        fields["tool_calls"] = {"open_pattern": opening, "close": stops, "repeats": True, "content": "json", "transform": call}
+        fields["tool_calls"] = {
+            "open_pattern": opening,
+            "close": stops,
+            "repeats": True,
+            "content": "json",
+            "transform": call,
+        }
     # What a prompt holds is no part of the answer, but for a thought that it has opened.
     anchor = f".*(?={re.escape(OPEN)})" if marks.begun else ".+"
     return {"defaults": {"role": "assistant"}, "start_anchor_pattern": anchor, "fields": fields}
@@ -213,7 +230,9 @@ def response_template(tokenizer: Any) -> dict[str, Any] | None:
 def _written(
     tokenizer: Any, turn: Mapping[str, Any], stops: Sequence[str], tools: Sequence[Any] | None = None
 ) -> tuple[str, str]:
-    """Return the generation prompt and what the template writes of an answer after it, up to the end of the turn; empty for none."""
+    """Return the generation prompt and what the template writes of an answer after it, up to the end of the turn; empty
+    for none.
+    """
     import jinja2
 
     options: dict[str, Any] = {"tools": list(tools)} if tools else {}
@@ -233,12 +252,19 @@ def _written(
 
 def _call_form(tokenizer: Any, stops: Sequence[str], lead: str) -> CallForm | None:
     tools = [
-        {"type": "function", "function": {
-            "name": name, "description": "Call.",
-            "parameters": {"type": "object", "properties": {key: {"type": "string", "description": "Text."} for key in ARGUMENTS}},
-        }}
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "Call.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {key: {"type": "string", "description": "Text."} for key in ARGUMENTS},
+                },
+            },
+        }
         for name in NAMES
-    ]  # fmt: skip
+    ]
     calls = [
         {"type": "function", "id": f"qCallId{index}z", "function": {"name": name, "arguments": ARGUMENTS}}
         for index, name in enumerate(NAMES)
@@ -275,7 +301,9 @@ def _before(one: str, two: str) -> str:
 
 
 def _common_start(one: str, other: str) -> str:
-    end = next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    end = next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
     return one[:end]
 
 
@@ -298,7 +326,9 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 def _object_reader(written: dict[str, Any]) -> Read:
     """Read calls that are JSON objects with a name and arguments, or hold such an object."""
-    outer = next((key for key, value in written.items() if isinstance(value, dict) and NAMES[0] in value.values()), None)
+    outer = next(
+        (key for key, value in written.items() if isinstance(value, dict) and NAMES[0] in value.values()), None
+    )
     inner = written[outer] if outer else written
     name = next((key for key, value in inner.items() if value == NAMES[0]), None)
     given = next((key for key, value in inner.items() if value == ARGUMENTS or _decoded(value) == ARGUMENTS), "")

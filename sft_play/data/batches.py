@@ -20,16 +20,18 @@ Shares = tuple[Slots, ...]
 class GlobalBatchSampler:
     """Yields lists of row indices: one rank's micro-batches, `turns` of them per optimizer step on every rank.
 
-    Every optimizer step takes the next `global_batch` rows of an order that depends on seed and epoch only, so the rows of
-    step n are the same for every world size. The last step of an epoch takes what is left: no row is dropped. Ranks take
-    contiguous spans in proportion to their slots; a list may be empty, and a rank with fewer micro-steps than `turns` has its
-    empty ones first, so that the last micro-step, which updates, is a real one on as many ranks as can be.
+    Every optimizer step takes the next `global_batch` rows of an order that depends on seed and epoch only, so the rows
+    of step n are the same for every world size. The last step of an epoch takes what is left: no row is dropped. Ranks
+    take contiguous spans in proportion to their slots; a list may be empty, and a rank with fewer micro-steps than
+    `turns` has its empty ones first, so that the last micro-step, which updates, is a real one on as many ranks as can
+    be.
 
-    With `pack_tokens` the rows of each global batch are put into packs of at most so many tokens, and slots hold packs: as few
-    micro-steps as hold them all, after micro-steps that are empty on every rank. Ranks whose numbers of micro-steps differ are
-    dealt packs so that their tokens are in proportion to their slots.
+    With `pack_tokens` the rows of each global batch are put into packs of at most so many tokens, and slots hold packs:
+    as few micro-steps as hold them all, after micro-steps that are empty on every rank. Ranks whose numbers of
+    micro-steps differ are dealt packs so that their tokens are in proportion to their slots.
 
-    Shares may change while training: `adopt` says from which optimizer step on. What a step trains never depends on them.
+    Shares may change while training: `adopt` says from which optimizer step on. What a step trains never depends on
+    them.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class GlobalBatchSampler:
         pack_tokens: int = 0,
         turns: int = 0,
     ) -> None:
-        """`order` returns the `rows` indices of an epoch (default: a permutation); `lengths` are needed for packing; `turns` is at
-        least the most micro-steps of any rank."""
+        """`order` returns the `rows` indices of an epoch (default: a permutation); `lengths` are needed for packing;
+        `turns` is at least the most micro-steps of any rank.
+        """
         self.turns = max(turns, *(steps for _, steps in ranks))
         self.global_batch = global_batch
         self.pack_tokens = pack_tokens
@@ -61,7 +64,9 @@ class GlobalBatchSampler:
         self.changes: list[tuple[int, Shares]] = [(0, tuple(ranks))]
         """Which shares hold from which optimizer step on; 0 is the first of the run."""
         self.next_step = 0
-        """The first optimizer step of the run whose rows have not been cut yet; a loader that fetches ahead is beyond the trainer."""
+        """The first optimizer step of the run whose rows have not been cut yet; a loader that fetches ahead is beyond
+        the trainer.
+        """
         self._order = order
 
     @property
@@ -81,10 +86,14 @@ class GlobalBatchSampler:
     def holds(self, shares: Sequence[Slots]) -> bool:
         """Whether slots have room for every step, in no more micro-steps than there are."""
         room = sum(micro * (self.turns if self.pack_tokens else steps) for micro, steps in shares)
-        return max(steps for _, steps in shares) <= self.turns and (room >= self.global_batch or bool(self.pack_tokens and room))
+        return max(steps for _, steps in shares) <= self.turns and (
+            room >= self.global_batch or bool(self.pack_tokens and room)
+        )
 
     def adopt(self, step: int, shares: Sequence[Slots]) -> None:
-        """Let `shares` hold from an optimizer step on that has not been cut. Raise `ValueError` for one that has, or for too few slots."""
+        """Let `shares` hold from an optimizer step on that has not been cut. Raise `ValueError` for one that has, or
+        for too few slots.
+        """
         if step < self.next_step or not self.holds(shares) or len(shares) != len(self.ranks):
             raise ValueError(
                 f"shares {shares} cannot hold from step {step} on: {self.next_step} steps are cut, {self.turns} turns"
@@ -142,7 +151,9 @@ def _by_turns(packs: Sequence[Item], shares: Shares, rank: int) -> list[list[Ite
 
 
 def _deal(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]:
-    """Return which packs each rank gets, given their tokens, the most first: each goes where tokens per slot are then the fewest."""
+    """Return which packs each rank gets, given their tokens, the most first: each goes where tokens per slot are then
+    the fewest.
+    """
     slots = [micro * steps for micro, steps in shares]
     found: list[list[int]] = [[] for _ in shares]
     loads = [0] * len(shares)
@@ -159,8 +170,8 @@ def _deal(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]
 def _cut(rows: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
     """Cut `rows` into contiguous spans in proportion to `weights`.
 
-    With no more rows than the weights' sum, no span is longer than its weight (rounded up in equal shares): the boundaries are
-    floor(n * W_i / W), so a span holds at most ceil(n * w_i / W) rows.
+    With no more rows than the weights' sum, no span is longer than its weight (rounded up in equal shares): the
+    boundaries are floor(n * W_i / W), so a span holds at most ceil(n * w_i / W) rows.
     """
     total, reached, spans, start = sum(weights), 0, [], 0
     for weight in weights:
@@ -183,22 +194,27 @@ class Collator:
     `flattened`: rows one after another in one line, told apart by restarting position ids, without an attention mask:
     `input_ids` and `position_ids` [1, T], `logits_to_keep` [K] (positions whose next token is trained), `targets` [K].
 
-    `padded`: one line per row, padded on the right: `input_ids`, `attention_mask`, `position_ids` [B, S], `logits_to_keep` [P]
-    (the union over rows), `targets` [B, P] with -100 where a row has none. `unmasked`: the same without mask and position ids, for
-    families whose attention is causal: no token of a row sees the padding behind it.
+    `padded`: one line per row, padded on the right: `input_ids`, `attention_mask`, `position_ids` [B, S],
+    `logits_to_keep` [P] (the union over rows), `targets` [B, P] with -100 where a row has none. `unmasked`: the same
+    without mask and position ids, for families whose attention is causal: no token of a row sees the padding behind it.
 
     Where `attention` tells rows apart by their lengths, a flattened batch has them (`lengths_of`).
 
     An empty micro-batch gives one dummy line with one ignored target: its loss is 0 and its gradients are 0, but every
-    collective operation of a step still happens. `rows` and `lengths` keep the rows' ids and lengths, `tokens` counts theirs; none reaches
-    the model.
+    collective operation of a step still happens. `rows` and `lengths` keep the rows' ids and lengths, `tokens` counts
+    theirs; none reaches the model.
 
-    `part` (i, N): of a flattened line, made longer by a row of padding where N does not divide it, only slice i of N equal ones, its
-    targets and tokens; the lengths stay those of the whole line (`model.parallel`).
+    `part` (i, N): of a flattened line, made longer by a row of padding where N does not divide it, only slice i of N
+    equal ones, its targets and tokens; the lengths stay those of the whole line (`model.parallel`).
     """
 
     def __init__(
-        self, layout: str, pad_token_id: int, attention: str = "sdpa", device: str = "cpu", part: tuple[int, int] = (0, 1)
+        self,
+        layout: str,
+        pad_token_id: int,
+        attention: str = "sdpa",
+        device: str = "cpu",
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         if layout not in ("flattened", "padded", "unmasked"):
             raise ValueError(f"unknown layout `{layout}`")
@@ -242,7 +258,9 @@ class Collator:
             positions += range(padding)
             ends.append(len(ids))
         mine = slice(which * width, (which + 1) * width)
-        kept = [(at - mine.start, target) for at, target in zip(keep, targets, strict=True) if mine.start <= at < mine.stop]
+        kept = [
+            (at - mine.start, target) for at, target in zip(keep, targets, strict=True) if mine.start <= at < mine.stop
+        ]
         kept = kept or [(0, IGNORED)]
         return {
             "input_ids": torch.tensor([ids[mine]]),
@@ -254,7 +272,9 @@ class Collator:
 
     def _padded(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
         lines = parts or [([self.pad_token_id] * 2, [IGNORED] * 2)]
-        width = max(2, *(len(tokens) for tokens, _ in lines))  # a lone first token still needs a place for its ignored target
+        width = max(
+            2, *(len(tokens) for tokens, _ in lines)
+        )  # a lone first token still needs a place for its ignored target
         keep = sorted({i - 1 for _, labels in lines for i in range(1, len(labels)) if labels[i] != IGNORED}) or [0]
         padded = [
             (tokens + [self.pad_token_id] * (width - len(tokens)), labels + [IGNORED] * (width - len(labels)))
@@ -272,7 +292,9 @@ class Collator:
 
 
 def lengths_of(ends: Sequence[int], longest: int, device: str) -> Batch:
-    """Return where rows end, [R + 1] from 0: as numbers for `model.kernels`; for a GPU's flash attention too, int32, with the longest."""
+    """Return where rows end, [R + 1] from 0: as numbers for `model.kernels`; for a GPU's flash attention too, int32,
+    with the longest.
+    """
     if device == "cpu":
         return {"row_ends": tuple(ends)}
     places = torch.tensor(ends, dtype=torch.int32)

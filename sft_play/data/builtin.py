@@ -1,8 +1,9 @@
-"""Data that Python itself brings: `builtin:docstrings`, functions and the first sentence of their docstrings, as conversations, and
-`builtin:code`, the modules of the standard library and of transformers, as documents.
+"""Data that Python itself brings: `builtin:docstrings`, functions and the first sentence of their docstrings, as
+conversations, and `builtin:code`, the modules of the standard library and of transformers, as documents.
 
-Nothing is downloaded: the text is in the interpreter that runs this (PSF licence), and in a package that this project needs
-(Apache-2.0). Modules, never rows, are split into training and validation, so that near-copies within a module stay on one side.
+Nothing is downloaded: the text is in the interpreter that runs this (PSF licence), and in a package that this project
+needs (Apache-2.0). Modules, never rows, are split into training and validation, so that near-copies within a module
+stay on one side.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]
     readers = {"docstrings": _docstrings, "code": _code}
     if name not in readers:
         raise DataError(
-            f"there is no built-in set `{name}`", hint=f"there are {', '.join(f'`builtin:{known}`' for known in readers)}"
+            f"there is no built-in set `{name}`",
+            hint=f"there are {', '.join(f'`builtin:{known}`' for known in readers)}",
         )
     if split not in PER_MODULE:
         raise DataError(f"`builtin:{name}` has no split `{split}`", hint="its splits are `train` and `validation`")
@@ -48,7 +50,9 @@ def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _code(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield modules as documents with `text` and `path`, those of the library first, each in the order of their names."""
+    """Yield modules as documents with `text` and `path`, those of the library first, each in the order of their
+    names.
+    """
     found = list(_modules(Path(sysconfig.get_paths()["stdlib"]), TESTS))
     package = importlib.util.find_spec("transformers")
     for root in (package.submodule_search_locations or [])[:1] if package else []:
@@ -130,7 +134,10 @@ def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tup
     if not (low <= len(sentence) <= high and sentence.endswith(".")):
         return None
     docstring = node.body[0]
-    kept = lines[node.lineno - 1 : docstring.lineno - 1] + lines[docstring.end_lineno or docstring.lineno : node.end_lineno]
+    kept = (
+        lines[node.lineno - 1 : docstring.lineno - 1]
+        + lines[docstring.end_lineno or docstring.lineno : node.end_lineno]
+    )
     code = textwrap.dedent("\n".join(kept))
     low, high = CODE_CHARACTERS
     return (code, sentence) if low <= len(code) <= high else None

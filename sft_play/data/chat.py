@@ -1,4 +1,6 @@
-"""From a conversation to the texts of its training rows: the chat template is rendered, and what is trained is marked."""
+"""From a conversation to the texts of its training rows: the chat template is rendered, and what is trained is
+marked.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,16 @@ class Renderer:
         self.stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stops))]
         self._roles: RoleMarks | None = None
         self._tails: list[tuple[str, int]] = []
-        """What the template writes after an answer's words, and where in it the end of the turn ends: the same for most answers."""
+        """What the template writes after an answer's words, and where in it the end of the turn ends: the same for most
+        answers.
+        """
 
-    def rows(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant") -> list[RowText]:
-        """Return the rows of a conversation that ends with an answer. Raise `DataError` where a mask cannot be exact."""
+    def rows(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant"
+    ) -> list[RowText]:
+        """Return the rows of a conversation that ends with an answer. Raise `DataError` where a mask cannot be
+        exact.
+        """
         self._roles = self._roles or role_marks(self.tokenizer, self.stops, self.render)
         self._roles.check(messages)
         if has_tools(messages, tools):
@@ -95,13 +103,18 @@ class Renderer:
         return [*alone, RowText(prompt, answer, messages[wanted[-1]]["content"], tuple(earlier))]
 
     def answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None = None) -> tuple[str, str]:
-        """Return the prompt of message `index` and what the model writes then, with the end of its turn. Raise `DataError`."""
+        """Return the prompt of message `index` and what the model writes then, with the end of its turn. Raise
+        `DataError`.
+        """
         prompt, said = self._answer(messages, index, tools)
         for stop in self.stops:
             if 0 <= said.find(stop) < len(said) - len(stop):
                 raise DataError(
                     f"the answer of turn {index + 1} holds `{stop}`, which ends a turn: inference would stop there",
-                    hint="take it out of the text (the template writes it), or leave such rows out with the source's `filter`",
+                    hint=(
+                        "take it out of the text (the template writes it), or leave such rows out with the source's"
+                        " `filter`"
+                    ),
                 )
         return prompt, said
 
@@ -117,7 +130,8 @@ class Renderer:
                     if body in (words, words.strip()):  # proven on the row itself: prompt, words, end of turn
                         return prompt, body + tail[:end]
         if not full.startswith(prompt):
-            # Harmony leaves the thoughts of calls out once the final answer is there: what it writes of that is seen without them.
+            # Harmony leaves the thoughts of calls out once the final answer is there: what it writes of that is seen
+            # without them.
             bare = [without_thought(turn) for turn in messages[:index]]
             bare_prompt, bare_full = self.render(bare, tools, prompt=True), self.render([*bare, message], tools)
             if bare_full.startswith(bare_prompt):
@@ -131,7 +145,9 @@ class Renderer:
         message, number = messages[index], index + 1
         if message.get("tool_calls"):
             if not full.startswith(prompt):
-                raise DataError(f"the chat template does not write turn {number} after its prompt, {_NOT_EXACT}", hint=_BY_ANSWER)
+                raise DataError(
+                    f"the chat template does not write turn {number} after its prompt, {_NOT_EXACT}", hint=_BY_ANSWER
+                )
             said = full[len(prompt) : len(prompt) + self._end(full[len(prompt) :], blank=False)]
             check_answer(messages, index, prompt, said, tools, self.render, lambda text: self._end(text, blank=False))
             return prompt, said
@@ -139,7 +155,8 @@ class Renderer:
         head, found, tail = marked.partition(MARKER)
         if not found or MARKER in tail or not full.endswith(tail):
             raise DataError(
-                f"the chat template does not write the answer of turn {number} in one place, {_NOT_EXACT}", hint=_BY_ANSWER
+                f"the chat template does not write the answer of turn {number} in one place, {_NOT_EXACT}",
+                hint=_BY_ANSWER,
             )
         end = self._end(tail, blank=True)
         start = len(prompt) if full.startswith(prompt) else _after_prompt(prompt, head, full, number)
@@ -160,7 +177,10 @@ class Renderer:
         if first < 0 or (blank and text[:first].strip()):
             raise DataError(
                 "the chat template writes no end-of-turn token after an answer, so the model would never learn to stop",
-                hint="use a template that ends each answer with the tokenizer's eos token, or name one: `data.chat_template`",
+                hint=(
+                    "use a template that ends each answer with the tokenizer's eos token, or name one:"
+                    " `data.chat_template`"
+                ),
             )
         return first + len(stop)
 
@@ -191,7 +211,9 @@ class Renderer:
         self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None, prompt: str
     ) -> tuple[int, int]:
         """Return where in the prompt of message `last` the words of another message stand."""
-        marked = [{**message, "content": MARKER} if at == index else message for at, message in enumerate(messages[:last])]
+        marked = [
+            {**message, "content": MARKER} if at == index else message for at, message in enumerate(messages[:last])
+        ]
         head, found, tail = self.render(marked, tools, prompt=True).partition(MARKER)
         if not found or MARKER in tail or not (prompt.startswith(head) and prompt.endswith(tail)):
             raise DataError(f"the chat template does not write turn {index + 1} in one place, {_NOT_EXACT}")
@@ -219,7 +241,9 @@ class Renderer:
 
 
 def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
-    """Return the indices of the answers that are learnt (`train.loss_on: assistant` or `last`). Raise `DataError` for none."""
+    """Return the indices of the answers that are learnt (`train.loss_on: assistant` or `last`). Raise `DataError` for
+    none.
+    """
     for index, message in enumerate(messages):
         if message.get("train") is True and message["role"] != "assistant":
             raise DataError(
@@ -227,21 +251,28 @@ def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
                 hint="`train.loss_on: all` learns every turn but those with `train: false`",
             )
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    chosen = [index for index in (answers[-1:] if loss_on == "last" else answers) if messages[index].get("train") is not False]
+    chosen = [
+        index for index in (answers[-1:] if loss_on == "last" else answers) if messages[index].get("train") is not False
+    ]
     if not chosen:
         which = "the last answer has" if loss_on == "last" and answers else "every answer has"
-        raise DataError(f"{which} `train: false`, so there is nothing to learn" if answers else "there is no answer to learn")
+        raise DataError(
+            f"{which} `train: false`, so there is nothing to learn" if answers else "there is no answer to learn"
+        )
     return chosen
 
 
 def without_thought(turn: Message) -> Message:
-    """Return a turn without what was thought; templates that write a thought before calls take it from their words too."""
+    """Return a turn without what was thought; templates that write a thought before calls take it from their words
+    too.
+    """
     bare = {key: value for key, value in turn.items() if key != "reasoning_content"}
     return {**bare, "content": ""} if turn.get("tool_calls") else bare
 
 
 def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
-    """Return where the answer begins in `full`, where the template writes something else there than the generation prompt.
+    """Return where the answer begins in `full`, where the template writes something else there than the generation
+    prompt.
 
     A generation prompt may say more than the finished turn (a closed, empty thought): then the words follow the prompt.
     """
@@ -283,10 +314,13 @@ class RoleMarks:
             found = [mark for mark in self.marks if mark in turn["content"]]
             if found and (self.special or len(found) == len(self.marks)):
                 raise DataError(
-                    f"turn {index + 1} ({turn['role']}) holds `{found[0]}`, which the chat template writes itself: the row was rendered "
-                    "already, and would be rendered twice",
-                    hint="give the turns without the template's marks (`messages`: a role and its words); or put prompt and answer into "
-                    "one column, `columns: {text: NAME}`, and read it with `format: text`, which learns every token, the questions too",
+                    f"turn {index + 1} ({turn['role']}) holds `{found[0]}`, which the chat template writes itself: the"
+                    " row was rendered already, and would be rendered twice",
+                    hint=(
+                        "give the turns without the template's marks (`messages`: a role and its words); or put prompt"
+                        " and answer into one column, `columns: {text: NAME}`, and read it with `format: text`, which"
+                        " learns every token, the questions too"
+                    ),
                 )
 
 
@@ -316,7 +350,9 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
 
 
 def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> str:
-    """Return the mark of a role in what stands between two turns: a special token, with the word and the token after it if any."""
+    """Return the mark of a role in what stands between two turns: a special token, with the word and the token after it
+    if any.
+    """
     text = between.strip()
     for stop in stops:
         text = text.removeprefix(stop).strip()
@@ -330,7 +366,8 @@ def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> s
     return found[0].group() if found else text
 
 
-# What a chat template really writes, as one checksum: files may stay the same while the library that renders them changes.
+# What a chat template really writes, as one checksum: files may stay the same while the library that renders them
+# changes.
 
 
 CONVERSATION = [
@@ -344,10 +381,11 @@ DAY = date(2026, 1, 1)
 
 
 def template_sha256(tokenizer: Any) -> str | None:
-    """Return a sha256 over a sample conversation as the tokenizer's template writes it, with and without the prompt for an answer.
+    """Return a sha256 over a sample conversation as the tokenizer's template writes it, with and without the prompt for
+    an answer.
 
-    Templates that write today's date get a fixed one. Return `None` where there is no template, or one that cannot write the sample
-    even without its system turn.
+    Templates that write today's date get a fixed one. Return `None` where there is no template, or one that cannot
+    write the sample even without its system turn.
     """
     if not tokenizer.chat_template:
         return None
@@ -374,9 +412,9 @@ CLOSE = "</think>"
 def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
     """Return how many thoughts of turns that are learnt stand in no learnt part of the conversation's rows.
 
-    They stand in `reasoning_content`, or before `</think>`. Qwen3 leaves thoughts out of earlier turns: such turns have a row of their
-    own, with the thought, so none is lost; only with `train.loss_on: all`, which is one row, they are. A template that knows no thoughts
-    (ChatML) loses all in `reasoning_content`.
+    They stand in `reasoning_content`, or before `</think>`. Qwen3 leaves thoughts out of earlier turns: such turns have
+    a row of their own, with the thought, so none is lost; only with `train.loss_on: all`, which is one row, they are. A
+    template that knows no thoughts (ChatML) loses all in `reasoning_content`.
     """
     if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
         return 0
@@ -393,17 +431,18 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
     return lost
 
 
-# Proof that a chat template writes a conversation's tools, calls and results, which many templates leave out without a word.
+# Proof that a chat template writes a conversation's tools, calls and results, which many templates leave out without a
+# word.
 #
-# Names, arguments and results are replaced by marks that occur nowhere else, and the marks are looked for in the rendered text: a
-# short value (`1`) would be found anywhere.
+# Names, arguments and results are replaced by marks that occur nowhere else, and the marks are looked for in the
+# rendered text: a short value (`1`) would be found anywhere.
 
 
 WRITING_CALLS = ("qwen3",)
 """The named templates that write tools and calls."""
 HINT = (
-    f"take a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or leave the key out where the model's own "
-    "does (models that were trained to call tools)"
+    f"take a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or leave the key out where"
+    " the model's own does (models that were trained to call tools)"
 )
 _NUMBER = 790_531_000
 """The mark of the first number: a number stays one, since a template may write text otherwise."""
@@ -447,7 +486,9 @@ def has_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
 
 
 def check_written(messages: Sequence[Message], tools: Sequence[Any] | None, render: Render) -> None:
-    """Raise `DataError` where the text of a conversation that ends with an answer lacks its tools, or a call, or a result."""
+    """Raise `DataError` where the text of a conversation that ends with an answer lacks its tools, or a call, or a
+    result.
+    """
     marks = _Marks()
     turns = [_marked_turn(turn, index + 1, marks) for index, turn in enumerate(messages)]
     described = _marked_tools(tools or [], marks)
@@ -468,7 +509,9 @@ def check_answer(
     render: Render,
     end: Callable[[str], int],
 ) -> None:
-    """Raise `DataError` unless `said`, what is learnt of message `index`, holds its calls and its words. `end`: of a turn in a text."""
+    """Raise `DataError` unless `said`, what is learnt of message `index`, holds its calls and its words. `end`: of a
+    turn in a text.
+    """
     message, number = messages[index], index + 1
     marks = _Marks()
     text = render([*messages[:index], _marked_turn({**message, "content": ""}, number, marks)], tools, False)
@@ -476,7 +519,9 @@ def check_answer(
     if (missing := marks.missing(rest)) is not None:
         raise DataError(f"the chat template does not write {missing}", hint=HINT)
     if marks.missing(rest[: end(rest)]) is not None:
-        raise DataError(f"the chat template does not write the calls of turn {number} before the end of the turn", hint=HINT)
+        raise DataError(
+            f"the chat template does not write the calls of turn {number} before the end of the turn", hint=HINT
+        )
     words = message["content"].rpartition("</think>")[2].strip()
     if words not in said:
         raise DataError(
@@ -495,7 +540,9 @@ def _marked_turn(turn: Message, number: int, marks: _Marks) -> Message:
     for call in turn["tool_calls"]:
         function = call["function"]
         name = marks.text(f"{of}: the name `{function['name']}`")
-        calls.append({**call, "function": {**function, "name": name, "arguments": marks.value(function["arguments"], of)}})
+        calls.append(
+            {**call, "function": {**function, "name": name, "arguments": marks.value(function["arguments"], of)}}
+        )
     return {**turn, "tool_calls": calls}
 
 
@@ -505,7 +552,9 @@ def _marked_tools(tools: Sequence[Any], marks: _Marks) -> list[Any]:
         if name := _name(tool):
             mark = {"name": marks.text(f"the row's `tools`: the function `{name}`")}
             function = tool.get("function")
-            marked.append({**tool, "function": {**function, **mark}} if isinstance(function, Mapping) else {**tool, **mark})
+            marked.append(
+                {**tool, "function": {**function, **mark}} if isinstance(function, Mapping) else {**tool, **mark}
+            )
         else:
             marked.append(tool)
     return marked

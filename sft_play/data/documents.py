@@ -42,7 +42,9 @@ class Document:
 
 
 def read_document(content: bytes, ending: str, place: str) -> Document | str:
-    """Return a file's content as clean text, or why it gives nothing to learn. Raise `DataError` where it cannot be read."""
+    """Return a file's content as clean text, or why it gives nothing to learn. Raise `DataError` where it cannot be
+    read.
+    """
     if not content.strip():
         return EMPTY
     found = DOCUMENTS[ending](content, place)
@@ -57,7 +59,9 @@ def clean(text: str) -> str:
 
     Indentation stays, since code and lists mean something by it; spaces at line ends and more than one blank line go.
     """
-    text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n").replace("\v", "\n"))
+    text = unicodedata.normalize(
+        "NFC", text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n").replace("\v", "\n")
+    )
     text = _SPACES.sub(" ", _INVISIBLE.sub("", text)).replace("\u2028", "\n").replace("\u2029", "\n\n")
     if any(unicodedata.category(mark) == "Cc" for mark in set(text) - {"\n", "\t"}):
         text = "".join(mark for mark in text if mark in "\n\t" or unicodedata.category(mark) != "Cc")
@@ -71,7 +75,9 @@ def _plain(data: bytes, place: str) -> Document:
         return Document(text=data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start)
-        return Document(text=utf8(data.split(b"\n")[number], f"{place}:{number + 1}"))  # raises, with the byte of the line
+        return Document(
+            text=utf8(data.split(b"\n")[number], f"{place}:{number + 1}")
+        )  # raises, with the byte of the line
 
 
 def _html(data: bytes, place: str) -> Document:
@@ -126,7 +132,9 @@ def _block(block: Any) -> str:
             if cell._tc is last:  # a merged cell is listed once for each column it spans
                 continue
             last = cell._tc
-            cells.append(" ".join(part for item in cell.iter_inner_content() if (part := " ".join(_block(item).split()))))
+            cells.append(
+                " ".join(part for item in cell.iter_inner_content() if (part := " ".join(_block(item).split())))
+            )
         lines.append(" | ".join(cells))
     return "\n".join(lines) + "\n"
 
@@ -151,19 +159,37 @@ def _pdf(data: bytes, place: str) -> Document:
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it repairs small faults, and says each
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
-        if reader.is_encrypted and not reader.decrypt(""):  # many are only protected against changes, with an empty password
+        if reader.is_encrypted and not reader.decrypt(
+            ""
+        ):  # many are only protected against changes, with an empty password
             raise FileNotDecryptedError("a password is needed")
         seconds = LEAST_SECONDS + SECONDS_PER_MIB * len(data) / 2**20
         problem = f"is not read after {seconds:.0f} s of computing"
         with in_time(seconds, problem, place=place, hint="take it out of the data, or save its text"):
             pages = [(page.extract_text() or "").replace("\r\n", "\n").replace("\r", "\n") for page in reader.pages]
-        pictures = sum(not text.strip() and len(page.images) > 0 for text, page in zip(pages, reader.pages, strict=True))
+        pictures = sum(
+            not text.strip() and len(page.images) > 0 for text, page in zip(pages, reader.pages, strict=True)
+        )
     except (FileNotDecryptedError, DependencyError) as error:
-        raise DataError(f"is encrypted: {error}", place=place, hint="save it without a password (`qpdf --decrypt`)") from None
-    # A damaged file meets pypdf's own errors or Python's, depending on where the damage is: 0 columns of a predictor, or 0 units of a
-    # font, are divided by; a filter or a method of encryption that pypdf does not know is "not implemented".
-    except (PyPdfError, ValueError, TypeError, KeyError, IndexError, AttributeError, OSError, RecursionError, AssertionError,
-            ZeroDivisionError, NotImplementedError) as error:  # fmt: skip
+        raise DataError(
+            f"is encrypted: {error}", place=place, hint="save it without a password (`qpdf --decrypt`)"
+        ) from None
+    # A damaged file meets pypdf's own errors or Python's, depending on where the damage is: 0 columns of a predictor,
+    # or 0 units of a font, are divided by; a filter or a method of encryption that pypdf does not know is "not
+    # implemented".
+    except (
+        PyPdfError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OSError,
+        RecursionError,
+        AssertionError,
+        ZeroDivisionError,
+        NotImplementedError,
+    ) as error:
         raise DataError(
             f"is not a PDF that can be read: {first_line(error)}", place=place, hint="fetch or save it again"
         ) from None
@@ -182,7 +208,9 @@ def join_pages(pages: Sequence[str]) -> str:
 
 
 def without_running_lines(pages: Sequence[str]) -> list[str]:
-    """Leave out headers, footers and page numbers: first or last lines that more than half of the pages share, digits aside."""
+    """Leave out headers, footers and page numbers: first or last lines that more than half of the pages share, digits
+    aside.
+    """
     split = [page.strip().split("\n") for page in pages]
     for at in (0, -1) if len(pages) >= REPEATED_PAGES else ():
         shapes = [re.sub(r"\d+", "0", lines[at].strip()) if lines else "" for lines in split]
@@ -196,8 +224,8 @@ def without_running_lines(pages: Sequence[str]) -> list[str]:
 def without_hyphens(text: str) -> str:
     """Join words that a line's end broke, careful with real hyphens.
 
-    `docu-⏎ment` becomes `document`. Where the text writes the word with its hyphen elsewhere (`well-known`), or what follows begins
-    with a capital (`Franco-⏎Prussian`), the hyphen stays and the word moves up.
+    `docu-⏎ment` becomes `document`. Where the text writes the word with its hyphen elsewhere (`well-known`), or what
+    follows begins with a capital (`Franco-⏎Prussian`), the hyphen stays and the word moves up.
     """
     written = set(_HYPHENATED.findall(text))
 
@@ -211,6 +239,8 @@ def without_hyphens(text: str) -> str:
 
 DOCUMENTS: Mapping[str, Callable[[bytes, str], Document]] = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), _plain),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), _html), ".docx": _docx, ".pdf": _pdf,
-}  # fmt: skip
+    **dict.fromkeys((".html", ".htm", ".xhtml"), _html),
+    ".docx": _docx,
+    ".pdf": _pdf,
+}
 """Ending of a file that is one document -> what reads it."""

@@ -30,7 +30,7 @@ from sft_play.data.turns import (
     refuse_media,
     text_of,
     tools_of,
-)  # fmt: skip
+)
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 
@@ -86,7 +86,9 @@ SYSTEM = ("system", "system_prompt", "system_message")
 
 
 def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the system turn of a row's `system` column (or of `system_prompt`, `system_message`), or nothing. Raise `DataError`."""
+    """Return the system turn of a row's `system` column (or of `system_prompt`, `system_message`), or nothing. Raise
+    `DataError`.
+    """
     given = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
     said = {name: found for name, found in given if not (isinstance(found, str) and not found.strip())}
     texts = {text_of(found, name): name for name, found in said.items()}
@@ -101,7 +103,9 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         if turns and turns[-1]["role"] == "user" and not is_blank(row.get("chosen")):
             raise DataError(
                 f"`chosen` holds the answer to the last of `{column}`: preferences are not trained here",
-                hint=f"add the chosen answer to `{column}`; `columns: {{note: chosen}}` gives it a name that is not read",
+                hint=(
+                    f"add the chosen answer to `{column}`; `columns: {{note: chosen}}` gives it a name that is not read"
+                ),
             )
         return {"messages": end_at_answer([*system_of(row), *turns])}
 
@@ -118,7 +122,9 @@ def _prompt(row: Row) -> Parts:
     for turn in context:
         if turn["role"] == "assistant":
             turn.setdefault("train", False)
-    words = completion if is_list(completion) else [{"role": "assistant", "content": answer_of(completion, "completion")}]
+    words = (
+        completion if is_list(completion) else [{"role": "assistant", "content": answer_of(completion, "completion")}]
+    )
     answer = chat_turns(words, "completion")
     if not any(turn["role"] == "assistant" for turn in answer):
         raise DataError("`completion` has no assistant message, so there is nothing to learn")
@@ -215,7 +221,9 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
         if not (packed or mask) or not is_list(value):
             continue
         if packed and list(value) != list(range(len(ids))) and len(set(map(str, value))) > 1:
-            raise DataError(f"`{name}` says that the row is several rows, which is not read", hint=f"unpack the rows; {unread}")
+            raise DataError(
+                f"`{name}` says that the row is several rows, which is not read", hint=f"unpack the rows; {unread}"
+            )
         if mask and len(value) == len(ids):
             other = "loss_mask" if all(part in (0, 1) for part in value) else "labels"
             read = f"`columns: {{{other}: {name}}}` if it does"
@@ -257,7 +265,10 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
     "messages": (("messages",), _chat("messages")),
     "sharegpt": (("conversations",), _chat("conversations")),
     "prompt_completion": (("prompt", "completion"), _prompt),
-    "question_answer": (("question", "answer"), lambda row: _turns(row, text_of(row["question"], "question"), "answer")),
+    "question_answer": (
+        ("question", "answer"),
+        lambda row: _turns(row, text_of(row["question"], "question"), "answer"),
+    ),
     "instruction": (("instruction", "output"), _instruction),
     "text": (("text",), _text),
     "tokens": (("input_ids",), _tokens),
@@ -266,10 +277,13 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
 
 
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("output", "answer", "completion"), ("response", "output", "answer", "completion", "target", "reply", "summary", "label")),
+    **dict.fromkeys(
+        ("output", "answer", "completion"),
+        ("response", "output", "answer", "completion", "target", "reply", "summary", "label"),
+    ),
     **dict.fromkeys(("prompt", "question", "instruction"), ("prompt", "query", "input", "instruction", "question")),
     "input": ("context",),
-}  # fmt: skip
+}
 """Column of a format -> what data sets call it, for hints."""
 
 
@@ -281,7 +295,9 @@ def recognise(row: Row) -> str:
     if fitting:
         raise DataError(
             f"the columns fit more than one format: {', '.join(fitting)} (columns: {names_of(row)})",
-            hint=f"set {' or '.join(f'`format: {form}`' for form in fitting)} of the source; the row is {show_row(row)}",
+            hint=(
+                f"set {' or '.join(f'`format: {form}`' for form in fitting)} of the source; the row is {show_row(row)}"
+            ),
         )
     if row.get("chosen") is not None and row.get("rejected") is not None:
         raise DataError(
@@ -299,7 +315,10 @@ def recognise(row: Row) -> str:
     else:
         known = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
         alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(row, form).items()))
-        hint = f"{_suggest_columns(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are {known}"
+        hint = (
+            f"{_suggest_columns(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are"
+            f" {known}"
+        )
     raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {show_row(row)}")
 
 
@@ -329,7 +348,8 @@ def _fitting(row: Row) -> list[str]:
 def understand(placed: Placed, source: int, form: str | None, *, group_by: str | None = None) -> Example:
     """Return the example of a row that a reader gave; `form` is `None` where the row itself must tell.
 
-    `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raise `DataError` with the row's place.
+    `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raise `DataError` with the
+    row's place.
     """
     place, row = placed
     try:
@@ -366,7 +386,10 @@ def _refuse_mask(row: Row) -> None:
         if is_list(value) and len(value) > 0 and looks_like_a_mask(name) and all(flag in (0, 1) for flag in value):
             raise DataError(
                 f"`{name}` seems to say which turns are learnt, and is not read",
-                hint=f"write `train: false` into the turns that are not; `columns: {{note: {name}}}` gives it a name that is not read",
+                hint=(
+                    f"write `train: false` into the turns that are not; `columns: {{note: {name}}}` gives it a name"
+                    " that is not read"
+                ),
             )
 
 
@@ -414,19 +437,24 @@ def _require(row: Row, form: str) -> None:
         return
     if missing[0] in row:
         raise DataError(
-            f"`{missing[0]}` is empty", hint=f"`filter: has({missing[0]})` leaves such rows out, and so does {LEAVE_OUT}"
+            f"`{missing[0]}` is empty",
+            hint=f"`filter: has({missing[0]})` leaves such rows out, and so does {LEAVE_OUT}",
         )
     others = " or ".join(_fitting(row))
     raise DataError(
         f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
-        hint=f"this row looks like {others}, but a source has one format: give each format its own source"
-        if others
-        else _suggest_columns(row, form),
+        hint=(
+            f"this row looks like {others}, but a source has one format: give each format its own source"
+            if others
+            else _suggest_columns(row, form)
+        ),
     )
 
 
 def _alike(row: Row, form: str) -> dict[str, str]:
-    """Return the columns of a format -> what `row` calls them: in other capitals, or by another name that data sets have."""
+    """Return the columns of a format -> what `row` calls them: in other capitals, or by another name that data sets
+    have.
+    """
     found: dict[str, str] = {}
     for new in (*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])):
         names = (name for alias in (new, *ALSO_CALLED.get(new, ())) for name in row if name.lower() == alias)

@@ -1,4 +1,6 @@
-"""Which files of a folder are which split, by the hub's own rules: what its README says, else the names of files and folders."""
+"""Which files of a folder are which split, by the hub's own rules: what its README says, else the names of files and
+folders.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ KEYWORDS = {
 }
 """Split -> the words in names that mean it, as `datasets.data_files` has them."""
 WORDS = {
-    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", re.IGNORECASE) for split, words in KEYWORDS.items()
+    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", re.IGNORECASE)
+    for split, words in KEYWORDS.items()
 }
 SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 ABOUT_DATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
@@ -40,7 +43,8 @@ Splits = dict[str, list[Path]]
 
 
 def splits_of_folder(folder: Path, source: DataSource) -> Splits:
-    """Return split -> files: the tables of a folder at any depth, or its documents where it has no table. Raise `DataError`.
+    """Return split -> files: the tables of a folder at any depth, or its documents where it has no table. Raise
+    `DataError`.
 
     All files are `train` where no name means a split.
     """
@@ -50,7 +54,9 @@ def splits_of_folder(folder: Path, source: DataSource) -> Splits:
         require_inside((file for found in named.values() for file in found), folder)
         return named
     if source.config is not None:
-        raise DataError(f"`config: {source.config}` is given, but no README with `configs` is in the folder", place=source.path)
+        raise DataError(
+            f"`config: {source.config}` is given, but no README with `configs` is in the folder", place=source.path
+        )
     for endings in (TABLES, DOCUMENTS):
         found = [path for path in files if kind(path) in endings and path.name not in ABOUT_DATA]
         if found:
@@ -61,7 +67,9 @@ def splits_of_folder(folder: Path, source: DataSource) -> Splits:
 
 
 def splits_of_glob(files: Sequence[Path], pattern: Path, source: DataSource) -> Splits:
-    """Return split -> files of those that a pattern found; all that it found is taken where their names mean no two splits."""
+    """Return split -> files of those that a pattern found; all that it found is taken where their names mean no two
+    splits.
+    """
     require_inside(files, root_of(pattern))
     splits = by_names(files, root_of(pattern), documents=all(kind(path) in DOCUMENTS for path in files))
     alone = source.split is None and len(splits.keys() - {NO_SPLIT}) < 2
@@ -75,7 +83,8 @@ def choose_split(splits: Splits, source: DataSource) -> list[Path]:
         return splits[source.split]
     shown = ", ".join(f"`{name}` ({plural(len(splits[name]), 'file')})" for name in names)
     hint = (
-        f"`sources: [{{path: {source.path}, split: {names[0]}}}]` instead of `train_path`; a glob takes the files that it names"
+        f"`sources: [{{path: {source.path}, split: {names[0]}}}]` instead of `train_path`; a glob takes the files that"
+        " it names"
     )
     if source.split is not None:
         raise DataError(f"there is no split `{source.split}`: {shown}", place=source.path, hint=hint)
@@ -96,7 +105,9 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def by_names(files: Iterable[Path], root: Path, *, documents: bool) -> Splits:
-    """Return split -> files, by the names of files and folders below `root`. A file whose name means two is in both, as on the hub."""
+    """Return split -> files, by the names of files and folders below `root`. A file whose name means two is in both, as
+    on the hub.
+    """
     splits: Splits = {}
     for file in files:
         parts = file.relative_to(root).parts if root != Path() else file.parts
@@ -127,7 +138,9 @@ def _documents_split(parts: Sequence[str]) -> list[str]:
 
 
 def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) -> Splits | None:
-    """Return the splits of one of the `configs` that a data set's README lists; `None` where it lists none. Raise `DataError`."""
+    """Return the splits of one of the `configs` that a data set's README lists; `None` where it lists none. Raise
+    `DataError`.
+    """
     readme = folder / "README.md"
     found = FRONT_MATTER.match(readme.read_text(encoding="utf-8", errors="replace")) if readme in files else None
     if not found:
@@ -136,27 +149,39 @@ def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) ->
         about = parse_yaml(found[1], str(readme)).plain()
     except UserError as error:
         hint = "correct it, or name the files in `path`: `FOLDER/*.parquet`"
-        raise DataError(f"its head cannot be read: {error.message}", place=error.place or str(readme), hint=hint) from None
+        raise DataError(
+            f"its head cannot be read: {error.message}", place=error.place or str(readme), hint=hint
+        ) from None
     configs = about.get("configs") if isinstance(about, Mapping) else None
     if not isinstance(configs, list) or not configs or not all(isinstance(config, Mapping) for config in configs):
         return None
     named = {str(config.get("config_name", "default")): config for config in configs}
-    default = [name for name, config in named.items() if config.get("default") is True or name == "default"] or list(named)
+    default = [name for name, config in named.items() if config.get("default") is True or name == "default"] or list(
+        named
+    )
     name = source.config if source.config is not None else default[0]
     if name not in named or (source.config is None and len(default) > 1):
         raise DataError(
-            f"there is no configuration `{name}`" if name not in named else "there are several configurations, and none is the default",
-            place=str(readme), hint=f"set `config` to one of {names_of(named)}",
-        )  # fmt: skip
+            f"there is no configuration `{name}`"
+            if name not in named
+            else "there are several configurations, and none is the default",
+            place=str(readme),
+            hint=f"set `config` to one of {names_of(named)}",
+        )
     config = named[name]
     if unread := config.keys() - README_KEYS:
         raise DataError(
-            f"the configuration `{name}` has {names_of(sorted(unread))}, which is not read", place=str(readme),
+            f"the configuration `{name}` has {names_of(sorted(unread))}, which is not read",
+            place=str(readme),
             hint="name the files in `path`: `FOLDER/*.parquet`",
-        )  # fmt: skip
+        )
     below = folder / str(config.get("data_dir") or "")
     if "data_files" not in config:
-        inside = [file for file in files if file.is_relative_to(below) and kind(file) in TABLES and file.name not in ABOUT_DATA]
+        inside = [
+            file
+            for file in files
+            if file.is_relative_to(below) and kind(file) in TABLES and file.name not in ABOUT_DATA
+        ]
         return by_names(inside, below, documents=False) if inside else None
     splits = {split: _matching(patterns, below, files) for split, patterns in _patterns(config["data_files"]).items()}
     if not splits:
@@ -172,7 +197,8 @@ def _patterns(data_files: Any) -> dict[str, list[str]]:
         data_files = {str(entry.get("split", "train")): entry.get("path", []) for entry in data_files}
     given = data_files if isinstance(data_files, Mapping) else {"train": data_files}
     return {
-        str(split): [str(entry) for entry in (paths if isinstance(paths, list) else [paths])] for split, paths in given.items()
+        str(split): [str(entry) for entry in (paths if isinstance(paths, list) else [paths])]
+        for split, paths in given.items()
     }
 
 
@@ -186,4 +212,6 @@ def _matching(patterns: Sequence[str], below: Path, files: Sequence[Path]) -> li
 def _regex(pattern: str) -> str:
     marks = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    return "".join(marks.get(part, part if part.startswith("[") and part.endswith("]") else re.escape(part)) for part in parts)
+    return "".join(
+        marks.get(part, part if part.startswith("[") and part.endswith("]") else re.escape(part)) for part in parts
+    )

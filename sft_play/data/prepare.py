@@ -1,4 +1,6 @@
-"""Prepares the training and validation rows once, before any process group, cached by the content of all that they depend on."""
+"""Prepares the training and validation rows once, before any process group, cached by the content of all that they
+depend on.
+"""
 
 from __future__ import annotations
 
@@ -62,13 +64,18 @@ class Part:
 
 
 def prepare_data(
-    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], day: str | None = None, before: Prepared | None = None
+    config: Config,
+    model: ResolvedModel,
+    tokenizer: Callable[[], Any],
+    day: str | None = None,
+    before: Prepared | None = None,
 ) -> tuple[Prepared, dict[str, dict[str, Any]]]:
-    """Return the prepared splits, from the cache when nothing that matters has changed, and their manifests. Raise `DataError`.
+    """Return the prepared splits, from the cache when nothing that matters has changed, and their manifests. Raise
+    `DataError`.
 
-    `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds. `day`: the
-    date (ISO) that rows must have where the template writes one; without it that of their first preparation. `before` is what a run
-    that continues was given: rows of files that are gone since are taken from the cache.
+    `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds.
+    `day`: the date (ISO) that rows must have where the template writes one; without it that of their first preparation.
+    `before` is what a run that continues was given: rows of files that are gone since are taken from the cache.
     """
     if not config.data.sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
@@ -113,7 +120,9 @@ def _of_day(
 
 
 def _parts(config: Config, model: ResolvedModel, known: Known, *day: str) -> list[Part]:
-    """Return the splits that a configuration asks for, training first; those of a `day` other than that of their first preparation."""
+    """Return the splits that a configuration asks for, training first; those of a `day` other than that of their first
+    preparation.
+    """
     sources, validation = config.data.sources, config.data.validation
     fraction = 0.0 if isinstance(validation, list) else float(validation or 0.0)
     # What the rows of both splits depend on, next to their sources.
@@ -127,12 +136,18 @@ def _parts(config: Config, model: ResolvedModel, known: Known, *day: str) -> lis
     return [train, _part("validation", sources, fraction, common, known)] if fraction else [train]
 
 
-def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any], known: Mapping[str, str | None]) -> Part:
+def _part(
+    name: str, sources: Sequence[DataSource], fraction: float, common: list[Any], known: Mapping[str, str | None]
+) -> Part:
     found = [identify(source, known.get(source.name or source.path)) for source in sources]
     keys, contents = zip(*found, strict=True)
     digest = text_sha256(json.dumps([*common, name, fraction, *keys], ensure_ascii=False, sort_keys=True))[:24]
     return Part(
-        name=name, sources=sources, contents=contents, fraction=fraction, folder=cache_folder() / "data" / f"{name}-{digest}"
+        name=name,
+        sources=sources,
+        contents=contents,
+        fraction=fraction,
+        folder=cache_folder() / "data" / f"{name}-{digest}",
     )
 
 
@@ -141,7 +156,10 @@ def _name_sources(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]
     assert manifest is not None, f"{part.folder} was published a moment ago"
     names = [{"name": source.name or source.path} for source in part.sources]
     commits = [source["hub_commit"] for source in manifest["sources"]]
-    contents = [content or (f"{HUB}{commit}" if commit else None) for content, commit in zip(part.contents, commits, strict=True)]
+    contents = [
+        content or (f"{HUB}{commit}" if commit else None)
+        for content, commit in zip(part.contents, commits, strict=True)
+    ]
     facts = [
         fact | name | {"weight": source.weight, "content": content}
         for fact, name, source, content in zip(manifest["split"]["sources"], names, part.sources, contents, strict=True)
@@ -184,7 +202,11 @@ class RowProblems:
         if self._stream is not None:
             self._stream.close()
             what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
-            print(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}", file=sys.stderr, flush=True)
+            print(
+                f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}",
+                file=sys.stderr,
+                flush=True,
+            )
         found = self._faults.errors()
         if not self.drop:
             raise_all([*found, *self.ended])
@@ -227,14 +249,18 @@ class Gatherer:
             self.writer.append(made, source=chunk.source, number=number)
 
     def take_left_out(self, left: Sequence[LeftOut]) -> None:
-        """Count what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
+        """Count what readers left out; where a fraction is validation it belongs to no side, and is counted once, with
+        training.
+        """
         for tally, out in zip(self.tallies, left, strict=True):
             tally.hub_commit = out.commit
             if not self.part.fraction or self.part.name == "train":
                 tally.add_left_out(out)
 
     def refuse_what_cannot_be_trained(self, of_both: int) -> None:
-        """Raise `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both splits."""
+        """Raise `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both
+        splits.
+        """
         part, limit = self.part, self.config.model.max_seq_len
         kind = "" if part.name == "train" else f"{part.name} "
         place, tokens = self.longest
@@ -244,8 +270,10 @@ class Gatherer:
                 f"{overlong:,} of {self.examples:,} {kind}rows are longer than `model.max_seq_len` {limit}; "
                 f"the longest has {tokens} tokens",
                 place=place,
-                hint=f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut them, "
-                "or split to make several rows of each",
+                hint=(
+                    f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut"
+                    " them, or split to make several rows of each"
+                ),
             )
         if not self.examples:
             raise DataError(
@@ -255,7 +283,9 @@ class Gatherer:
             )
         if not len(self.writer.lengths):
             hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if overlong else None
-            reasons = sum((tally.dropped for tally in self.tallies), Counter(duplicate=sum(t.duplicates for t in self.tallies)))
+            reasons = sum(
+                (tally.dropped for tally in self.tallies), Counter(duplicate=sum(t.duplicates for t in self.tallies))
+            )
             raise DataError(
                 f"no {kind}row is left of {self.examples:,}: {_list_reasons(reasons)}", place=place or None, hint=hint
             )
@@ -296,14 +326,22 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
         for gatherer in gatherers:
             part, writer = gatherer.part, gatherer.writer
             manifest = split_manifest(
-                part.sources, gatherer.tallies, lengths=writer.lengths, of_source=writer.sources, trained=writer.trained,
-                contents=part.contents, fingerprint=writer.fingerprint(),
-            )  # fmt: skip
+                part.sources,
+                gatherer.tallies,
+                lengths=writer.lengths,
+                of_source=writer.sources,
+                trained=writer.trained,
+                contents=part.contents,
+                fingerprint=writer.fingerprint(),
+            )
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             if part.name == "validation":
                 trained = set(_keys((train.folder / KEYS).read_bytes()))
-                manifest["overlap"] = {"with": "train", "rows": sum(key in trained for key in _keys(bytes(writer.keys)))}
+                manifest["overlap"] = {
+                    "with": "train",
+                    "rows": sum(key in trained for key in _keys(bytes(writer.keys))),
+                }
             writer.publish(manifest)
 
 
@@ -319,7 +357,11 @@ def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> No
     raise DataError(
         f"the sources hold no row: {_list_reasons(reasons)}" if reasons else "the sources hold no row",
         place=first or ", ".join(source.path for source in sources),
-        hint="pages that are pictures must be read by an OCR program first" if SCANNED in reasons or EMPTY in reasons else None,
+        hint=(
+            "pages that are pictures must be read by an OCR program first"
+            if SCANNED in reasons or EMPTY in reasons
+            else None
+        ),
     )
 
 
@@ -327,7 +369,9 @@ def _list_reasons(reasons: Counter[str]) -> str:
     return ", ".join(f"{count:,} left out ({reason})" for reason, count in reasons.items() if count)
 
 
-def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]) -> Iterator[Work]:
+def works_of(
+    sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]
+) -> Iterator[Work]:
     """Yield the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
 
     `seed` chooses where a source takes only some `rows`; what readers leave out is counted in `left`, by source.
@@ -336,7 +380,9 @@ def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, le
         form: str | None = None if source.format == "auto" else source.format
         try:
             for rows in _chunks(read_source(source, seed=seed, left=left[index])):
-                form = form or _first_form(rows)  # `auto` goes by the first row; another format later is an error of that row
+                form = form or _first_form(
+                    rows
+                )  # `auto` goes by the first row; another format later is an error of that row
                 yield Work(index, form, rows)
         except DataError as error:
             problems.ended.append(error)
@@ -365,12 +411,15 @@ def _first_form(rows: Sequence[Placed]) -> str | None:
         if not isinstance(row, DataError):
             try:
                 return recognise(row)
-            except DataError:  # told when the row is understood; a later row's format must not settle what this one leaves open
+            except (
+                DataError
+            ):  # told when the row is understood; a later row's format must not settle what this one leaves open
                 return None
     return None
 
 
-# Chunks of rows through one process or many: in order, a bounded number at a time, the same for every number of processes.
+# Chunks of rows through one process or many: in order, a bounded number at a time, the same for every number of
+# processes.
 
 
 CHUNK_ROWS = 256
@@ -381,7 +430,9 @@ FEW_CHUNKS = 8
 WAITING = 3
 """Chunks on their way for each process: one in work, and enough that it never waits."""
 KEY_BYTES = 16
-"""Of a row's content hash, what is kept to find copies: a chance meeting among 10 million rows has a probability of 1e-25."""
+"""Of a row's content hash, what is kept to find copies: a chance meeting among 10 million rows has a probability of
+1e-25.
+"""
 POSITION_DIGITS = 12
 """Hexadecimal digits of a hash that tell a row's place between 0 and 1."""
 
@@ -407,7 +458,9 @@ class Chunk(NamedTuple):
     """What was read."""
 
 
-def encode_all(config: Config, tokenizer: Any, works: Iterator[Work], *, fraction: float) -> Generator[Chunk, None, None]:
+def encode_all(
+    config: Config, tokenizer: Any, works: Iterator[Work], *, fraction: float
+) -> Generator[Chunk, None, None]:
     """Yield the chunk of each work, in order. Raise `DataError`, and `HardwareError` when a process was killed.
 
     `works` is read as chunks are taken: at most `WAITING` for each process are in memory.
@@ -419,8 +472,8 @@ def encode_all(config: Config, tokenizer: Any, works: Iterator[Work], *, fractio
     if processes == 1:
         yield from map(make, works)
         return
-    # On Linux the processes are forked: that takes milliseconds where importing transformers takes seconds. It is safe because the
-    # tokenizer's threads do not exist where it has not run yet, and are not used in the processes.
+    # On Linux the processes are forked: that takes milliseconds where importing transformers takes seconds. It is safe
+    # because the tokenizer's threads do not exist where it has not run yet, and are not used in the processes.
     method = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(processes, method, initializer=_begin, initargs=(make,))
     waiting: deque[Future[Chunk]] = deque()
@@ -503,10 +556,11 @@ def _encode(work: Work) -> Chunk:
 
 
 def is_held_out(key: str, group: str | None, fraction: float) -> bool:
-    """Whether a row belongs to validation: decided by its group where it has one, else by its content, and by nothing else.
+    """Whether a row belongs to validation: decided by its group where it has one, else by its content, and by nothing
+    else.
 
-    So a row keeps its side when rows are added, removed or moved, and a larger `fraction` only adds rows to validation. `key` is
-    `Example.key`; `group` is the value of `data.group_by`; `fraction` is in [0, 1).
+    So a row keeps its side when rows are added, removed or moved, and a larger `fraction` only adds rows to validation.
+    `key` is `Example.key`; `group` is the value of `data.group_by`; `fraction` is in [0, 1).
     """
     digest = text_sha256(f"row {key}" if group is None else f"group {group}")
     return int(digest[:POSITION_DIGITS], 16) / 16**POSITION_DIGITS < fraction

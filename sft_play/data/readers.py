@@ -1,4 +1,6 @@
-"""Reads the rows of one file by its ending, row by row and in bounded memory; only a `.json` list and a document are loaded completely."""
+"""Reads the rows of one file by its ending, row by row and in bounded memory; only a `.json` list and a document are
+loaded completely.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from sft_play.data.streams import COMPRESSED, kind, open_bytes, refuse_wide, rep
 from sft_play.errors import DataError
 
 Placed = tuple[str, Mapping[str, Any] | DataError]
-"""A row and where it stands: `file:line`, or `file, row n`. A line that is no row is its error, so that later ones are read too."""
+"""A row and where it stands: `file:line`, or `file, row n`. A line that is no row is its error, so that later ones are
+read too.
+"""
 
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (*TEXTS, ".parquet", ".pq", ".arrow", ".feather")
@@ -35,14 +39,17 @@ ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx o
 
 
 def read_file(path: Path, skip: Callable[[str, str], None] = lambda *_: None) -> Iterator[Placed]:
-    """Yield the rows of one file. Raise `DataError`; tell `skip` the reason and the place of a document without text."""
+    """Yield the rows of one file. Raise `DataError`; tell `skip` the reason and the place of a document without
+    text.
+    """
     ending = kind(path)
     if ending not in TABLES and ending not in DOCUMENTS:
         raise DataError(
-            f"files ending in `{ending}` are not read" if ending else "a file whose name has no ending is not read", place=str(path),
+            f"files ending in `{ending}` are not read" if ending else "a file whose name has no ending is not read",
+            place=str(path),
             hint=f"plain text is `.txt`; all that is read: {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed "
             f"({', '.join(COMPRESSED)})",
-        )  # fmt: skip
+        )
     with report_damage(path):
         if ending in TEXTS:
             with open_bytes(path) as stream:
@@ -89,17 +96,23 @@ def _read_json(path: Path) -> Iterator[Placed]:
     first, more = _first_lines(path)
     if not first:
         return
-    if first[:1] + first[-1:] == b"{}" and (more or not _rows_in(_parse(utf8(first, str(path)), path, 1))):  # JSON lines
+    if first[:1] + first[-1:] == b"{}" and (
+        more or not _rows_in(_parse(utf8(first, str(path)), path, 1))
+    ):  # JSON lines
         yield from _read_jsonl(path)
         return
     with open_bytes(path) as stream:
         rows = _parse(stream.read().decode("utf-8-sig"), path, 1)
     name = "row"
-    if isinstance(rows, dict) and len(lists := _rows_in(rows)) == 1:  # an export: its rows, beside what else is said of them
+    if (
+        isinstance(rows, dict) and len(lists := _rows_in(rows)) == 1
+    ):  # an export: its rows, beside what else is said of them
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
         said = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
-        raise DataError(f"is neither a list of rows, nor an object with one, nor one JSON object a line{said}", place=str(path))
+        raise DataError(
+            f"is neither a list of rows, nor an object with one, nor one JSON object a line{said}", place=str(path)
+        )
     for index, row in enumerate(rows):
         yield _object(row, f"{path}, {name} {index + 1}")
 
@@ -115,7 +128,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise DataError(f"the key `{twice}` is there more than once", hint=f"only the last would be read: {show_row(made)}")
+        raise DataError(
+            f"the key `{twice}` is there more than once", hint=f"only the last would be read: {show_row(made)}"
+        )
     return made
 
 
@@ -176,11 +191,14 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                     )
                     yield f"{path}:{last}", joined
                     continue
-                if None in row or None in row.values():  # surplus values are a list under `None`; missing ones are `None`
+                if (
+                    None in row or None in row.values()
+                ):  # surplus values are a list under `None`; missing ones are `None`
                     have = len(row.pop(None, None) or []) + sum(value is not None for value in row.values())
                     place, by = f"{path}:{last}", MARKS.get(mark, f"`{mark}`")
                     problem = (
-                        f"the row has another number of columns than the header: {have} and not {len(header)}, separated by {by}"
+                        f"the row has another number of columns than the header: {have} and not {len(header)},"
+                        f" separated by {by}"
                     )
                     yield place, DataError(problem, place=place, hint=QUOTES)
                     continue
@@ -196,7 +214,9 @@ def _read_csv(path: Path) -> Iterator[Placed]:
 
 
 def _separator(path: Path) -> str:
-    """Return what separates the columns: the first mark that gives the header several and the row after it as many, else a comma."""
+    """Return what separates the columns: the first mark that gives the header several and the row after it as many,
+    else a comma.
+    """
     if kind(path) == ".tsv":
         return "\t"
     with open_bytes(path) as stream:
@@ -220,8 +240,9 @@ def _read_document(path: Path, skip: Callable[[str, str], None]) -> Iterator[Pla
         yield str(path), {"text": document.text, "path": str(path), "title": document.title}
 
 
-# Parquet and Arrow files. Arrow keeps values that differ between rows as JSON in text (`extension<arrow.json>`, `Json` in `datasets`),
-# mappings with free keys as lists of pairs, and gives every struct of a column the keys of all others. A row is what its writer put in.
+# Parquet and Arrow files. Arrow keeps values that differ between rows as JSON in text (`extension<arrow.json>`, `Json`
+# in `datasets`), mappings with free keys as lists of pairs, and gives every struct of a column the keys of all others.
+# A row is what its writer put in.
 
 
 BATCH_ROWS = 1024
@@ -237,17 +258,22 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 
     with _seekable(path) as stream:
         about = parquet.read_metadata(stream)
-        columns = [about.row_group(group).column(at) for group in range(about.num_row_groups) for at in range(about.num_columns)]
+        columns = [
+            about.row_group(group).column(at)
+            for group in range(about.num_row_groups)
+            for at in range(about.num_columns)
+        ]
         longest = max((_longest_text(stream, column) for column in columns), default=0)
         rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, longest)))
         yield from placed_rows(parquet.ParquetFile(stream).iter_batches(batch_size=rows), str(path))
 
 
 def _longest_text(stream: IO[bytes], column: Any) -> int:
-    """Return the most bytes of a text that each row of a column may have, though the file holds it once; 0 where none is shared.
+    """Return the most bytes of a text that each row of a column may have, though the file holds it once; 0 where none
+    is shared.
 
-    Values stand in a dictionary's page, whose header is Thrift's compact form: type, then the bytes of the page; or, as prefixes of
-    the value before (`DELTA_BYTE_ARRAY`), anywhere.
+    Values stand in a dictionary's page, whose header is Thrift's compact form: type, then the bytes of the page; or, as
+    prefixes of the value before (`DELTA_BYTE_ARRAY`), anywhere.
     """
     if "BYTE_ARRAY" not in column.physical_type:
         return 0
@@ -336,13 +362,18 @@ def _bytes(values: Any) -> int:
     if types.is_dictionary(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
         return compute.sum(compute.take(compute.binary_length(values.dictionary), values.indices)).as_py() or 0
     views = (
-        types.is_string_view(kind) or types.is_binary_view(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)
+        types.is_string_view(kind)
+        or types.is_binary_view(kind)
+        or types.is_run_end_encoded(kind)
+        or types.is_dictionary(kind)
     )
     return BATCH_BYTES + 1 if views or types.is_nested(kind) else int(values.nbytes)
 
 
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of an Arrow type, as pyarrow gives it, into what a JSON file would hold, at any depth."""
+    """Return what makes a value of an Arrow type, as pyarrow gives it, into what a JSON file would hold, at any
+    depth.
+    """
     from pyarrow import types
 
     if isinstance(getattr(kind, "extension_name", None), str):
@@ -360,7 +391,11 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
         return lambda value: value if value is None else _once([(key_of(key), value_of(part)) for key, part in value])
     if types.is_nested(kind) and not types.is_union(kind):  # lists of every kind
         part_of = decoder(kind.value_type)
-        return (lambda value: value) if part_of is _as_it_is else (lambda value: value and [part_of(part) for part in value])
+        return (
+            (lambda value: value)
+            if part_of is _as_it_is
+            else (lambda value: value and [part_of(part) for part in value])
+        )
     return _as_it_is
 
 
@@ -369,7 +404,9 @@ class Filled(dict[str, Any]):
 
 
 def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
-    return Filled({name: part for name, part in struct.items() if part is not None}) if None in struct.values() else struct
+    return (
+        Filled({name: part for name, part in struct.items() if part is not None}) if None in struct.values() else struct
+    )
 
 
 def _as_it_is(value: Any) -> Any:
@@ -388,7 +425,14 @@ def _from_json(value: str | None) -> Any:
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[Placed]]] = {
-    ".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv,
-    ".parquet": _read_parquet, ".pq": _read_parquet, ".arrow": _read_arrow, ".feather": _read_arrow,
-}  # fmt: skip
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".pq": _read_parquet,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
+}
 """Ending of a file of rows -> what reads it."""

@@ -1,4 +1,6 @@
-"""Which rows a source gives, each with its place: files in a fixed order or what `datasets` knows, then `columns`, `filter` and `rows`."""
+"""Which rows a source gives, each with its place: files in a fixed order or what `datasets` knows, then `columns`,
+`filter` and `rows`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class LeftOut:
 
     def add(self, reason: str, place: str) -> None:
         """Count one."""
-        place = place.encode("utf-8", "backslashreplace").decode()  # a file's name may be no text, and manifests are JSON
+        place = place.encode(
+            "utf-8", "backslashreplace"
+        ).decode()  # a file's name may be no text, and manifests are JSON
         self.counts[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < SHOWN_PLACES:
@@ -88,14 +92,18 @@ class Faults:
 
 
 def saved_files(folder: Path, split: str | None) -> list[Path] | None:
-    """Return the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raise `DataError`."""
+    """Return the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raise
+    `DataError`.
+    """
     root, splits = folder, folder / "dataset_dict.json"
     if splits.is_file():
         names = _strings(splits, "splits")
         if split not in names:
             said = f"there is no split `{split}`" if split else "the data set has splits"
             raise DataError(
-                f"{said}: {', '.join(f'`{name}`' for name in names)}", place=str(folder), hint=f"set `split: {names[0]}`"
+                f"{said}: {', '.join(f'`{name}`' for name in names)}",
+                place=str(folder),
+                hint=f"set `split: {names[0]}`",
             )
         folder = folder / str(split)
     elif not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
@@ -132,7 +140,9 @@ SECONDS = 30
 
 
 def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
-    """Yield the rows of a hub dataset, whose commit `left` keeps. Raise `DataError`; `hint` says how paths of files are meant."""
+    """Yield the rows of a hub dataset, whose commit `left` keeps. Raise `DataError`; `hint` says how paths of files are
+    meant.
+    """
     import datasets
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
@@ -150,7 +160,14 @@ def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
         for placed in placed_rows(batches, f"{source.path} ({split})"):
             number += 1
             yield placed
-    except (OSError, ValueError, RuntimeError, HfHubHTTPError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        HfHubHTTPError,
+        httpx2.HTTPError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         raise _problem(source, error, number, hint) from error
 
 
@@ -172,14 +189,17 @@ def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> Data
         return DataError(f"reading broke off after row {rows:,}: {first}", place=source.path, hint="try again")
     if not hub_reachable():
         return DataError(
-            "there is no such file, and the hub cannot be reached", place=source.path,
+            "there is no such file, and the hub cannot be reached",
+            place=source.path,
             hint=f"check the network, or HF_HOME with a cached copy; {hint}",
-        )  # fmt: skip
+        )
     return DataError(
-        f"neither a file nor a hub dataset that can be loaded: {first}", place=source.path,
-        hint="streaming takes whole splits: `rows` limits them" if source.streaming and "[" in (source.split or "")
+        f"neither a file nor a hub dataset that can be loaded: {first}",
+        place=source.path,
+        hint="streaming takes whole splits: `rows` limits them"
+        if source.streaming and "[" in (source.split or "")
         else "check the name, `config`, `split`, `revision` and the network; a private dataset needs HF_TOKEN",
-    )  # fmt: skip
+    )
 
 
 BUILTIN = "builtin:"
@@ -213,7 +233,8 @@ def _find_files(source: DataSource) -> list[Path] | None:
 
 
 def identify(source: DataSource, before: str | None = None) -> tuple[list[Any], str | None]:
-    """Return all that the rows of a source depend on, and a sha256 of its files, `None` for what is not files. Raise `DataError`.
+    """Return all that the rows of a source depend on, and a sha256 of its files, `None` for what is not files. Raise
+    `DataError`.
 
     `before` is the sha256 at an earlier preparation: of files that are gone it is taken.
     """
@@ -230,7 +251,9 @@ def identify(source: DataSource, before: str | None = None) -> tuple[list[Any], 
 
 
 def files_sha256(paths: Sequence[Path]) -> str:
-    """Return a sha256 over names and contents of `paths`, in order. Raise `DataError` for a file that cannot be read."""
+    """Return a sha256 over names and contents of `paths`, in order. Raise `DataError` for a file that cannot be
+    read.
+    """
     try:
         digests = digests_of(paths, "data")
     except OSError as error:
@@ -247,16 +270,20 @@ def _refuse_hub_options(source: DataSource, *allowed: str) -> None:
     """Raise `DataError` for what only a hub dataset understands: nothing that was typed is ignored."""
     for name in ("split", "config", "revision"):
         if name not in allowed and getattr(source, name) is not None:
-            raise DataError(f"`{name}: {getattr(source, name)}` is given, but only a hub dataset has one", place=source.path)
+            raise DataError(
+                f"`{name}: {getattr(source, name)}` is given, but only a hub dataset has one", place=source.path
+            )
     if source.streaming:
         raise DataError(
-            "`streaming: true` is given, but only a hub dataset is streamed", place=source.path,
+            "`streaming: true` is given, but only a hub dataset is streamed",
+            place=source.path,
             hint="files are read row by row in any case",
-        )  # fmt: skip
+        )
 
 
 def read_source(source: DataSource, *, seed: int = 0, left: LeftOut | None = None) -> Iterator[Placed]:
-    """Yield the rows that a source takes: after its `columns`, `filter` and `rows` (chosen by `seed`, which is `train.seed`).
+    """Yield the rows that a source takes: after its `columns`, `filter` and `rows` (chosen by `seed`, which is
+    `train.seed`).
 
     What is left out is counted in `left`. Raise `DataError` with the place of what cannot be read.
     """
@@ -288,10 +315,14 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
         return
     folder = Path(source.path).expanduser()
     saved = folder.is_dir() and saved_files(folder, source.split) is not None
-    _refuse_hub_options(source, *([] if folder.is_file() else ["split"]), *(["config"] if folder.is_dir() and not saved else []))
+    _refuse_hub_options(
+        source, *([] if folder.is_file() else ["split"]), *(["config"] if folder.is_dir() and not saved else [])
+    )
     if folder.is_dir() and not saved:
         splits = splits_of_folder(folder, source)
-        for path in sorted(set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))):
+        for path in sorted(
+            set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))
+        ):
             left.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
     for path in files:
         count, before = 0, left.counts.total()
@@ -320,7 +351,9 @@ def _number(column: str, value: Any) -> str:
         known = value is not None and math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
         known = False
-    return f"number({column}) >= {value}" if known and isinstance(value, str) else f"{column} >= {value}" if known else ""
+    return (
+        f"number({column}) >= {value}" if known and isinstance(value, str) else f"{column} >= {value}" if known else ""
+    )
 
 
 def _held_out(column: str, value: Any) -> str:
@@ -348,7 +381,9 @@ JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
     (re.compile(r"(?:\w+_)?(?:score|rating|reward|weight|advantage)"), _number),
     (re.compile(r"label|status|verdict|preference|feedback"), _verdict),
 )
-"""Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing where they do not."""
+"""Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing where
+they do not.
+"""
 HELD_OUT: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
     (re.compile(r"_?(?:data_?set_)?(?:split|subset|set|partition|fold|phase)"), _held_out),
     (re.compile(r"is_(?:test|validation|val|eval)"), _opposite),
@@ -363,19 +398,29 @@ def _keepers(column: str, chat: bool) -> tuple[Callable[[str, Any], str], ...]:
 
 
 def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Placed]:
-    """Yield rows; one that a column judges, which no `filter` looks at, is an error: the wrong answers would be learnt."""
+    """Yield rows; one that a column judges, which no `filter` looks at, is an error: the wrong answers would be
+    learnt.
+    """
     heeded = Condition(source.filter).names if source.filter is not None else set()
-    chats = [set(columns) for form, (columns, _) in FORMATS.items() if form not in NO_CHAT and source.format in ("auto", form)]
+    chats = [
+        set(columns)
+        for form, (columns, _) in FORMATS.items()
+        if form not in NO_CHAT and source.format in ("auto", form)
+    ]
     for place, row in rows:
         if not isinstance(row, DataError):
             chat = any(row.keys() >= columns for columns in chats)
             judging = ((column, keep) for column in sorted(row.keys() - heeded) for keep in _keepers(column, chat))
             conditions = ((column, keep(column, row[column])) for column, keep in judging)
             if found := next((one for one in conditions if one[1]), None):
-                yield place, DataError(
-                    f"`{found[0]}` says whether the row is to be learnt, and is not read", place=place,
-                    hint=f"`filter: {found[1]}` keeps what is good, `filter: has({found[0]})` all",
-                )  # fmt: skip
+                yield (
+                    place,
+                    DataError(
+                        f"`{found[0]}` says whether the row is to be learnt, and is not read",
+                        place=place,
+                        hint=f"`filter: {found[1]}` keeps what is good, `filter: has({found[0]})` all",
+                    ),
+                )
                 continue
         yield place, row
 
@@ -405,9 +450,11 @@ def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Itera
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row under new names: `columns` is new name -> the file's. Raise `DataError` for a column that is not there.
+    """Return a row under new names: `columns` is new name -> the file's. Raise `DataError` for a column that is not
+    there.
 
-    Names with a dot are those within the turns: `messages.role: from`, and of their values, `messages.role.user: customer|visitor`.
+    Names with a dot are those within the turns: `messages.role: from`, and of their values, `messages.role.user:
+    customer|visitor`.
     """
     if not columns:
         return row
@@ -418,10 +465,13 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     missing = sorted({name for name in columns.values() if name not in row})
     if missing:
         raise DataError(
-            f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are {names_of(row)}",
-            hint=f"the other way round: `columns: {{{', '.join(f'{new}: {old}' for old, new in columns.items())}}}`"
-            if all(name in row for name in columns)
-            else "`columns` is written `{question: name in the file}`",
+            f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are"
+            f" {names_of(row)}",
+            hint=(
+                f"the other way round: `columns: {{{', '.join(f'{new}: {old}' for old, new in columns.items())}}}`"
+                if all(name in row for name in columns)
+                else "`columns` is written `{question: name in the file}`"
+            ),
         )
     used = set(columns.values())
     kept = {name: value for name, value in row.items() if name not in used}
@@ -435,7 +485,9 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
 
 
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between several."""
+    """Return a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between
+    several.
+    """
     keys = {old: new for new, old in names.items() if "." not in new and old in turn}
     made = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
     for new, old in names.items():
@@ -457,8 +509,8 @@ def _first(rows: Iterator[Placed], count: int, left: LeftOut) -> Iterator[Placed
 def _choose(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Iterator[Placed]:
     """Yield `count` rows: those with the smallest of as many random numbers as there are rows, one for each in order.
 
-    A row's number depends on the seed and its position alone, so a larger `count` takes the same rows and more. Only the chosen rows
-    are in memory. A row that cannot be read is yielded at once, as its error.
+    A row's number depends on the seed and its position alone, so a larger `count` takes the same rows and more. Only
+    the chosen rows are in memory. A row that cannot be read is yielded at once, as its error.
     """
     draw = random.Random(seed).random
     heap: list[tuple[float, int, Placed]] = []  # the largest number first, as its negative; no two share an index

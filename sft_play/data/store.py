@@ -1,4 +1,6 @@
-"""Prepared rows on the disk: written as Arrow, published by rename, read without `datasets`; and what was read, kept and skipped, and why."""
+"""Prepared rows on the disk: written as Arrow, published by rename, read without `datasets`; and what was read, kept
+and skipped, and why.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ class SourceTally:
         """Count what readers left out."""
         self.rows_read += left.counts.total()
         self.dropped += left.counts
-        self.left_out += [{"reason": reason, "place": place} for reason, places in left.places.items() for place in places]
+        self.left_out += [
+            {"reason": reason, "place": place} for reason, places in left.places.items() for place in places
+        ]
         self.there = left.there
 
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
@@ -118,7 +122,9 @@ def split_manifest(
     contents: Sequence[str | None],
     fingerprint: str,
 ) -> dict[str, Any]:
-    """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by prepared row."""
+    """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
+    prepared row.
+    """
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
         mine = [number == index for number in of_source]
@@ -135,7 +141,13 @@ def split_manifest(
         "most_labels": max(trained),
         "truncated": sum(tally.cut for tally in tallies),
         "sources": [
-            {"name": d["name"], "rows": d["rows"], "tokens": d["tokens"], "label_tokens": d["trained_tokens"], "weight": s.weight}
+            {
+                "name": d["name"],
+                "rows": d["rows"],
+                "tokens": d["tokens"],
+                "label_tokens": d["trained_tokens"],
+                "weight": s.weight,
+            }
             for s, d in zip(sources, described, strict=True)
         ],
     }
@@ -147,12 +159,16 @@ def split_manifest(
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a split that is there as it was written; removes what is damaged and returns `None`.
 
-    Every file is read, once in a launch: neither its size nor its time tells of bits that a disk lost. Training reads them anyway.
+    Every file is read, once in a launch: neither its size nor its time tells of bits that a disk lost. Training reads
+    them anyway.
     """
     try:
         manifest: dict[str, Any] = read_json(folder / MANIFEST)
         sums = manifest["checksums"]
-        if damage(folder, {name: {"bytes": size, ALGORITHM: sums[name]} for name, size in manifest["files"].items()}) is None:
+        if (
+            damage(folder, {name: {"bytes": size, ALGORITHM: sums[name]} for name, size in manifest["files"].items()})
+            is None
+        ):
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
@@ -166,23 +182,32 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     split, sources = manifest["split"], manifest["sources"]
     counted = counted_as(name)
     first = (
-        f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens, "
-        f"{split['label_tokens'] / split['tokens']:.0%} of them {counted}, median row {split['median']}, longest {split['longest']}"
+        f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens,"
+        f" {split['label_tokens'] / split['tokens']:.0%} of them {counted}, median row {split['median']}, longest"
+        f" {split['longest']}"
     )
     unused = [source for source in split["sources"] if source["weight"] == 0]
     if rows := sum(source["rows"] for source in unused) if name == "training" else 0:
-        first += f"; of sources with weight 0, never trained: {plural(rows, 'row')} ({sum(s['tokens'] for s in unused):,} tokens)"
+        first += (
+            f"; of sources with weight 0, never trained: {plural(rows, 'row')} ({sum(s['tokens'] for s in unused):,}"
+            " tokens)"
+        )
     lines = [first, *(_source_line(source, name) for source in sources)]
     reasons = [(reason, rows) for source in sources for reason, rows in source["dropped"].items()]
-    gone, read = sum(rows for why, rows in reasons if why.endswith("model.max_seq_len")), sum(s["rows_read"] for s in sources)
+    gone, read = (
+        sum(rows for why, rows in reasons if why.endswith("model.max_seq_len")),
+        sum(s["rows_read"] for s in sources),
+    )
     if 2 * gone > read:
         whole = any(reason.startswith("longer") for reason, _ in reasons)  # else they were cut, and too long even so
         other = ", or cut them: DATA_OVERLONG=split" if whole else ""
-        lines.append(f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}")
+        lines.append(
+            f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
+        )
     if ends := sum(source["answers_cut"] for source in sources):
         lines.append(
-            f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with "
-            "DATA_OVERLONG=truncate"
+            f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such"
+            " rows out with DATA_OVERLONG=truncate"
         )
     if thoughts := sum(source["thoughts_left_out"] for source in sources):
         lines.append(
@@ -191,10 +216,13 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         )
     if calls := sum(source["calls_undescribed"] for source in sources):
         lines.append(
-            f"  calls are learnt, but no tool is described: {calls:,} rows; `columns: {{tools: NAME}}` names the column that does"
+            f"  calls are learnt, but no tool is described: {calls:,} rows; `columns: {{tools: NAME}}` names the column"
+            " that does"
         )
     if nulls := sum(source["nulls_unsure"] for source in sources):
-        lines.append(f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows")
+        lines.append(
+            f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows"
+        )
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
@@ -211,7 +239,9 @@ def _source_line(source: Mapping[str, Any], name: str) -> str:
     parts += [f"{count:,} left out ({reason}{_files(source, reason)})" for reason, count in left_out_of(source).items()]
     parts += [rows_cut(source)] if source["cut"] else []
     parts += [f"{source['split']:,} split into {source['rows']:,} rows in all"] if source["split"] else []
-    long = f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
+    long = (
+        f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
+    )
     return (
         f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} "
         f"{counted_as(name)}{long}"
@@ -250,10 +280,14 @@ BATCH_ROWS, BATCH_TOKENS = 8192, 2**22
 TOKENS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [
-        ("input_ids", TOKENS), ("labels", TOKENS), ("row", pa.int64()), ("source", pa.int32()),
-        ("prompt_ids", TOKENS), ("reference", pa.string()),
+        ("input_ids", TOKENS),
+        ("labels", TOKENS),
+        ("row", pa.int64()),
+        ("source", pa.int32()),
+        ("prompt_ids", TOKENS),
+        ("reference", pa.string()),
     ]
-)  # fmt: skip
+)
 
 
 Integers = NDArray[np.int32]
@@ -285,7 +319,9 @@ class SplitWriter:
     """Write one split into a folder aside. A context manager: what was not published is gone when it is left."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is where the split is published; its neighbours that a killed process left half-written are removed."""
+        """`folder` is where the split is published; its neighbours that a killed process left half-written are
+        removed.
+        """
         self.folder = folder
         self._scratch = new_folder(folder.parent, folder.name)
         self._stream = pa.OSFile(str(self._scratch / ARROW), "wb")
@@ -350,7 +386,9 @@ class SplitWriter:
         }
         state |= {"_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None}
         write_json(self._scratch / "state.json", state)  # what `datasets.load_from_disk` looks for
-        write_json(self._scratch / "dataset_info.json", {"citation": "", "description": "", "homepage": "", "license": ""})
+        write_json(
+            self._scratch / "dataset_info.json", {"citation": "", "description": "", "homepage": "", "license": ""}
+        )
         sizes = {path.name: path.stat().st_size for path in self._scratch.iterdir()}
         checksums = {name: checksum(self._scratch / name) for name in sizes}
         write_json(self._scratch / MANIFEST, {**manifest, "files": sizes, "checksums": checksums})
@@ -390,7 +428,9 @@ class Rows:
         return {name: column[key].as_py() for name, column in zip(self.column_names, self._table.columns, strict=True)}
 
     def first_token_from(self, number: int) -> tuple[int, int] | None:
-        """Return the first token of this number or a higher one in what is read or prompted, and the source of its row."""
+        """Return the first token of this number or a higher one in what is read or prompted, and the source of its
+        row.
+        """
         for name in {"input_ids", "prompt_ids"} & set(self.column_names):
             if (pc.max(pc.list_flatten(self._table.column(name))).as_py() or 0) >= number:
                 rows = zip(self[name], self["source"], strict=True)

@@ -15,7 +15,9 @@ from typing import IO, Any
 from sft_play.errors import DataError, first_line
 
 LEAST_UNPACKED, MOST_EXPANSION = 64 * 2**20, 200
-"""Bytes that any compressed file may unpack to, and the largest ratio beyond them. Text shrinks to a tenth, repeated rows to a fiftieth."""
+"""Bytes that any compressed file may unpack to, and the largest ratio beyond them. Text shrinks to a tenth, repeated
+rows to a fiftieth.
+"""
 
 
 def _open_zstd(path: Path) -> Any:
@@ -24,7 +26,12 @@ def _open_zstd(path: Path) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
 
 
-COMPRESSED: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+COMPRESSED: Mapping[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
 """Ending of a compressed file, after the ending of what is in it (`rows.jsonl.gz`), and what opens it."""
 
 
@@ -35,13 +42,17 @@ def kind(path: Path) -> str:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """Open a file for reading its uncompressed bytes from the first to the last. Raise `OSError`; reading may raise `DataError`."""
+    """Open a file for reading its uncompressed bytes from the first to the last. Raise `OSError`; reading may raise
+    `DataError`.
+    """
     opener = COMPRESSED.get(path.suffix.lower())
     return path.open("rb") if opener is None else io.BufferedReader(_Unpacked(path, opener(path)), 1 << 18)
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file holds, up to a size that rows and documents can have: a few bytes must not become all of the memory."""
+    """What a compressed file holds, up to a size that rows and documents can have: a few bytes must not become all of
+    the memory.
+    """
 
     def __init__(self, path: Path, stream: IO[bytes]) -> None:
         self._path, self._stream = path, stream
@@ -56,9 +67,10 @@ class _Unpacked(io.RawIOBase):
         self._left -= len(block)
         if self._left < 0:
             raise DataError(
-                f"unpacks to more than {MOST_EXPANSION} times its size, as no text does", place=str(self._path),
+                f"unpacks to more than {MOST_EXPANSION} times its size, as no text does",
+                place=str(self._path),
                 hint="unpack it yourself, if you trust it, and name the result",
-            )  # fmt: skip
+            )
         buffer[: len(block)] = block
         return len(block)
 
@@ -72,7 +84,13 @@ def report_damage(path: Path) -> Iterator[None]:
     """Turn what the libraries raise for a file that cannot be opened, unpacked or decoded into `DataError`."""
     try:
         yield
-    except (EOFError, lzma.LZMAError, zlib.error, ValueError, OSError) as error:  # pyarrow's are `ValueError` and `OSError`
+    except (
+        EOFError,
+        lzma.LZMAError,
+        zlib.error,
+        ValueError,
+        OSError,
+    ) as error:  # pyarrow's are `ValueError` and `OSError`
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot be read: {error.strerror or error}", place=str(path)) from None
         raise DataError(
@@ -87,17 +105,24 @@ def report_damage(path: Path) -> Iterator[None]:
 
 CONVERT = "convert it: `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW`, with the encoding it was written in"
 BYTE_ORDER_MARKS = (
-    (b"\xff\xfe\x00\x00", "UTF-32"), (b"\x00\x00\xfe\xff", "UTF-32"), (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),
-)  # fmt: skip
+    (b"\xff\xfe\x00\x00", "UTF-32"),
+    (b"\x00\x00\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
 """Byte order marks, the longer first."""
 
 
 def refuse_wide(start: bytes, place: str) -> None:
-    """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an error."""
+    """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an
+    error.
+    """
     name = next((name for mark, name in BYTE_ORDER_MARKS if start.startswith(mark)), None)
     zeros = bytes(byte != 0 for byte in start)
     name = name or {b"\1\0\0\0": "UTF-32LE", b"\0\0\0\1": "UTF-32BE"}.get(zeros)
-    name = name or {b"\1\0": "UTF-16LE", b"\0\1": "UTF-16BE"}.get(zeros[:2])  # without a mark, but with a first letter of ASCII
+    name = name or {b"\1\0": "UTF-16LE", b"\0\1": "UTF-16BE"}.get(
+        zeros[:2]
+    )  # without a mark, but with a first letter of ASCII
     if name:
         raise DataError(
             f"is {name}, and not UTF-8 text", place=place, hint=f"convert it: `iconv -f {name} -t UTF-8 {place} > NEW`"

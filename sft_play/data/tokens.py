@@ -1,4 +1,6 @@
-"""Texts of rows to tokens, such that a row is, token by token, what inference sees and writes; and what happens to rows that are too long."""
+"""Texts of rows to tokens, such that a row is, token by token, what inference sees and writes; and what happens to rows
+that are too long.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Outcome:
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
     overlong: int = 0
-    """Tokens of an example that is longer than `model.max_seq_len`; 0 where it is not, and for documents made into chunks."""
+    """Tokens of an example that is longer than `model.max_seq_len`; 0 where it is not, and for documents made into
+    chunks.
+    """
 
 
 class Encoder:
@@ -98,7 +102,9 @@ class Encoder:
             return Outcome(error=found)
         messages = example.messages or []
         kept = Outcome(
-            thoughts=lost_thoughts(messages, texts, self.loss_on), undescribed=example.undescribed, filled=example.filled
+            thoughts=lost_thoughts(messages, texts, self.loss_on),
+            undescribed=example.undescribed,
+            filled=example.filled,
         )
         rows = [without_tail(row) for row in found]
         length = max(len(row.input_ids) for row in rows)
@@ -148,7 +154,9 @@ class Encoder:
         answer = row.labels[:2] == [IGNORED, IGNORED]  # tokens that are learnt from the beginning are a text
         if self.policy == "split" and not answer:
             return Outcome(rows=chunks(row, self.limit), overlong=length)
-        cut, loses_end = cut_tokens(_from_answer(row, self.limit), self.limit, answers=self.policy == "truncate_answers")
+        cut, loses_end = cut_tokens(
+            _from_answer(row, self.limit), self.limit, answers=self.policy == "truncate_answers"
+        )
         ends = int(answer and loses_end)
         if ends and self.policy != "truncate_answers":
             return Outcome(dropped=ANSWER_TOO_LONG, overlong=length)
@@ -167,13 +175,15 @@ def without_tail(encoded: Encoded) -> Encoded:
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Any, *, limit: int, overlong: str = "split") -> list[Outcome]:
-    """Tokenise documents together and return what became of each: every token is learnt, and each ends with the end-of-sequence token.
+    """Tokenise documents together and return what became of each: every token is learnt, and each ends with the
+    end-of-sequence token.
 
-    `limit`: tokens of the longest row, at least 2. `overlong` is `data.overlong`; `error`, the default of the key, is for conversations:
-    it cuts a document into chunks as `split` does. Chunks share one token, the last of one and the first of the next, where it is only
-    read: every token but a document's first is a target exactly once. BOS comes first where the tokenizer adds one; neither BOS nor EOS
-    is added where the text has it. Special tokens that a text spells are read as such, so that documents which another program put into
-    a template stay what they are. Raise `DataError` for a tokenizer without an end-of-sequence token.
+    `limit`: tokens of the longest row, at least 2. `overlong` is `data.overlong`; `error`, the default of the key, is
+    for conversations: it cuts a document into chunks as `split` does. Chunks share one token, the last of one and the
+    first of the next, where it is only read: every token but a document's first is a target exactly once. BOS comes
+    first where the tokenizer adds one; neither BOS nor EOS is added where the text has it. Special tokens that a text
+    spells are read as such, so that documents which another program put into a template stay what they are. Raise
+    `DataError` for a tokenizer without an end-of-sequence token.
     """
     assert limit >= SHORTEST, "a row of one token trains nothing"
     if tokenizer.eos_token_id is None:
@@ -249,7 +259,9 @@ class RowTokens:
         return problem or found
 
     def _quick(self, row: RowText, tokens: Iterator[list[int]]) -> list[Encoded]:
-        """Return a row of pieces that were tokenised alone, where those of earlier answers are the tokens of the complete prompt."""
+        """Return a row of pieces that were tokenised alone, where those of earlier answers are the tokens of the
+        complete prompt.
+        """
         prompt, answer = next(tokens), next(tokens)
         earlier = [(next(tokens), next(tokens)) for _ in row.earlier]
         labels: list[int] = []
@@ -295,12 +307,18 @@ class RowTokens:
         if anchored[: len(anchor)] == anchor:
             return anchored[len(anchor) :]
         raise DataError(
-            "the tokenizer joins the start of an answer to the prompt before it, so training would see other tokens than inference",
-            hint="use a template that ends the generation prompt with a special token or a line end: `data.chat_template`",
+            "the tokenizer joins the start of an answer to the prompt before it, so training would see other tokens"
+            " than inference",
+            hint=(
+                "use a template that ends the generation prompt with a special token or a line end:"
+                " `data.chat_template`"
+            ),
         )
 
     def _without(self, row: RowText, ids: list[int], prompt: int) -> list[int]:
-        """Return the labels of a row of which everything is learnt but some parts; `prompt` is its number of prompt tokens."""
+        """Return the labels of a row of which everything is learnt but some parts; `prompt` is its number of prompt
+        tokens.
+        """
         labels = list(ids)
         offsets = self.tokenizer(row.prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         for span in row.untrained:
@@ -317,7 +335,8 @@ class RowTokens:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[0] == bos and bos not in self.stops and ids[1:2] == [bos]:
             raise DataError(
-                "the chat template writes the beginning-of-sequence token twice", hint="take one `bos_token` out of the template"
+                "the chat template writes the beginning-of-sequence token twice",
+                hint="take one `bos_token` out of the template",
             )
 
     def _fast(self, texts: Sequence[str]) -> list[list[int]]:
@@ -326,14 +345,19 @@ class RowTokens:
     def _slow(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        found = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        found = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
         return [list(ids) for ids in found]
 
     def _continues_plainly(self) -> bool:
-        """Whether the end of a turn splits the text before anything else does, and a text has the same tokens after it as alone."""
+        """Whether the end of a turn splits the text before anything else does, and a text has the same tokens after it
+        as alone.
+        """
         added = self.tokenizer.added_tokens_decoder
         if not all(
-            index in added and not (added[index].lstrip or added[index].rstrip or added[index].normalized) for index in self.stops
+            index in added and not (added[index].lstrip or added[index].rstrip or added[index].normalized)
+            for index in self.stops
         ):
             return False
         stop = next(iter(self.stops))
@@ -344,7 +368,9 @@ class RowTokens:
 
 
 def _pieces(row: RowText) -> Iterator[str]:
-    """Yield the texts that are tokenised for a row: prompt, answer, then what stands before each earlier answer, and that answer."""
+    """Yield the texts that are tokenised for a row: prompt, answer, then what stands before each earlier answer, and
+    that answer.
+    """
     yield row.prompt
     yield row.answer
     reached = 0
@@ -356,10 +382,11 @@ def _pieces(row: RowText) -> Iterator[str]:
 
 # What happens to conversations and token rows that are longer than `model.max_seq_len` (`data.overlong`).
 #
-# `truncate` keeps the last answer: the oldest exchanges go first, then the beginning of the longest turn that is read and not learnt,
-# then the system turn. `split` puts the exchanges of a conversation into as few rows as hold them, in order, each with the system
-# turn; an exchange that alone is too long is cut as by `truncate`. So each answer is learnt at most once, and always to its end: an exchange
-# stays together (a call, its result, the answer), and one whose answers do not fit is left out. Only `truncate_answers` cuts answers.
+# `truncate` keeps the last answer: the oldest exchanges go first, then the beginning of the longest turn that is read
+# and not learnt, then the system turn. `split` puts the exchanges of a conversation into as few rows as hold them, in
+# order, each with the system turn; an exchange that alone is too long is cut as by `truncate`. So each answer is learnt
+# at most once, and always to its end: an exchange stays together (a call, its result, the answer), and one whose
+# answers do not fit is left out. Only `truncate_answers` cuts answers.
 
 
 Encode = Callable[[Sequence[Message]], list[Encoded]]
@@ -385,11 +412,16 @@ class Cut:
         shortened = Counter(str(turn["role"]) for turn in self.turns if id(turn) not in before)
         gone = Counter(str(turn["role"]) for turn in messages if id(turn) not in after) - shortened
         ends = ["the end of an answer"] if self.answers_cut else []
-        return frozenset([*(f"{role} turns" for role in gone), *(f"the beginning of a {role} turn" for role in shortened), *ends])
+        return frozenset(
+            [*(f"{role} turns" for role in gone), *(f"the beginning of a {role} turn" for role in shortened), *ends]
+        )
 
 
-def truncate(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
-    """Return the longest end of a conversation that fits; `None` where its last answer does not, unless `answers` may be cut.
+def truncate(
+    messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False
+) -> Cut | None:
+    """Return the longest end of a conversation that fits; `None` where its last answer does not, unless `answers` may
+    be cut.
 
     Raise `DataError` as `encode` does.
     """
@@ -432,7 +464,9 @@ def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count)
 
 
 def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """Return the system turns at the beginning, and the exchanges: each a question with all that follows until the next one."""
+    """Return the system turns at the beginning, and the exchanges: each a question with all that follows until the next
+    one.
+    """
     start = next((index for index, turn in enumerate(messages) if turn["role"] != "system"), len(messages))
     exchanges: list[list[Message]] = []
     for turn in messages[start:]:
@@ -445,8 +479,9 @@ def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[
 def cut_tokens(row: Encoded, limit: int, *, answers: bool = True) -> tuple[Encoded, bool]:
     """Return at most `limit` tokens of a row, all of one that fits, and whether learnt ones at its end are left out.
 
-    Its last answer is kept, or what is learnt of tokens that have none: the beginning goes first; the end, with the token that ends the
-    turn, only where less than half a row of what is read before it would be left, or with `answers: False` nothing of it.
+    Its last answer is kept, or what is learnt of tokens that have none: the beginning goes first; the end, with the
+    token that ends the turn, only where less than half a row of what is read before it would be left, or with `answers:
+    False` nothing of it.
     """
     first = len(row.prompt_ids) or next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
     least = limit // 2 if answers else 1
@@ -457,14 +492,20 @@ def cut_tokens(row: Encoded, limit: int, *, answers: bool = True) -> tuple[Encod
 
 
 def _from_answer(row: Encoded, limit: int) -> Encoded:
-    """Return a row of tokens whose earlier answers are only read, as many of them as keep the others from fitting in `limit`."""
-    starts = [at for at, label in enumerate(row.labels) if label != IGNORED and (at == 0 or row.labels[at - 1] == IGNORED)]
+    """Return a row of tokens whose earlier answers are only read, as many of them as keep the others from fitting in
+    `limit`.
+    """
+    starts = [
+        at for at, label in enumerate(row.labels) if label != IGNORED and (at == 0 or row.labels[at - 1] == IGNORED)
+    ]
     first = next((start for start in starts if len(row.labels) - start < limit), starts[-1])
     return replace(row, labels=[IGNORED] * first + row.labels[first:])
 
 
 def chunks(row: Encoded, limit: int) -> list[Encoded]:
-    """Return a long row in pieces that share one token, so that each label is learnt once; pieces without any are left out."""
+    """Return a long row in pieces that share one token, so that each label is learnt once; pieces without any are left
+    out.
+    """
     found = []
     for start in range(0, len(row.input_ids) - 1, limit - 1):
         ids, labels = row.input_ids[start : start + limit], row.labels[start : start + limit]
@@ -473,10 +514,14 @@ def chunks(row: Encoded, limit: int) -> list[Encoded]:
     return found
 
 
-def _shorten(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
-    """Return one exchange whose longest read turns lost their beginning, but never all of it; `None` where it does not fit even so.
+def _shorten(
+    messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False
+) -> Cut | None:
+    """Return one exchange whose longest read turns lost their beginning, but never all of it; `None` where it does not
+    fit even so.
 
-    `messages` end with an answer. `answers` lets an answer that is longer than half a row lose its end: half a row of prompt stays.
+    `messages` end with an answer. `answers` lets an answer that is longer than half a row lose its end: half a row of
+    prompt stays.
     """
     turns = list(messages)
     rows = encode(turns)
@@ -489,7 +534,9 @@ def _shorten(messages: Sequence[Message], limit: int, encode: Encode, count: Cou
             return None
         if excess <= 0:
             break
-        read = [index for index, turn in enumerate(turns) if turn["role"] not in ("assistant", "system") and turn["content"]]
+        read = [
+            index for index, turn in enumerate(turns) if turn["role"] not in ("assistant", "system") and turn["content"]
+        ]
         index = max(read, key=lambda at: len(turns[at]["content"]), default=0)
         tokens = count(turns[index]["content"]) if read else 0
         if tokens < 2:
@@ -497,7 +544,9 @@ def _shorten(messages: Sequence[Message], limit: int, encode: Encode, count: Cou
                 break
             return _shorten(messages[1:], limit, encode, count, answers=answers)
         text = turns[index]["content"]
-        left = max(1, len(text) - 1 - -(-len(text) * min(excess, tokens // 2) // tokens))  # characters for about that many tokens
+        left = max(
+            1, len(text) - 1 - -(-len(text) * min(excess, tokens // 2) // tokens)
+        )  # characters for about that many tokens
         try:
             fewer = [*turns[:index], {**turns[index], "content": text[-left:]}, *turns[index + 1 :]]
             rows, turns = encode(fewer), fewer

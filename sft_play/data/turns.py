@@ -1,7 +1,8 @@
 """The turns of a conversation as files write them, made uniform: roles, text, tool calls, what is not learnt.
 
-A turn comes out as chat templates take it: `role` and `content`, and where given `train`, `tool_calls`, `tool_call_id`, `name`
-and `reasoning_content`. Arguments of tool calls are mappings, as the templates of models expect them, and never JSON in a string.
+A turn comes out as chat templates take it: `role` and `content`, and where given `train`, `tool_calls`, `tool_call_id`,
+`name` and `reasoning_content`. Arguments of tool calls are mappings, as the templates of models expect them, and never
+JSON in a string.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ ROLES = ("system", "user", "assistant", "tool")
 CALLS = "calls"
 """Stands for the roles whose words are calls of tools, as JSON."""
 ROLE_NAMES: Mapping[str, str] = {
-    **{role: role for role in ROLES}, "developer": "system", "human": "user",
+    **{role: role for role in ROLES},
+    "developer": "system",
+    "human": "user",
     **dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("function", "ipython", "observation", "function_response", "function_result"), "tool"),
     **dict.fromkeys(("tool_response", "tool_result", "tool_output"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), CALLS),
-}  # fmt: skip
+}
 """Names that data sets give to roles."""
 FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
     None: ("system", "user", "assistant"),
@@ -51,15 +54,24 @@ MASKS = ("train", "weight", "loss", "trainable", "is_trainable", "training", "lo
 LIKE_A_MASK = re.compile(
     r"(?:^|_)(?:train\w*|loss|mask(?:ed)?|learn\w*|supervise[ds]?|weights?|labels?|ignored?|skip|exclude[ds]?)(?:$|_)"
 )
-MARKS_WHAT_IS_NOT_LEARNT = re.compile(r"(?:^|_)(?:mask(?:ed)?|ignored?|skip|exclude[ds]?|no|not|prompt|input|pad)(?:$|_)")
+MARKS_WHAT_IS_NOT_LEARNT = re.compile(
+    r"(?:^|_)(?:mask(?:ed)?|ignored?|skip|exclude[ds]?|no|not|prompt|input|pad)(?:$|_)"
+)
 """Of names of masks: those that most likely are 1 or true where nothing is learnt."""
 CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
 """Keys that are not read, though they look like `tool_calls`."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 TOOL_NAMES = (
-    "tools", "functions", "tool_defs", "tool_definitions", "available_tools", "available_functions", "function_definitions",
-    "tool_list", "function_list",
-)  # fmt: skip
+    "tools",
+    "functions",
+    "tool_defs",
+    "tool_definitions",
+    "available_tools",
+    "available_functions",
+    "function_definitions",
+    "tool_list",
+    "function_list",
+)
 """Columns, or keys of the system turn, that describe what may be called."""
 MOST_DEPTH, SHOWN = 100, 60
 """Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
@@ -108,7 +120,8 @@ def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Messa
 def _no_turn(message: Mapping[str, Any], name: str, all_turns: Sequence[Any]) -> DataError:
     names = other_names(name.partition("[")[0], all_turns)
     return DataError(
-        f"`{name}` lacks `role` or `content`; it has {names_of(message)}", hint=f"other names: {names}" if names else None
+        f"`{name}` lacks `role` or `content`; it has {names_of(message)}",
+        hint=f"other names: {names}" if names else None,
     )
 
 
@@ -146,7 +159,9 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
 
 
 def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
-    """Return, for a hint, the `columns` that name a column's turns, keys and roles as formats do; nothing where these names are read."""
+    """Return, for a hint, the `columns` that name a column's turns, keys and roles as formats do; nothing where these
+    names are read.
+    """
     new = new or column
     first: Mapping[str, Any] = next((turn for turn in turns if isinstance(turn, Mapping)), {})
     speaker, words = (next((key for key in keys if key in first), "NAME") for keys in (SPEAKERS, WORDS))
@@ -169,7 +184,8 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
 
 
 MEDIA = re.compile(
-    r"(?:image|img|picture|photo|video|audio|pixel_value|file_name)s?(?:_?(?:url|path|file|bytes|base64)s?)?", re.IGNORECASE
+    r"(?:image|img|picture|photo|video|audio|pixel_value|file_name)s?(?:_?(?:url|path|file|bytes|base64)s?)?",
+    re.IGNORECASE,
 )
 MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|webm|mov|avi)$", re.IGNORECASE)
 
@@ -180,7 +196,9 @@ def _looks_like_media(key: str) -> bool:
 
 
 def refuse_media(found: Mapping[str, Any], name: str = "") -> None:
-    """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt blind."""
+    """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt
+    blind.
+    """
     for key, value in found.items():
         some = next(iter(value), None) if is_list(value) else value
         named = _looks_like_media(key) and not is_blank(value) and not isinstance(some, (bool, int, float))
@@ -190,7 +208,10 @@ def refuse_media(found: Mapping[str, Any], name: str = "") -> None:
             column = f"{name.partition('[')[0]}.note" if name else "note"
             raise DataError(
                 f"`{name}{'.' if name else ''}{key}` holds pictures or sounds; only text is trained",
-                hint=f"`columns: {{{column}: {key}}}` gives it a name that is not read, if the text is meant without them",
+                hint=(
+                    f"`columns: {{{column}: {key}}}` gives it a name that is not read, if the text is meant without"
+                    " them"
+                ),
             )
 
 
@@ -207,7 +228,9 @@ def marks_what_is_not_learnt(key: str) -> bool:
 
 
 def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
-    """Return what a turn's other keys say under any name of `MASKS`, `None` where they say nothing. Raise `DataError`."""
+    """Return what a turn's other keys say under any name of `MASKS`, `None` where they say nothing. Raise
+    `DataError`.
+    """
     column = name.partition("[")[0]
     said: dict[str, bool] = {}
     for key, value in others.items():
@@ -275,7 +298,10 @@ def _call(call: Any, name: str) -> dict[str, Any]:
         arguments = parse_json(arguments, f"{name}.{key}") if arguments.strip() else {}
     if not isinstance(arguments, Mapping) and arguments is not None:
         raise DataError(f"`{name}.{key}` is {kind_of(arguments)}; expected a mapping")
-    function = {"name": text_of(function["name"], f"{name}.name"), "arguments": json_of(arguments or {}, f"{name}.{key}")}
+    function = {
+        "name": text_of(function["name"], f"{name}.name"),
+        "arguments": json_of(arguments or {}, f"{name}.{key}"),
+    }
     made: dict[str, Any] = {"type": "function", "function": function}
     if call.get("id") is not None:
         made["id"] = text_of(call["id"], f"{name}.id")
@@ -283,7 +309,9 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any], name: str = "") -> list[Any] | None:
-    """Return the functions that a row, or a system turn, describes: a list, or JSON of one in a string. Raise `DataError`."""
+    """Return the functions that a row, or a system turn, describes: a list, or JSON of one in a string. Raise
+    `DataError`.
+    """
     found = [(key, _tools(row[key], name + key)) for key in TOOL_NAMES if not is_blank(row.get(key))]
     described = [(key, tools) for key, tools in found if tools]
     if any(tools != described[0][1] for _, tools in described):
@@ -324,8 +352,12 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
         if role not in FOLLOWERS[before]:
             order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
             after = f"after {before}" if before else "at the start"
-            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
-            raise DataError(f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}", hint=hint)
+            hint = (
+                f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
+            )
+            raise DataError(
+                f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}", hint=hint
+            )
         before = role
     if not any(turn["role"] == "assistant" for turn in turns):
         raise DataError("the row has no assistant message, so there is nothing to learn")
@@ -363,12 +395,16 @@ def text_of(value: Any, name: str) -> str:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer can read it
-            raise DataError(f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text") from None
+            raise DataError(
+                f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text"
+            ) from None
     return value
 
 
 def json_of(value: Any, name: str, depth: int = 0) -> Any:
-    """Return `value`, which a template can write as JSON. Raise `DataError` with the place in it of what JSON does not have."""
+    """Return `value`, which a template can write as JSON. Raise `DataError` with the place in it of what JSON does not
+    have.
+    """
     if isinstance(value, str):
         return text_of(value, name)
     if depth > MOST_DEPTH:
@@ -383,11 +419,15 @@ def json_of(value: Any, name: str, depth: int = 0) -> Any:
         raise DataError(f"`{name}` is {value}, which JSON does not have", hint="write null, or text")
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    raise DataError(f"`{name}` is {kind_of(value)}, which JSON does not have; expected text or a number", hint="write it as text")
+    raise DataError(
+        f"`{name}` is {kind_of(value)}, which JSON does not have; expected text or a number", hint="write it as text"
+    )
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a column or key that may be left out is: null, an empty list, or text without a letter. No number is, nor `false`."""
+    """Whether a column or key that may be left out is: null, an empty list, or text without a letter. No number is, nor
+    `false`.
+    """
     return value is None or (isinstance(value, str) and not value.strip()) or (is_list(value) and not len(value))
 
 
@@ -413,6 +453,8 @@ def parse_json(text: str, name: str) -> Any:
         raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
     except json.JSONDecodeError as error:
         python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
-        raise DataError(f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python) from None
+        raise DataError(
+            f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
+        ) from None
     except (RecursionError, ValueError):
         raise DataError(f"`{name}` is JSON nested too deep") from None

@@ -1,4 +1,6 @@
-"""Standard benchmarks of a model: tasks of lm-evaluation-harness, an optional package that is imported only when one is really run; torch too."""
+"""Standard benchmarks of a model: tasks of lm-evaluation-harness, an optional package that is imported only when one is
+really run; torch too.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,22 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# Standard benchmarks: tasks of lm-evaluation-harness, an optional package that is imported only when one is really run; torch too.
+# Standard benchmarks: tasks of lm-evaluation-harness, an optional package that is imported only when one is really run;
+# torch too.
 
 
 def parse_tasks(text: str) -> list[str]:
-    """Return the tasks. Raise `UserError` for files that are missing, `HardwareError` where lm-evaluation-harness is not installed."""
+    """Return the tasks. Raise `UserError` for files that are missing, `HardwareError` where lm-evaluation-harness is
+    not installed.
+    """
     tasks = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not tasks:
         raise UserError("`BENCHMARKS` names no task", hint="BENCHMARKS=arc_easy,hellaswag, or the YAML file of a task")
     for task in tasks:
         if (task.endswith((".yaml", ".yml")) or "/" in task) and not Path(task).is_file():
-            raise UserError("there is no such task file", place=task, hint="paths count from the folder in which you typed make")
+            raise UserError(
+                "there is no such task file", place=task, hint="paths count from the folder in which you typed make"
+            )
     if importlib.util.find_spec("lm_eval") is None:
         raise HardwareError("`BENCHMARKS` needs lm-evaluation-harness, which is not installed", hint=INSTALL)
     return tasks
@@ -59,9 +66,16 @@ def _key(task: str, limit: int | None, weights: str) -> str:
 
 
 def measure(
-    run: RunFolder, weights: Path | None, content: str, folder: Path, tasks: Sequence[str], limit: int | None, config: Config
+    run: RunFolder,
+    weights: Path | None,
+    content: str,
+    folder: Path,
+    tasks: Sequence[str],
+    limit: int | None,
+    config: Config,
 ) -> dict[str, Any]:
-    """Run the tasks that were not measured with these weights yet, keep them in `benchmarks.json`, and return what was asked for.
+    """Run the tasks that were not measured with these weights yet, keep them in `benchmarks.json`, and return what was
+    asked for.
 
     `weights`: `model/` or a checkpoint, `None` for the base; `content`: the hash of them.
 
@@ -103,7 +117,11 @@ def _tasks(wanted: Sequence[str]) -> tuple[Any, list[str]]:
     for name in names:
         if not manager.match_tasks([name]):
             close = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
-            hint = f"did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else "`lm-eval ls tasks` lists all of them"
+            hint = (
+                f"did you mean {' or '.join(f'`{c}`' for c in close)}?"
+                if close
+                else "`lm-eval ls tasks` lists all of them"
+            )
             raise UserError(f"lm-evaluation-harness has no task `{name}`", hint=hint)
     return manager, names
 
@@ -116,7 +134,9 @@ def _name_in(path: Path) -> str:
     return found.group(1)
 
 
-def _evaluate(model: Any, tokenizer: Any, name: str, manager: Any, limit: int | None, size: int, device: str) -> dict[str, Any]:
+def _evaluate(
+    model: Any, tokenizer: Any, name: str, manager: Any, limit: int | None, size: int, device: str
+) -> dict[str, Any]:
     """Return for each task of `name` its metrics as lm-evaluation-harness computes them, with n."""
     from datasets.exceptions import DatasetsError
     from lm_eval import simple_evaluate

@@ -39,7 +39,9 @@ NOT_SETTINGS = ("data.train_path", "data.val_path")
 def main(call: Call) -> int:
     """Compare, and prints tables, or JSON."""
     if "RUNS" not in call.options:
-        raise UserError("`RUNS` is missing", hint='make compare RUNS="first second", or RUNS="run@base run@step-000040 run"')
+        raise UserError(
+            "`RUNS` is missing", hint='make compare RUNS="first second", or RUNS="run@base run@step-000040 run"'
+        )
     rows = call.integer("ROWS")
     sides = read_sides(call.options["RUNS"].replace(",", " ").split(), call.options.get("DATA"))
     result = compare(sides, call.options.get("METRIC"), ROWS if rows is None else rows)
@@ -56,7 +58,9 @@ def compare(sides: Sequence[Side], wanted: str | None, count: int) -> dict[str, 
     metrics = [name for name in sides[0].metrics if all(name in side.metrics for side in sides)]
     metric = _metric(wanted, metrics)
     if not metrics:
-        notes.append("no score of answers is common to all; `make eval` scores answers, with EVAL_METRICS= for the same metrics")
+        notes.append(
+            "no score of answers is common to all; `make eval` scores answers, with EVAL_METRICS= for the same metrics"
+        )
     benchmarks = _side_by_side([side.benchmarks() for side in sides])
     return {
         "runs": [side.name for side in sides],
@@ -90,7 +94,9 @@ def _metric(wanted: str | None, metrics: Sequence[str]) -> str | None:
 
 def _side_by_side(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return name -> one value a side, `None` where it has none."""
-    return {name: [found.get(name) for found in each] for name in dict.fromkeys(name for found in each for name in found)}
+    return {
+        name: [found.get(name) for found in each] for name in dict.fromkeys(name for found in each for name in found)
+    }
 
 
 def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> list[dict[str, Any] | None]:
@@ -116,7 +122,13 @@ def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: 
         ]
         first = sides[0].answers[row]
         found.append(
-            {"row": row, "gap": gaps[row], "prompt": first["prompt"], "reference": first["reference"], "answers": answers}
+            {
+                "row": row,
+                "gap": gaps[row],
+                "prompt": first["prompt"],
+                "reference": first["reference"],
+                "answers": answers,
+            }
         )
     return found
 
@@ -130,7 +142,9 @@ def show(result: Mapping[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else max(LEAST_WIDTH, 34 + 48 * len(result["runs"])), highlight=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else max(LEAST_WIDTH, 34 + 48 * len(result["runs"])), highlight=False
+    )
     tables = {
         "Configuration: keys that differ": result["settings"],
         "Training": result["facts"],
@@ -146,7 +160,9 @@ def show(result: Mapping[str, Any]) -> None:
             table.add_row(Text(name.removesuffix(BYTES)), *(Text(_shown(value, name)) for value in values))
         console.print(Text(title, style="bold"), table, "", sep="\n")
     for part in result["rows"]:
-        console.print(Text(f"row {part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart", style="bold"))
+        console.print(
+            Text(f"row {part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart", style="bold")
+        )
         texts = {"prompt": SPECIAL.sub("", part["prompt"]), "reference": part["reference"]}
         texts |= {f"{one['run']} ({one['score']:.3f})": one["answer"] for one in part["answers"]}
         for label, text in texts.items():
@@ -164,7 +180,8 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
         lines[label] = [f"{v['mean']:.4f} [{v['low']:.4f}, {v['high']:.4f}], n = {v['n']}" for v in values]
         if found := result["differences"].get(metric):
             lines[f"  {label}, paired difference"] = [
-                f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else "" for d in found
+                f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else ""
+                for d in found
             ]
     return lines | result["benchmarks"]
 
@@ -211,13 +228,21 @@ class Side:
         """Return what is known of its training and size."""
         plan, prepared, one = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
         found = {
-            "weights": f"{self.weights.label} (step {self.weights.step})", "model": prepared.model.name, "strategy": plan.strategy,
-            "processes": plan.world_size, "precision": plan.precision, "global batch": plan.global_batch_size,
+            "weights": f"{self.weights.label} (step {self.weights.step})",
+            "model": prepared.model.name,
+            "strategy": plan.strategy,
+            "processes": plan.world_size,
+            "precision": plan.precision,
+            "global batch": plan.global_batch_size,
             "training rows": prepared.train.rows if prepared.train else None,
             "training tokens": prepared.train.tokens if prepared.train else None,
-            "steps": one.step or None, "training seconds": one.seconds if one.step else None, "tokens/s": one.tokens_per_second,
-            "peak memory (bytes)": one.peak_memory_bytes, "energy (kWh)": one.energy_kwh, "training loss, last step": one.loss,
-        }  # fmt: skip
+            "steps": one.step or None,
+            "training seconds": one.seconds if one.step else None,
+            "tokens/s": one.tokens_per_second,
+            "peak memory (bytes)": one.peak_memory_bytes,
+            "energy (kWh)": one.energy_kwh,
+            "training loss, last step": one.loss,
+        }
         return {name: value for name, value in found.items() if value is not None}
 
     def benchmarks(self) -> dict[str, float]:
@@ -227,7 +252,9 @@ class Side:
 
 
 def read_sides(names: Sequence[str], data: str | None) -> list[Side]:
-    """Return what is known of each `run` or `run@checkpoint`. Raise `UserError` or `CheckpointError` for what is missing."""
+    """Return what is known of each `run` or `run@checkpoint`. Raise `UserError` or `CheckpointError` for what is
+    missing.
+    """
     if len(set(names)) < max(2, len(names)):
         raise UserError(
             f"`RUNS` names {' '.join(names)}; expected two or more different ones",
@@ -258,17 +285,25 @@ def _side(name: str, data: str | None) -> Side:
 
 
 def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -> tuple[Path, Mapping[str, Any]]:
-    """Return the folder and the scores of these weights on the run's own rows, or on `data`: its path, or a folder's name."""
+    """Return the folder and the scores of these weights on the run's own rows, or on `data`: its path, or a folder's
+    name.
+    """
     own = run.evaluation(weights.step)
     folders = [own, *sorted(run.path.glob(f"eval/{own.name}-*"), key=lambda folder: -folder.stat().st_mtime)]
     known = {folder: scores for folder in folders if (scores := read_scores(folder)) is not None}
     for folder, scores in known.items():
         made_of = scores["settings"]
-        if folder != own if data is None else data not in (made_of.get("data"), folder.name.removeprefix(f"{own.name}-")):
+        if (
+            folder != own
+            if data is None
+            else data not in (made_of.get("data"), folder.name.removeprefix(f"{own.name}-"))
+        ):
             continue
         if made_of.get("weights") == weights.label and made_of.get("weights_sha256") not in (None, weights.content):
             raise CheckpointError(
-                f"the scores of `{name}` are older than its weights", place=str(folder), hint=f"make eval RUN={run.typed}"
+                f"the scores of `{name}` are older than its weights",
+                place=str(folder),
+                hint=f"make eval RUN={run.typed}",
             )
         return folder, scores
     how = f"make eval RUN={run.typed}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
@@ -286,7 +321,9 @@ def _settings(run: RunFolder) -> dict[str, Any]:
     found = flatten(read_config(run.config))
     for key in ("data.sources", "data.validation"):
         if isinstance(found[key], list):
-            found[key] = [{k: v for k, v in source.items() if v not in (None, False, "auto", {})} for source in found[key]]
+            found[key] = [
+                {k: v for k, v in source.items() if v not in (None, False, "auto", {})} for source in found[key]
+            ]
     trained = has_started(run)
     return {
         key: value
@@ -296,7 +333,9 @@ def _settings(run: RunFolder) -> dict[str, Any]:
 
 
 def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    """Return the keys in which the configurations differ, each with one value a side; `None` where a side has no such key."""
+    """Return the keys in which the configurations differ, each with one value a side; `None` where a side has no such
+    key.
+    """
     found = _side_by_side([side.settings for side in sides])
     known = {key: [side.settings[key] for side in sides if key in side.settings] for key in found}
     return {key: values for key, values in found.items() if any(value != known[key][0] for value in known[key])}
@@ -321,16 +360,24 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
         asked = same
     if all(side.answers for side in sides) and not asked:
         raise DataError(
-            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common: their validation data differ",
-            hint="score them on the same rows: make eval RUN=... DATA=file.jsonl for each, then make compare ... DATA=file.jsonl",
+            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common: their validation data"
+            " differ",
+            hint=(
+                "score them on the same rows: make eval RUN=... DATA=file.jsonl for each, then make compare ..."
+                " DATA=file.jsonl"
+            ),
         )
     for side in sides:
         if left := len(side.answers) - len(asked):
-            notes.append(f"{left} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row")
+            notes.append(
+                f"{left} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row"
+            )
         if side.scores.get("complete") is False:
             notes.append(f"`{side.name}` was scored in part only: its time budget ended (`eval.max_seconds`)")
     if len({side.scores["settings"].get("rows_sha256") for side in sides} - {None}) > 1 and not template:
-        notes.append("the validation rows are not all the same: losses are of different rows, answers of the common ones")
+        notes.append(
+            "the validation rows are not all the same: losses are of different rows, answers of the common ones"
+        )
     for key in ("max_new_tokens", "num_beams"):
         made = [side.scores["settings"].get(key) for side in sides if side.answers]
         if len({value for value in made if value is not None}) > 1:

@@ -1,4 +1,6 @@
-"""`make eval`: which weights (of a run, or a plain model) are scored on which rows, in which way; kept, shown again at once. No torch."""
+"""`make eval`: which weights (of a run, or a plain model) are scored on which rows, in which way; kept, shown again at
+once. No torch.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def main(call: Call) -> int:
     rows = find_rows(call, loaded, run)
     if rows is None or not rows.split.rows:
         named = f"the run `{run.name}`" if run else f"`{call.options.get('CONFIG')}`"
-        hint = "DATA=file.jsonl scores other rows; `data.validation` (a fraction or sources) holds some out when training"
+        hint = (
+            "DATA=file.jsonl scores other rows; `data.validation` (a fraction or sources) holds some out when training"
+        )
         raise DataError(f"{named} has no validation rows to score", hint=hint)
     if run is None:
         assert rows.model is not None, "only a run has its own rows"
@@ -109,11 +113,15 @@ def main(call: Call) -> int:
     else:
         from sft_play.evaluation.held_out import score_run
 
-        scores = score_run(run, weights.folder, rows.split, folder, step=weights.step, config=loaded.config, settings=settings)
+        scores = score_run(
+            run, weights.folder, rows.split, folder, step=weights.step, config=loaded.config, settings=settings
+        )
     return _show(call, run, weights, folder, scores, table(scores, folder))
 
 
-def _show(call: Call, run: RunFolder, weights: Weights, folder: Path, found: Mapping[str, Any], lines: Sequence[str]) -> int:
+def _show(
+    call: Call, run: RunFolder, weights: Weights, folder: Path, found: Mapping[str, Any], lines: Sequence[str]
+) -> int:
     if call.json:
         print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **found}, indent=2))
     else:
@@ -143,14 +151,17 @@ def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
     lines.append(f"perplexity   {scores['perplexity']:.3f}")
     for source, part in scores.get("sources", {}).items():
         lines.append(
-            f"  {source}: loss {part['loss']:.4f}, perplexity {part['perplexity']:.3f}, {part['label_tokens']} label tokens"
+            f"  {source}: loss {part['loss']:.4f}, perplexity {part['perplexity']:.3f}, {part['label_tokens']} label"
+            " tokens"
         )
     for metric, value in metrics_of(scores).items():
         interval = f"95 % interval {value['low']:.4f} to {value['high']:.4f}"
         few = ", too few to compare" if value["n"] < LEAST_ROWS else ""
         lines.append(f"{label_of_metric(metric):<12} {value['mean']:.4f}   {interval}, n = {value['n']}{few}")
     if scores.get("complete") is False:
-        lines.append(f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)")
+        lines.append(
+            f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)"
+        )
     if speed := scores.get("speed"):
         text = f"speed        loss {speed['loss_rows_per_second']:.1f} rows/s"
         if speed.get("answers_per_second"):
@@ -174,10 +185,11 @@ def find_model(config: Config) -> ResolvedModel:
 
 
 def find_weights(run: RunFolder, wanted: str | None) -> Weights:
-    """Return the weights that `CHECKPOINT=` names (`step-000040`, `best`, `last`, `base`); `model/`, else the last, for `None`.
+    """Return the weights that `CHECKPOINT=` names (`step-000040`, `best`, `last`, `base`); `model/`, else the last, for
+    `None`.
 
-    A folder in which nothing was ever trained (a plain model's) has only its base. Raise `CheckpointError` when there are none,
-    with those that exist.
+    A folder in which nothing was ever trained (a plain model's) has only its base. Raise `CheckpointError` when there
+    are none, with those that exist.
     """
     untrained = not has_started(run) and not run.model.is_dir() and not run.checkpoints.is_dir()
     if wanted == BASE or (wanted is None and untrained):
@@ -189,7 +201,9 @@ def find_weights(run: RunFolder, wanted: str | None) -> Weights:
 
 
 def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose) -> None:
-    """Print what differs from what made `weights`. Raise `CheckpointError` for another base, tokenizer, backend or adapter shape."""
+    """Print what differs from what made `weights`. Raise `CheckpointError` for another base, tokenizer, backend or
+    adapter shape.
+    """
     now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
     for warning in refuse(compare(Stamp.load(weights), now, purpose), f"`{label_of(run, weights)}`"):
         tell(warning)
@@ -200,7 +214,10 @@ def check_options(call: Call) -> None:
     options = call.options
     keys = {override.key for override in call.overrides}
     if "RUN" in options:
-        for name, instead in (("MODEL", "CHECKPOINT=base scores the run's base"), ("CONFIG", "a run keeps its configuration")):
+        for name, instead in (
+            ("MODEL", "CHECKPOINT=base scores the run's base"),
+            ("CONFIG", "a run keeps its configuration"),
+        ):
             if name in options:
                 raise UserError(f"`RUN` and `{name}` are both given", hint=f"give one of them; {instead}")
         refused = sorted(keys - SCORING - OTHER_ROWS)
@@ -217,7 +234,9 @@ def check_options(call: Call) -> None:
             )
         return
     if "CHECKPOINT" in options:
-        raise UserError("`CHECKPOINT` is one of a run, and `RUN` is missing", hint="make eval RUN=name-of-a-run CHECKPOINT=best")
+        raise UserError(
+            "`CHECKPOINT` is one of a run, and `RUN` is missing", hint="make eval RUN=name-of-a-run CHECKPOINT=best"
+        )
     if "MODEL" not in options and "CONFIG" not in options:
         hint = "make eval RUN=name-of-a-run, or make eval MODEL=folder-or-hub-id DATA=file.jsonl"
         raise UserError("`RUN` is missing", hint=hint)
@@ -233,7 +252,9 @@ def _gives_rows(call: Call) -> bool:
 
 
 def read_settings(call: Call) -> LoadedConfig:
-    """Return the run's configuration, or a plain model's, with what the user changed for this evaluation. Raise `UserError`."""
+    """Return the run's configuration, or a plain model's, with what the user changed for this evaluation. Raise
+    `UserError`.
+    """
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override, config_path
     from sft_play.config.load import load_config, override_config, read_config
@@ -246,7 +267,9 @@ def read_settings(call: Call) -> LoadedConfig:
     if "RUN" in call.options:
         loaded = read_config(find_run(call.options["RUN"]).config)
     elif "CONFIG" in call.options:
-        loaded = load_config(config_path(call.options["CONFIG"]), [o for o in overrides if not o.key.startswith("data.val")])
+        loaded = load_config(
+            config_path(call.options["CONFIG"]), [o for o in overrides if not o.key.startswith("data.val")]
+        )
     else:
         name = next((o for o in overrides if o.key == "model.name"), None)
         loaded = load_config(None, [name or Override(key="model.name", text=call.options["MODEL"], origin="MODEL")])
@@ -268,9 +291,11 @@ def _within_context(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows | None:
-    """Return the rows to score, prepared when they are not yet: those that were given, else the run's own or the file's.
+    """Return the rows to score, prepared when they are not yet: those that were given, else the run's own or the
+    file's.
 
-    `None` where there are none. Raise `DataError` for data that cannot be prepared, `UserError` for a fraction of nothing.
+    `None` where there are none. Raise `DataError` for data that cannot be prepared, `UserError` for a fraction of
+    nothing.
     """
     config = loaded.config
     given = config.data.validation
@@ -281,7 +306,8 @@ def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows |
         split, path = prepared.train, ", ".join(source.path for source in given)
     elif given and run is not None:
         raise UserError(
-            f"`data.validation` is `{given}`: a fraction of which data?", hint="DATA=file.jsonl scores all rows of a file"
+            f"`data.validation` is `{given}`: a fraction of which data?",
+            hint="DATA=file.jsonl scores all rows of a file",
         )
     elif given:
         prepared = _prepare(loaded)
@@ -289,7 +315,9 @@ def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows |
     else:
         return None
     assert split is not None, "preparation returns the rows that it was asked for"
-    return Rows(split=split, name=data_name(path.partition(", ")[0], split.fingerprint), path=path, model=prepared.model)
+    return Rows(
+        split=split, name=data_name(path.partition(", ")[0], split.fingerprint), path=path, model=prepared.model
+    )
 
 
 def _own_rows(run: RunFolder) -> Rows | None:
@@ -309,7 +337,9 @@ def _own_rows(run: RunFolder) -> Rows | None:
 
 
 def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) -> Config:
-    """Return the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and style."""
+    """Return the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and
+    style.
+    """
     from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
 
     model = config.model
@@ -320,7 +350,9 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
         model = ModelConfig(name=name, max_seq_len=model.max_seq_len, trust_remote_code=model.trust_remote_code)
     train = TrainConfig(seed=config.train.seed, loss_on=config.train.loss_on)
     data = replace(config.data, sources=sources, validation=None, train_path=None, val_path=None, group_by=None)
-    return replace(config, model=model, tuning=TuningConfig(task=config.tuning.task), data=data, train=train, eval=EvalConfig())
+    return replace(
+        config, model=model, tuning=TuningConfig(task=config.tuning.task), data=data, train=train, eval=EvalConfig()
+    )
 
 
 def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepared:
@@ -393,7 +425,9 @@ def settings_of(config: Config, run: RunFolder, weights: Weights, rows: Rows) ->
 
 
 def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
-    """Return the rows evaluated together: the plan's, fewer where these rows are longer than those that were planned for."""
+    """Return the rows evaluated together: the plan's, fewer where these rows are longer than those that were planned
+    for.
+    """
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
     planned = max(plan.longest_row, plan.row_tokens, 1)

@@ -53,8 +53,8 @@ class AnswerSettings:
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
     """Return the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
 
-    Raise `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order) or leaves out
-    its tools, a call or a result.
+    Raise `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order)
+    or leaves out its tools, a call or a result.
     """
     import jinja2
 
@@ -89,7 +89,9 @@ def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) 
 
 
 def use_our_settings(model: Any) -> None:
-    """Drop the folder's own generation settings: transformers would take from them (sampling, penalties) what a call omits."""
+    """Drop the folder's own generation settings: transformers would take from them (sampling, penalties) what a call
+    omits.
+    """
     for part in (model, getattr(model, "get_base_model", lambda: model)()):
         part.generation_config = GenerationConfig()
 
@@ -102,7 +104,9 @@ def answer_all(
     *,
     progress: Show | None = None,
 ) -> list[Answer]:
-    """Answers prompts (lists of tokens) in batches of similar length, padded on the left; return answers in the given order."""
+    """Answers prompts (lists of tokens) in batches of similar length, padded on the left; return answers in the given
+    order.
+    """
     use_our_settings(model)
     settings = settings_for(model, settings, longest=max(map(len, prompts), default=0))
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
@@ -116,7 +120,9 @@ def answer_all(
 
 
 def settings_for(model: Any, settings: AnswerSettings, *, longest: int) -> AnswerSettings:
-    """Return the settings for prompts of at most `longest` tokens: one at a time where rotary factors may change within an answer."""
+    """Return the settings for prompts of at most `longest` tokens: one at a time where rotary factors may change within
+    an answer.
+    """
     return replace(settings, batch_size=1) if switches_within(model, longest + settings.max_new_tokens) else settings
 
 
@@ -132,8 +138,8 @@ def answer_batch(
 ) -> list[Answer]:
     """Answers prompts, padded on the left: `settings.batch_size` at once where `refills`, else all of them together.
 
-    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2). `enough` is asked at each token: when it says yes, the
-    answers are cut there.
+    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2). `enough` is asked at each token: when it
+    says yes, the answers are cut there.
     """
     generation = generation_settings(tokenizer, settings, room=context_length(model) - max(map(len, prompts)))
     device = device or model.device
@@ -157,8 +163,8 @@ def answer_batch(
 def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
     """Whether prompts take the places of answers that have ended, and may therefore be given in more than a batch.
 
-    Not where ranks must take equally many steps, where beams need each other, where the model's own `generate` changes rotary factors, nor
-    with Unsloth's.
+    Not where ranks must take equally many steps, where beams need each other, where the model's own `generate` changes
+    rotary factors, nor with Unsloth's.
     """
     return not synced and settings.num_beams == 1 and "generate" not in vars(model) and switch_length(model) is None
 
@@ -204,9 +210,9 @@ class Stream:
             self._shown = text
 
 
-# A batch is kept full: answers that have ended leave it, waiting prompts take their places. transformers computes a batch to the end of its
-# longest answer, and where answers differ in length most of that is for nothing. Its own `generate` does every step here; it is interrupted,
-# the batch and its cache are changed, and it continues.
+# A batch is kept full: answers that have ended leave it, waiting prompts take their places. transformers computes a
+# batch to the end of its longest answer, and where answers differ in length most of that is for nothing. Its own
+# `generate` does every step here; it is interrupted, the batch and its cache are changed, and it continues.
 
 
 SHARE_STOPPED = 0.25
@@ -270,8 +276,9 @@ def generate_refilling(
 ) -> list[list[int]]:
     """Return each prompt's new tokens, with the one that ended it where one did; at most `generation.max_new_tokens`.
 
-    What happens when depends on `prompts` and `at_once` alone, in their order. Caches other than plain keys and values (recurrent
-    states, sliding windows) are not refilled: such a batch only shrinks, or is computed again from its tokens.
+    What happens when depends on `prompts` and `at_once` alone, in their order. Caches other than plain keys and values
+    (recurrent states, sliding windows) are not refilled: such a batch only shrinks, or is computed again from its
+    tokens.
     """
     most = int(generation.max_new_tokens)
     stops = torch.tensor(generation.eos_token_id, device=device)
@@ -288,7 +295,9 @@ def generate_refilling(
     return [tokens[:most] for tokens in found]
 
 
-def _pad_left(prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int, pad_token: int, device: Any) -> _Batch:
+def _pad_left(
+    prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int, pad_token: int, device: Any
+) -> _Batch:
     longest = max(len(prompts[place]) for place in chosen)
     ids = torch.full((len(chosen), longest), pad_token, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -340,10 +349,18 @@ def _widen(batch: _Batch, width: int) -> _Batch:
 
 
 def _advance(
-    model: Any, batch: _Batch, generation: GenerationConfig, stops: Tensor, found: list[list[int]], *, more: bool,
+    model: Any,
+    batch: _Batch,
+    generation: GenerationConfig,
+    stops: Tensor,
+    found: list[list[int]],
+    *,
+    more: bool,
     cut: StoppingCriteriaList,
-) -> _Batch | None:  # fmt: skip
-    """Generate until enough of the batch has ended and add the tokens to `found`; return those that continue, if any."""
+) -> _Batch | None:
+    """Generate until enough of the batch has ended and add the tokens to `found`; return those that continue, if
+    any.
+    """
     generation.max_new_tokens = int(batch.left.max())
     generation.return_dict_in_generate = True
     ended = _EnoughStopped(stops, batch.left, SHARE_STOPPED)

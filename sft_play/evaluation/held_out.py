@@ -1,7 +1,8 @@
-"""Score held-out rows: their loss, in all and per source, and generated answers, shared out over the ranks; and keep the scores in a folder.
+"""Score held-out rows: their loss, in all and per source, and generated answers, shared out over the ranks; and keep
+the scores in a folder.
 
-Batches are formed before they are shared out, so a prompt meets the same companions on any number of ranks and the scores are the same. Ranks
-that have fewer batches run dummies where every forward pass is a collective (ZeRO-3, FSDP2).
+Batches are formed before they are shared out, so a prompt meets the same companions on any number of ranks and the
+scores are the same. Ranks that have fewer batches run dummies where every forward pass is a collective (ZeRO-3, FSDP2).
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def held_out_loss(
     measure: Callable[[Batch], Tensor],
     ranks: Ranks,
 ) -> HeldOut:
-    """Return the mean loss over all label tokens of `rows`. A batch holds rows of one source; every rank runs as many batches.
+    """Return the mean loss over all label tokens of `rows`. A batch holds rows of one source; every rank runs as many
+    batches.
 
     `measure` returns a batch's summed loss and label tokens (`loss_and_tokens`).
     """
@@ -98,11 +100,16 @@ def held_out_loss(
             sums[groups[chosen[0]] if chosen else 0] += measure(collate([rows[index] for index in chosen]))
     totals = (ranks.total(sums) / ranks.copies).tolist()
     total, count = (sum(part[i] for part in totals) for i in (0, 1))
-    by_source = {name: (loss / tokens, int(tokens)) for name, (loss, tokens) in zip(names, totals, strict=True) if tokens}
+    by_source = {
+        name: (loss / tokens, int(tokens)) for name, (loss, tokens) in zip(names, totals, strict=True) if tokens
+    }
     return HeldOut(
-        loss=total / max(count, 1), label_tokens=int(count), sources=by_source if len(names) > 1 else {}, rows=len(rows),
+        loss=total / max(count, 1),
+        label_tokens=int(count),
+        sources=by_source if len(names) > 1 else {},
+        rows=len(rows),
         seconds=max(time.perf_counter() - started, 1e-9),
-    )  # fmt: skip
+    )
 
 
 def loss_and_tokens(model: Any, batch: Batch) -> Tensor:
@@ -111,7 +118,9 @@ def loss_and_tokens(model: Any, batch: Batch) -> Tensor:
 
 
 def sources_of(split: PreparedSplit | None, rows: Any) -> tuple[list[str], list[int]]:
-    """Return the names of the sources of a split's rows, and for each row which one it is of; one for all in older data."""
+    """Return the names of the sources of a split's rows, and for each row which one it is of; one for all in older
+    data.
+    """
     names = [source.name for source in split.sources] if split else []
     if len(names) < 2 or "source" not in rows.column_names:
         return ["all"], [0] * len(rows)
@@ -211,7 +220,9 @@ class Budget:
     clock: Callable[[], float] = time.perf_counter
 
     def over(self, started: float, turns: int, ranks: Ranks) -> bool:
-        """Return whether another round would probably end past the limit: the same on every rank. The first is always run."""
+        """Return whether another round would probably end past the limit: the same on every rank. The first is always
+        run.
+        """
         if self.seconds is None or turns == 0:
             return False
         elapsed = self.clock() - started
@@ -219,7 +230,9 @@ class Budget:
 
 
 def decide(config: Config, *, rows: int, ready: int, purpose: Literal["train", "eval"] = "train") -> tuple[bool, str]:
-    """Return whether answers are generated and scored, and why, as a sentence for the user. `ready` of the validation rows ask for one."""
+    """Return whether answers are generated and scored, and why, as a sentence for the user. `ready` of the validation
+    rows ask for one.
+    """
     asked = config.train.predict_with_generate
     reasons = (
         (not rows, "there are no validation rows (`data.validation`)"),
@@ -267,10 +280,10 @@ def score_by_generation(
 ) -> GenerationResult:
     """Answers every row's `prompt_ids` and scores the answers against its `reference` by `metrics` (`eval.metrics`).
 
-    `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
-    is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is called with the batches of this rank, `alive` of every forward
-    pass. `stop` may end it on all ranks with an exception. All ranks must call this together and get the same result.
-    Raise `ValueError` when there are no rows.
+    `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a
+    forward pass is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is called with the batches of this
+    rank, `alive` of every forward pass. `stop` may end it on all ranks with an exception. All ranks must call this
+    together and get the same result. Raise `ValueError` when there are no rows.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -285,7 +298,11 @@ def score_by_generation(
         stop.begin_evaluation()
     with _ready_to_generate(model, synced=synced, alive=alive) as ready:
         settings = settings_for(ready, settings, longest=max(map(len, prompts)))
-        together = share_size(len(rows), settings.batch_size) if refills(ready, settings, synced=synced) else settings.batch_size
+        together = (
+            share_size(len(rows), settings.batch_size)
+            if refills(ready, settings, synced=synced)
+            else settings.batch_size
+        )
         lengths = [len(prompt) for prompt in prompts]
         mine, rounds = share_batches(lengths, together, *ranks.model, spread_by=spread_by)
         for turn in range(rounds):
@@ -309,7 +326,9 @@ def score_by_generation(
     if stop:
         stop.after_batches()
     told = ranks.gather([(index, asdict(answer)) for index, answer in answers])[:: ranks.copies]
-    everywhere = sorted(((index, Answer(**answer)) for part in told for index, answer in part), key=lambda part: part[0])
+    everywhere = sorted(
+        ((index, Answer(**answer)) for part in told for index, answer in part), key=lambda part: part[0]
+    )
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
     assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
@@ -317,23 +336,33 @@ def score_by_generation(
     scored = _score(metrics, pairs, ranks)
     predictions = tuple(
         Prediction(
-            row=int(rows[index]["row"]), prompt=tokenizer.decode(prompts[index], skip_special_tokens=False),
-            reference=reference.shown, answer=said.shown, thought=said.thought, tokens=answer.tokens, stopped=answer.stopped,
+            row=int(rows[index]["row"]),
+            prompt=tokenizer.decode(prompts[index], skip_special_tokens=False),
+            reference=reference.shown,
+            answer=said.shown,
+            thought=said.thought,
+            tokens=answer.tokens,
+            stopped=answer.stopped,
             scores=scores,
         )
         for (index, answer), (reference, said), scores in zip(everywhere, pairs, scored.each, strict=True)
-    )  # fmt: skip
+    )
     return GenerationResult(
         predictions=predictions,
         scores=scored.intervals,
         asked=len(rows),
         seconds=max(generated - started, 1e-9),
-        warnings=(*scored.warnings, *_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds)),
+        warnings=(
+            *scored.warnings,
+            *_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds),
+        ),
     )
 
 
 def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ranks) -> Scored:
-    """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next. Collective."""
+    """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the
+    next. Collective.
+    """
     found: dict[str, Any] = {}
     if ranks.first:
         found = asdict(score_said(metrics, pairs))
@@ -342,7 +371,9 @@ def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ra
     return Scored(each=tuple(found["each"]), intervals=intervals, warnings=tuple(found["warnings"]))
 
 
-def _warnings(predictions: Sequence[Prediction], metrics: Sequence[str], *, asked: int, seconds: float | None) -> tuple[str, ...]:
+def _warnings(
+    predictions: Sequence[Prediction], metrics: Sequence[str], *, asked: int, seconds: float | None
+) -> tuple[str, ...]:
     count = len(predictions)
     wordless = without_words([p.reference for p in predictions]) if set(metrics) & set(ROUGE) else 0
     cut = sum(not p.stopped for p in predictions)
@@ -352,16 +383,19 @@ def _warnings(predictions: Sequence[Prediction], metrics: Sequence[str], *, aske
     if wordless:
         found.append(f"{wordless} of {count} references have no word of a-z or 0-9; ROUGE counts them as 0")
     if cut > count // 2:
-        found.append(f"{cut} of {count} answers reached `train.generation_max_new_tokens` before the model ended its turn")
+        found.append(
+            f"{cut} of {count} answers reached `train.generation_max_new_tokens` before the model ended its turn"
+        )
     return tuple(found)
 
 
 @contextmanager
 def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | None) -> Iterator[Any]:
-    """Yield the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back afterwards.
+    """Yield the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back
+    afterwards.
 
-    `generate` of an adapter model calls the causal model below FSDP2's root, so the root's own parameters are gathered here
-    and stay so meanwhile; the layers gather and free theirs as usual.
+    `generate` of an adapter model calls the causal model below FSDP2's root, so the root's own parameters are gathered
+    here and stay so meanwhile; the layers gather and free theirs as usual.
     """
     while not hasattr(model, "generate"):
         model = model.module
@@ -393,8 +427,8 @@ def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | 
 def share_size(count: int, batch_size: int) -> int:
     """Return how many prompts are given to a rank together, where `batch_size` at once are answered and others wait.
 
-    Four to eight batches, or one where rows are few. The more of them, the less a batch runs half empty at its end; but there are at
-    least four shares for the ranks. Does not depend on the number of ranks, so neither do the answers.
+    Four to eight batches, or one where rows are few. The more of them, the less a batch runs half empty at its end; but
+    there are at least four shares for the ranks. Does not depend on the number of ranks, so neither do the answers.
     """
     batches = min(8, count // (4 * batch_size))
     return batch_size * (batches if batches >= 4 else 1)
@@ -411,9 +445,10 @@ def share_batches(
 ) -> tuple[list[list[int]], int]:
     """Return this rank's batches of row indices, and how many batches every rank must run.
 
-    Batches hold rows of similar length, the longest first, so that a shortage of memory shows at once; with `groups` (one number
-    a row) each holds rows of one group only. Batch i goes to rank i modulo the world size. A seed in `spread_by` keeps the batches
-    and changes their order: any first part of it is spread evenly over all lengths, each batch as likely to be in it as any other.
+    Batches hold rows of similar length, the longest first, so that a shortage of memory shows at once; with `groups`
+    (one number a row) each holds rows of one group only. Batch i goes to rank i modulo the world size. A seed in
+    `spread_by` keeps the batches and changes their order: any first part of it is spread evenly over all lengths, each
+    batch as likely to be in it as any other.
     """
     kinds = groups or [0] * len(lengths)
     batches = []
@@ -426,7 +461,9 @@ def share_batches(
 
 
 def spread(count: int, seed: int) -> list[int]:
-    """Return a permutation of `range(count)` of which any first part is spread evenly: van der Corput's order, begun anywhere."""
+    """Return a permutation of `range(count)` of which any first part is spread evenly: van der Corput's order, begun
+    anywhere.
+    """
     bits = max(1, (count - 1).bit_length())
     places = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(2**bits))
     start = random.Random(seed).randrange(count) if count else 0
@@ -439,12 +476,20 @@ def answerable(rows: Any) -> list[int]:
 
 
 def score_run(
-    run: RunFolder, weights: Path | None, split: PreparedSplit, out: Path, *, step: int, config: Config, settings: dict[str, Any]
+    run: RunFolder,
+    weights: Path | None,
+    split: PreparedSplit,
+    out: Path,
+    *,
+    step: int,
+    config: Config,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Load the model, score it on the rows of `split`, publishes the folder `out` and return the content of `scores.json`.
+    """Load the model, score it on the rows of `split`, publishes the folder `out` and return the content of
+    `scores.json`.
 
-    `weights` is the run's `model/` or a checkpoint; `None` is the base, before any training. `config` is the run's, with what
-    the user changed for this evaluation. Raise `CheckpointError` for weights that do not fit their stamp.
+    `weights` is the run's `model/` or a checkpoint; `None` is the base, before any training. `config` is the run's,
+    with what the user changed for this evaluation. Raise `CheckpointError` for weights that do not fit their stamp.
     """
     from sft_play.model.kernels import chunk_head
     from sft_play.model.use import best_device
@@ -457,7 +502,9 @@ def score_run(
     if plan.loss_chunk:
         chunk_head(model, plan.loss_chunk)
     batch_size = int(settings["batch_size"])
-    layout = "unmasked" if plan.attn_implementation == VARLEN else plan.layout  # here it is sdpa, whose mask would be quadratic
+    layout = (
+        "unmasked" if plan.attn_implementation == VARLEN else plan.layout
+    )  # here it is sdpa, whose mask would be quadratic
     layout = "padded" if switch_length(model) else layout  # only then it sees each row's length
 
     scored = 0
@@ -466,7 +513,9 @@ def score_run(
         nonlocal scored
         scored += len(batch["rows"])
         show(scored, len(rows))
-        return loss_and_tokens(model, {name: one.to(device) if torch.is_tensor(one) else one for name, one in batch.items()})
+        return loss_and_tokens(
+            model, {name: one.to(device) if torch.is_tensor(one) else one for name, one in batch.items()}
+        )
 
     collate = Collator(layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     alone = Ranks(device=torch.device(device))
@@ -478,7 +527,9 @@ def score_run(
     result = None
     if generate:
         with bar("answers", "batches") as show:
-            result = answer_rows(model, tokenizer, rows, ready, config, batch_size=batch_size, ranks=alone, progress=show)
+            result = answer_rows(
+                model, tokenizer, rows, ready, config, batch_size=batch_size, ranks=alone, progress=show
+            )
         for warning in result.warnings:
             tell(f"note: {warning}")
     for name in (SCORES, PREDICTIONS):  # never older scores with newer answers
@@ -502,10 +553,11 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
 def write_evaluation(
     folder: Path, held_out: HeldOut, result: GenerationResult | None, *, step: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Publish `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; return the content of `scores.json`.
+    """Publish `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; return the content of
+    `scores.json`.
 
-    `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data. A folder without `scores.json` is an
-    evaluation that was never finished.
+    `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data. A folder without
+    `scores.json` is an evaluation that was never finished.
     """
     sources = {
         name: {"loss": loss, "perplexity": perplexity(loss), "label_tokens": count}

@@ -1,7 +1,7 @@
 """Scores of answers by the metrics of `eval.metrics`, each with its bootstrap interval, alone and paired. No torch.
 
-ROUGE by `rouge_score`, BLEU and chrF by `sacrebleu`, exact match and token F1 by SQuAD's own rules: the numbers that people quote. Others come
-from the `evaluate` library.
+ROUGE by `rouge_score`, BLEU and chrF by `sacrebleu`, exact match and token F1 by SQuAD's own rules: the numbers that
+people quote. Others come from the `evaluate` library.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float | None] | None, Interval]]
-"""Gives, of references and answers in the order of the rows, a score for each answer alone (`None` where one has none), and the score of all."""
+"""Gives, of references and answers in the order of the rows, a score for each answer alone (`None` where one has none),
+and the score of all.
+"""
 
 
 def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
@@ -86,10 +88,12 @@ def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) 
 
 
 def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-    """Return sacrebleu's BLEU or chrF (0 to 100): sentence scores (BLEU with effective order), and the corpus score with its interval.
+    """Return sacrebleu's BLEU or chrF (0 to 100): sentence scores (BLEU with effective order), and the corpus score
+    with its interval.
 
-    The latter is of the answers' summed statistics, no mean. Its interval is that of Koehn (2004), "Statistical Significance Tests for
-    Machine Translation Evaluation", over resampled answers' statistics, as sacrebleu's `--confidence` makes it, with our own draws.
+    The latter is of the answers' summed statistics, no mean. Its interval is that of Koehn (2004), "Statistical
+    Significance Tests for Machine Translation Evaluation", over resampled answers' statistics, as sacrebleu's
+    `--confidence` makes it, with our own draws.
     """
     single = _sacrebleu(name, sentence=True)
     each = [float(single.sentence_score(a, [r]).score) for r, a in zip(references, answers, strict=True)]
@@ -106,8 +110,8 @@ def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) 
 def rouge(reference: str, answer: str) -> dict[str, float]:
     """Return the F-measures (0 to 1) of one answer, exactly as `rouge_score` computes them.
 
-    Its words are runs of a-z and 0-9, so a text in another script scores 0, and the numbers cannot be compared with ROUGE
-    over other tokenizers (jieba, for one).
+    Its words are runs of a-z and 0-9, so a text in another script scores 0, and the numbers cannot be compared with
+    ROUGE over other tokenizers (jieba, for one).
     """
     return dict(_rouge(reference, answer))
 
@@ -133,7 +137,8 @@ def exact_match(reference: str, answer: str) -> float:
 
 
 def token_f1(reference: str, answer: str) -> float:
-    """Return the harmonic mean of precision and recall of the normalised answer's words (0 to 1), as SQuAD v2.0's script.
+    """Return the harmonic mean of precision and recall of the normalised answer's words (0 to 1), as SQuAD v2.0's
+    script.
 
     Where either text has no words it is 1 if both have none, else 0.
     """
@@ -148,7 +153,9 @@ def token_f1(reference: str, answer: str) -> float:
 
 
 OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {"exact_match": exact_match, "f1": token_f1}
-"""Built-in metric of single answers but ROUGE -> its score of a reference and an answer; `config.metrics.LABELS` has all."""
+"""Built-in metric of single answers but ROUGE -> its score of a reference and an answer; `config.metrics.LABELS` has
+all.
+"""
 _PUNCTUATION = frozenset(string.punctuation)
 
 
@@ -206,8 +213,8 @@ class LibraryMetric:
     def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float | None] | None, Interval]:
         """Return the metric of each answer alone, where their mean is the metric of all, and that with its interval.
 
-        Where all answers together cannot be scored, those that cannot be scored alone are left out; the interval's `n` counts the others.
-        Raise `DataError` where none can be.
+        Where all answers together cannot be scored, those that cannot be scored alone are left out; the interval's `n`
+        counts the others. Raise `DataError` where none can be.
         """
         single = [self._score_of([one], [answer]) for one, answer in zip(references, answers, strict=True)]
         total = self._score_of(references, answers)
@@ -240,7 +247,13 @@ class LibraryMetric:
         wanted = self.wanted or (next(iter(numbers)) if len(numbers) == 1 else Path(self.where).stem)
         if wanted not in numbers:
             known = ", ".join(f"`{LIBRARY}{self.where}:{name}`" for name in numbers)
-            problem = f"has no score `{self.wanted}`" if self.wanted else "has several scores" if numbers else "returns no number"
+            problem = (
+                f"has no score `{self.wanted}`"
+                if self.wanted
+                else "has several scores"
+                if numbers
+                else "returns no number"
+            )
             raise DataError(f"the metric `{self.metric}` {problem}", hint=f"one of {known}" if known else None)
         if not math.isfinite(numbers[wanted]):
             raise DataError(f"the metric `{self.metric}` returned {numbers[wanted]}")
@@ -248,16 +261,22 @@ class LibraryMetric:
 
 
 def _load(metric: str, where: str) -> Any:
-    """Return the library's module for `where`; its files go to a folder of this process, since ranks share nothing here."""
+    """Return the library's module for `where`; its files go to a folder of this process, since ranks share nothing
+    here.
+    """
     path = typed_path(where)
     local, reached = path.exists(), True
     if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
-        raise DataError(f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py")
+        raise DataError(
+            f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py"
+        )
     if not may_run(path.resolve() if local else where, "metrics"):
         raise DataError(
             f"the metric `{metric}` is Python code, which the configuration of a run asks for, and is not run unasked",
-            hint=f"read that code; to let it run, type EVAL_METRICS={metric} with the command; in a run's folder it"
-            " is never run: copy it elsewhere first",
+            hint=(
+                f"read that code; to let it run, type EVAL_METRICS={metric} with the command; in a run's folder it"
+                " is never run: copy it elsewhere first"
+            ),
         )
     if not local:
         from sft_play.plan.architecture import offline_unless_reachable
@@ -274,7 +293,9 @@ def _load(metric: str, where: str) -> Any:
         said = first_line(error)
         if not reached:
             said = "the hub does not answer, and nothing of that name is kept from before"
-        hint = "check the name at https://huggingface.co/evaluate-metric, or give a local folder: evaluate:path/to/metric"
+        hint = (
+            "check the name at https://huggingface.co/evaluate-metric, or give a local folder: evaluate:path/to/metric"
+        )
         raise DataError(f"the metric `{metric}` cannot be loaded: {said}", hint=hint) from error
 
 
@@ -298,7 +319,9 @@ class Scored:
 
 
 def scorer_of(name: str) -> Score:
-    """Return what computes an entry of `eval.metrics`. Raise `DataError` for one that the `evaluate` library cannot load."""
+    """Return what computes an entry of `eval.metrics`. Raise `DataError` for one that the `evaluate` library cannot
+    load.
+    """
     if name.startswith(LIBRARY):
         return LibraryMetric(name).score
     assert name in OF_ANSWERS, "the rules of the configuration know every metric"
@@ -308,9 +331,11 @@ def scorer_of(name: str) -> Score:
 def score_answers(
     names: Sequence[str], references: Sequence[str], answers: Sequence[str], *, other_calls: Sequence[bool] = ()
 ) -> Scored:
-    """Return what the metrics of these names (`eval.metrics`) say of `answers`; one that fails is a warning. Raise `ValueError` for no answers.
+    """Return what the metrics of these names (`eval.metrics`) say of `answers`; one that fails is a warning. Raise
+    `ValueError` for no answers.
 
-    `other_calls`: which answers call otherwise than their references. They match none, however alike their words are once normalised.
+    `other_calls`: which answers call otherwise than their references. They match none, however alike their words are
+    once normalised.
     """
     if not answers:
         raise ValueError("no answers to score")
@@ -329,7 +354,9 @@ def score_answers(
             single = [0.0 if other else value for value, other in zip(single, other_calls, strict=True)]
             intervals[name] = mean_interval([value for value in single if value is not None])
         if (skipped := len(answers) - intervals[name].n) > 0:
-            warnings.append(f"`{name}` is of {intervals[name].n} of {len(answers)} answers: it cannot score the other {skipped}")
+            warnings.append(
+                f"`{name}` is of {intervals[name].n} of {len(answers)} answers: it cannot score the other {skipped}"
+            )
         for row, value in zip(each, single or (), strict=single is not None):
             if value is not None:
                 row[name] = value
@@ -337,7 +364,9 @@ def score_answers(
 
 
 def score_said(names: Sequence[str], pairs: Sequence[tuple[Said, Said]]) -> Scored:
-    """Return what the metrics say of answers, each behind its reference: of their words, and of their calls as lines of JSON."""
+    """Return what the metrics say of answers, each behind its reference: of their words, and of their calls as lines of
+    JSON.
+    """
     shown = [(reference.shown, said.shown, reference.calls != said.calls) for reference, said in pairs]
     references, answers, other = zip(*shown, strict=True)
     return score_answers(names, references, answers, other_calls=other)
@@ -367,16 +396,17 @@ class Difference(Interval):
     """Rows on which the first does."""
 
     verdict: str
-    """`better` or `worse` where the interval leaves 0 out (`higher` or `lower` of a score whose direction only the user knows), else
-    `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`."""
+    """`better` or `worse` where the interval leaves 0 out (`higher` or `lower` of a score whose direction only the user
+    knows), else `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`.
+    """
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], *, more_is_better: bool = True) -> Difference:
     """Return the difference of two models' scores of the same rows, in the same order.
 
-    Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for both drops
-    out, so the interval is narrower than that of two separate means (Koehn 2004, "Statistical Significance Tests for Machine
-    Translation Evaluation"). Raise `ValueError` for no rows, or different numbers of them.
+    Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for
+    both drops out, so the interval is narrower than that of two separate means (Koehn 2004, "Statistical Significance
+    Tests for Machine Translation Evaluation"). Raise `ValueError` for no rows, or different numbers of them.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")
@@ -385,6 +415,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, more_i
     up, down = ("better", "worse") if more_is_better else ("higher", "lower")
     verdict = up if mean.low > 0 else down if mean.high < 0 else "undecided"
     return Difference(
-        **asdict(mean), better=sum(gap > 0 for gap in gaps), worse=sum(gap < 0 for gap in gaps),
+        **asdict(mean),
+        better=sum(gap > 0 for gap in gaps),
+        worse=sum(gap < 0 for gap in gaps),
         verdict=verdict if mean.n >= LEAST_ROWS else "too few to compare",
-    )  # fmt: skip
+    )

@@ -61,7 +61,9 @@ class WhileTraining:
                 raise DataError(f"`train.metric_for_best_model` is `{name}`, which is not measured: {reason}")
 
     def evaluate(self, trainer: Trainer, rows: Any) -> dict[str, float]:
-        """Return the metrics of an evaluation at this step, on every rank, and say of the first how it was made and how fast."""
+        """Return the metrics of an evaluation at this step, on every rank, and say of the first how it was made and how
+        fast.
+        """
         config, first, step = self.context.config, self.context.ranks.first, trainer.state.global_step
         held_out = self._loss(trainer, rows)
         metrics = held_out.metrics()
@@ -105,7 +107,8 @@ class WhileTraining:
         return found
 
     def _try_answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult | None:
-        """Return the answers and their scores; `None`, with a warning, where they failed: nothing that only scores ends a training.
+        """Return the answers and their scores; `None`, with a warning, where they failed: nothing that only scores ends
+        a training.
 
         Of several ranks one alone may have failed, and the others wait for it; a shortage of memory has its own remedy.
         """
@@ -117,7 +120,10 @@ class WhileTraining:
             if self.context.ranks.world > 1 or ran_out_of_memory(error):
                 raise
             said = f"{type(error).__name__}: {first_line(error)}"
-            tell(f"evaluation: the answers after step {trainer.state.global_step} are not scored: {said}; training continues")
+            tell(
+                f"evaluation: the answers after step {trainer.state.global_step} are not scored: {said}; training"
+                " continues"
+            )
             return None
 
     def _answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
@@ -128,7 +134,9 @@ class WhileTraining:
         narrow = contextlib.nullcontext() if config.tuning.mode == "full" else trainer.accelerator.autocast()
         with narrow, trainer.pipeline.answering() if trainer.pipeline else contextlib.nullcontext():
             result = answer_rows(
-                trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
+                trainer.accelerator.unwrap_model(
+                    trainer.model_wrapped
+                ),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
                 trainer.processing_class,
                 rows,
                 ready,
@@ -148,6 +156,8 @@ class WhileTraining:
                 "during": "training",
             }
             folder = context.run.evaluation(step)
-            with side_file(folder, "the answers of an evaluation"):  # its scores go to `metrics.jsonl`, which waits for room
+            with side_file(
+                folder, "the answers of an evaluation"
+            ):  # its scores go to `metrics.jsonl`, which waits for room
                 write_evaluation(folder, held_out, result, step=step, settings=settings)
         return result

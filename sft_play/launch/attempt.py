@@ -16,7 +16,14 @@ from pathlib import Path
 from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
 from sft_play.errors import HardwareError, RetryableError
-from sft_play.files import BUILD_BEGINS_SECONDS, abandoned_build_locks, extensions_folder, read_json, write_json, write_text
+from sft_play.files import (
+    BUILD_BEGINS_SECONDS,
+    abandoned_build_locks,
+    extensions_folder,
+    read_json,
+    write_json,
+    write_text,
+)
 from sft_play.launch.deepspeed import resolve, settings_of
 from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
@@ -39,8 +46,11 @@ from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL
 
 
-def worker_arguments(run: RunFolder, node: Node, *, checkpoint: Path | None = None, plan: Plan | None = None) -> list[str]:
-    """Return argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config file.
+def worker_arguments(
+    run: RunFolder, node: Node, *, checkpoint: Path | None = None, plan: Plan | None = None
+) -> list[str]:
+    """Return argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config
+    file.
 
     `plan` is needed where nodes have unequal numbers of ranks.
     """
@@ -49,8 +59,9 @@ def worker_arguments(run: RunFolder, node: Node, *, checkpoint: Path | None = No
         # Every node has the same accelerate.yaml, perhaps on one network disk; only its own rank differs.
         arguments += ["--machine_rank", str(node.rank if node.place is None else node.place)]
     if plan and len(set(plan.node_ranks)) > 1:
-        # accelerate starts num_processes // num_machines processes here, and knows no other way to say how many; the world is the sum
-        # over all nodes, which the agents of torchrun tell each other. The environment is that of a launch with equal numbers.
+        # accelerate starts num_processes // num_machines processes here, and knows no other way to say how many; the
+        # world is the sum over all nodes, which the agents of torchrun tell each other. The environment is that of a
+        # launch with equal numbers.
         arguments += ["--num_processes", str(len(ranks_of(plan, node)) * node.count)]
     arguments += ["--monitor_interval", "0.5", "--max_restarts", "0", "-m", WORKER_MODULE, "--run", str(run.path)]
     return arguments + (["--resume", str(checkpoint)] if checkpoint else [])
@@ -82,22 +93,35 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         for notice in (*job.options.notices, *notices, *environment.notices):
             print(f"note: {notice}", file=console)
         print(
-            f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} saves and stops it"
-            + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them")
-            + "\n",
+            f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} saves and"
+            " stops it" + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them") + "\n",
             file=console,
             flush=True,
         )
-        record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
-                     steps=plan.steps, batches=describe_batches(plan.ranks),
-                     checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
+        record_event(
+            run,
+            event,
+            node_rank=job.node.rank,
+            world_size=plan.world_size,
+            strategy=plan.strategy,
+            steps=plan.steps,
+            batches=describe_batches(plan.ranks),
+            checkpoint=checkpoint.name if checkpoint else None,
+            launch=launch_facts(job.options),
+        )
     ranks, variables = job.ranks_here(plan), environment.variables
     live = ranks.start == 0 and is_terminal(console) and not job.loaded.config.train.extra.get("disable_tqdm")
     with show_live(run, console, wanted=live) as rank0:
         outcome = supervise(
-            arguments, {**variables, PANEL: "1"} if live else variables, run, ranks, console=rank0, shown=f"{launched}\n",
-            ended_elsewhere=ended_elsewhere_of(job), **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
-        )  # fmt: skip
+            arguments,
+            {**variables, PANEL: "1"} if live else variables,
+            run,
+            ranks,
+            console=rank0,
+            shown=f"{launched}\n",
+            ended_elsewhere=ended_elsewhere_of(job),
+            **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
+        )
     if outcome.code and plan.strategy.startswith("zero"):  # no builder of ours is left
         for lock in abandoned_build_locks():
             lock.unlink(missing_ok=True)
@@ -105,12 +129,16 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
-    """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's DeepSpeed JSON."""
+    """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's DeepSpeed
+    JSON.
+    """
     notices: list[str] = []
     deepspeed: Path | None = None
     if plan.strategy.startswith("zero"):
-        notices += [f"DeepSpeed waits for `{lock}`, of a build that no process here continues: rm {lock}"
-                    for lock in abandoned_build_locks(older_seconds=BUILD_BEGINS_SECONDS)]  # fmt: skip
+        notices += [
+            f"DeepSpeed waits for `{lock}`, of a build that no process here continues: rm {lock}"
+            for lock in abandoned_build_locks(older_seconds=BUILD_BEGINS_SECONDS)
+        ]
         if plan.backend == "gloo" and not any(extensions_folder().rglob("*.so")):
             notices.append("DeepSpeed compiles an extension first, this once")
         hidden_size = job.shape.hidden_size
@@ -133,10 +161,11 @@ PREPARATION_END_SECONDS = 6.0
 
 
 def run_preparation(words: Sequence[str]) -> None:
-    """Run a command to its end; raise `SystemExit` with its code where that is not 0, `RetryableError` where a signal killed it.
+    """Run a command to its end; raise `SystemExit` with its code where that is not 0, `RetryableError` where a signal
+    killed it.
 
-    Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it has a while. When we are
-    killed, the kernel stops it.
+    Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it
+    has a while. When we are killed, the kernel stops it.
     """
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
     bound = bind_to_parent(signal.SIGTERM)
@@ -171,7 +200,9 @@ FETCH_POLL_SECONDS = 0.2
 
 
 def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
-    """Wait until this machine has the checkpoint from which node 0 continues, where that has to be brought (`cluster.remote`)."""
+    """Wait until this machine has the checkpoint from which node 0 continues, where that has to be brought
+    (`cluster.remote`).
+    """
     if os.environ.get(FETCH):
         wish = run.path / f".fetch-node{node_rank}"
         wish.touch()
@@ -183,8 +214,8 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
 def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None:
     """Resolve the model and prepare the data in a separate process, since that needs torch. Its error becomes ours.
 
-    `day`: of the rows, where the chat template writes one (`data.prepare.prepare_data`). Where another machine has done so for this
-    one, what it brought is taken.
+    `day`: of the rows, where the chat template writes one (`data.prepare.prepare_data`). Where another machine has done
+    so for this one, what it brought is taken.
     """
     if not words and (brought := os.environ.get(DELIVERED)):
         record_of(read_json(Path(brought)), Prepared).save(run.prepared)
@@ -202,7 +233,8 @@ STEPS = 2
 
 
 def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
-    """Probe this job's plan in a folder inside the run's, and plans again with what was found, until the plan is one that was probed.
+    """Probe this job's plan in a folder inside the run's, and plans again with what was found, until the plan is one
+    that was probed.
 
     Raise `HardwareError` for workers that fail for another reason than memory.
     """
@@ -230,7 +262,9 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
 
 
 def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
-    """Return what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with it."""
+    """Return what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with
+    it.
+    """
     if outcome.code == 0:
         return [Probed(**read_json(run.logs / f"probe-rank{rank.rank}.json")) for rank in plan.ranks]
     if outcome.code in (130, 143):
@@ -240,11 +274,18 @@ def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
     print("probe: memory ran out; trying less", file=sys.stderr)
     return [
         Probed(
-            rank=rank.rank, micro_batch=rank.micro_batch, allocated_bytes=0, reserved_bytes=0, device_bytes=0, seconds_per_step=0.0,
-            failed=outcome.rank is None or rank.rank == outcome.rank or rank.micro_batch >= plan.ranks[outcome.rank].micro_batch,
+            rank=rank.rank,
+            micro_batch=rank.micro_batch,
+            allocated_bytes=0,
+            reserved_bytes=0,
+            device_bytes=0,
+            seconds_per_step=0.0,
+            failed=outcome.rank is None
+            or rank.rank == outcome.rank
+            or rank.micro_batch >= plan.ranks[outcome.rank].micro_batch,
         )
         for rank in plan.ranks
-    ]  # fmt: skip
+    ]
 
 
 MEMORY_SLACK = 0.02
@@ -252,7 +293,8 @@ MEMORY_SLACK = 0.02
 
 
 def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
-    """Return when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and say what it waits for.
+    """Return when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and say what it
+    waits for.
 
     Raise `HardwareError` where a card does not answer any more.
     """
@@ -261,7 +303,8 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
         words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
         if time.monotonic() > deadline:
             announce(
-                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; continuing\n\nhint: `nvidia-smi` shows the programs that hold it"
+                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; continuing\n\nhint: `nvidia-smi` shows"
+                " the programs that hold it"
             )
             return
         if not told:

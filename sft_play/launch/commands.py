@@ -60,8 +60,11 @@ from sft_play.runs.progress import end_text, notify, wait_until_sent
 from sft_play.text import plural
 
 STRATEGIES: Mapping[str, CommandStrategy] = {
-    "train": "single", "train-distributed": "auto", "train-deepspeed": "zero", "train-fsdp": "fsdp2",
-}  # fmt: skip
+    "train": "single",
+    "train-distributed": "auto",
+    "train-deepspeed": "zero",
+    "train-fsdp": "fsdp2",
+}
 """Command -> what it asks of the plan."""
 
 
@@ -73,7 +76,8 @@ def train(call: Call) -> int:
 def start_run(
     call: Call, asked_strategy: CommandStrategy, *, before_launch: Callable[[Job, RunFolder], None] | None = None
 ) -> tuple[RunFolder, Outcome]:
-    """A new run, or with `launch.auto_resume` one that exists. Until workers start, any failure leaves no trace of a new one.
+    """A new run, or with `launch.auto_resume` one that exists. Until workers start, any failure leaves no trace of a
+    new one.
 
     `before_launch` is called when model and data are prepared.
     """
@@ -150,7 +154,10 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         if job.node.rank == 0:  # it plans for all
             if (world := job.world_size(before)) != before.world_size and "NUM_GPUS" not in call.options:
                 had = plural(before.world_size, "process")
-                print(f"note: `{run.name}` ran with {had}, and continues with {world}; `NUM_GPUS` says how many", file=sys.stderr)
+                print(
+                    f"note: `{run.name}` ran with {had}, and continues with {world}; `NUM_GPUS` says how many",
+                    file=sys.stderr,
+                )
             refuse_early(job)
         home = job.home(run)
         with restore_on_error(home.config), restore_on_error(home.prepared):
@@ -163,7 +170,9 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
 
 
 def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
-    """Start the workers and wait for them; start them again after a lost rank, or with less at a time when memory ran out."""
+    """Start the workers and wait for them; start them again after a lost rank, or with less at a time when memory ran
+    out.
+    """
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
@@ -179,8 +188,16 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
     ended, removed = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed"), is_gone(run.config)
     if not removed:  # else nothing new is written: it would look like a run
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-            record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
-                         **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
+            record_event(
+                run,
+                ended,
+                node_rank=job.node.rank,
+                code=outcome.code,
+                rank=outcome.rank,
+                error=outcome.message or None,
+                **({"cause": outcome.cause} if outcome.cause else {}),
+                **outcome.stop,
+            )
     if job.node.rank == 0:  # several machines may share the folder
         notify(job.loaded.config.launch.notify, run, ended, end_text(run, ended, outcome.message))
         if not removed:
@@ -192,17 +209,24 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
 def _run_further_attempts(
     job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts
 ) -> Outcome:
-    """Start again as often as what happened allows; return how it ended at last. Raise `UserError` where an attempt cannot be made.
+    """Start again as often as what happened allows; return how it ended at last. Raise `UserError` where an attempt
+    cannot be made.
 
     Of several machines node 0 decides, and all do the same.
     """
     while outcome.code == LOST:
-        newest = cache(partial(newest_checkpoint, run))  # every byte is read, which a run that only ends does not wait for
+        newest = cache(
+            partial(newest_checkpoint, run)
+        )  # every byte is read, which a run that only ends does not wait for
         following, alone = _ask_node_0(job, partial(_decide, job, prepared, plan, outcome, budget, newest))
         if not following.again:
             return following.outcome or outcome
         print(f"\n{following.said}", file=sys.stderr, flush=True)
-        job = job.with_request(replace(job.options.request, **following.less)) if following.less else job.with_fresh_port()
+        job = (
+            job.with_request(replace(job.options.request, **following.less))
+            if following.less
+            else job.with_fresh_port()
+        )
         if following.event:
             asked = {"launch": launch_facts(job.options)} if following.less else {}
             with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
@@ -251,7 +275,7 @@ def _decide(
 
 def _meet_again(
     job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], *, alone: bool
-) -> tuple[Job, Plan]:  # fmt: skip
+) -> tuple[Job, Plan]:
     """Return job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
     ours = job.rendezvous
     if ours is None:
@@ -318,8 +342,13 @@ def _write_report(run: RunFolder) -> None:
 
 
 def _what_is_there(call: Call, run: RunFolder) -> str:
-    """Return where the model of a run that has ended is, and what can be done with it here: other nodes do not have it."""
+    """Return where the model of a run that has ended is, and what can be done with it here: other nodes do not have
+    it.
+    """
     if not run.model.is_dir():
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")
-    return f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}\n  scores   make eval RUN={run.typed}"
+    return (
+        f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}\n  scores   make eval"
+        f" RUN={run.typed}"
+    )

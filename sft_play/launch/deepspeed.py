@@ -1,4 +1,6 @@
-"""DeepSpeed's JSON: ours from the plan, and a user's own, checked against the pinned release and filled in from the plan."""
+"""DeepSpeed's JSON: ours from the plan, and a user's own, checked against the pinned release and filled in from the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -74,17 +76,27 @@ def _is_number(value: Any) -> bool:
 
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("an integer", lambda value: _is_number(value) and float(value).is_integer()),  # 5e8 is how people write bucket sizes
+    "int": (
+        "an integer",
+        lambda value: _is_number(value) and float(value).is_integer(),
+    ),  # 5e8 is how people write bucket sizes
     "number": ("a number", _is_number),
     "string": ("a text", lambda value: isinstance(value, str)),
     "object": ("an object", lambda value: isinstance(value, dict)),
     "any": ("a value", lambda _: True),
 }
 BATCH_KEYS: Mapping[str, str] = {
-    "batch_size": "train_micro_batch_size_per_gpu", "grad_accum": "gradient_accumulation_steps", "global_batch_size": "train_batch_size",
-}  # fmt: skip
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "grad_accum": "gradient_accumulation_steps",
+    "global_batch_size": "train_batch_size",
+}
 """Key of `train.` -> key of DeepSpeed."""
-OURS_UNLESS_TYPED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "data_types")
+OURS_UNLESS_TYPED = (
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "communication_data_type",
+    "data_types",
+)
 SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 WITH_DEFAULTS = ("zero_optimization.", "fp16.", "bf16.", "activation_checkpointing.")
 FREE = {"type": "string", "params": "object", "legacy_fusion": "bool"}
@@ -115,7 +127,9 @@ class UserDeepSpeed:
     def batch(self) -> dict[str, int]:
         """The batch that the file asks for, by keys of `train.`; empty where it says `auto`, or no number of rows."""
         given = {key: self.settings.get(name) for key, name in BATCH_KEYS.items()}
-        found = {key: value for key, value in given.items() if isinstance(value, int) and value > 0 and value is not True}
+        found = {
+            key: value for key, value in given.items() if isinstance(value, int) and value > 0 and value is not True
+        }
         if found.keys() >= {"batch_size", "grad_accum"}:
             found.pop("global_batch_size", None)  # the product, which `resolve` compares
         return found
@@ -136,7 +150,9 @@ class UserDeepSpeed:
 
 def batch_numbers(*, micro_batch: int, accumulation: int, world_size: int) -> dict[str, int]:
     """Return the batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
-    return dict(zip(BATCH_KEYS.values(), (micro_batch, accumulation, micro_batch * accumulation * world_size), strict=True))
+    return dict(
+        zip(BATCH_KEYS.values(), (micro_batch, accumulation, micro_batch * accumulation * world_size), strict=True)
+    )
 
 
 def settings_of(plan: Plan, *, clipping: float, hidden_size: int) -> dict[str, Any]:
@@ -182,8 +198,11 @@ def deepspeed_settings(
         }
     for what in ("optimizer", "param")[: 0 if not offload else 2 if stage == 3 else 1]:
         zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    # By itself DeepSpeed reduces gradients and adds up those of micro-steps in the type of the weights, with 8 bits of mantissa.
-    exact = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision == "bf16" else {}
+    # By itself DeepSpeed reduces gradients and adds up those of micro-steps in the type of the weights, with 8 bits of
+    # mantissa.
+    exact = (
+        {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision == "bf16" else {}
+    )
     # Stage 1 would otherwise hold every weight's gradient in bf16 too until the backward pass ends.
     at_once = {"immediate_grad_update": True} if exact and stage == 1 else {}
     return {
@@ -213,7 +232,9 @@ def read_user_json(path: Path) -> UserDeepSpeed:
 
 
 def load_user_json(path: Path) -> UserDeepSpeed:
-    """Read a user's DeepSpeed JSON with its `problems`. Raise `UserError` with all of them where no plan can be made."""
+    """Read a user's DeepSpeed JSON with its `problems`. Raise `UserError` with all of them where no plan can be
+    made.
+    """
     settings, source = _read(path)
     run = RunFolder(path.parent)
     if path.name == run.deepspeed.name and run.events.exists():
@@ -222,15 +243,21 @@ def load_user_json(path: Path) -> UserDeepSpeed:
 
 
 WRITTEN: Mapping[str, tuple[str, ...]] = {
-    "csv_monitor": ("output_path", "job_name"), "tensorboard": ("output_path", "job_name"), "flops_profiler": ("output_file",),
-}  # fmt: skip
+    "csv_monitor": ("output_path", "job_name"),
+    "tensorboard": ("output_path", "job_name"),
+    "flops_profiler": ("output_file",),
+}
 """Section -> its keys that say where DeepSpeed writes."""
 OWN_WORD = ("checkpoint", "comet", "compile", "wandb")
 """Sections that call a server or name code to import: only a file of the user's own gives them."""
 
 
-def settings_from_run(settings: dict[str, Any], run: RunFolder, path: Path, source: Node | None = None) -> UserDeepSpeed:
-    """The same of settings that a run's own files hold, which a stranger may have made: read as a user's, and kept inside the run."""
+def settings_from_run(
+    settings: dict[str, Any], run: RunFolder, path: Path, source: Node | None = None
+) -> UserDeepSpeed:
+    """The same of settings that a run's own files hold, which a stranger may have made: read as a user's, and kept
+    inside the run.
+    """
     kept, notices = dict(settings), list[str]()
     for section in OWN_WORD:
         if kept.pop(section, None) is not None:
@@ -267,7 +294,9 @@ def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDe
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Node]:
-    """Return a file's object and where its keys stand. `//` and `/* */` comments and trailing commas are fine; raise `UserError`."""
+    """Return a file's object and where its keys stand. `//` and `/* */` comments and trailing commas are fine; raise
+    `UserError`.
+    """
     text = read_text(path)
     for unwanted in (COMMENT, COMMA):  # replaced by spaces, so that every line and column stays
         text = re.sub(rf'"(?:[^"\\\n]|\\.)*"|({unwanted})', _blank, text, flags=re.DOTALL)
@@ -279,7 +308,9 @@ def _read(path: Path) -> tuple[dict[str, Any], Node]:
         raise UserError(f"not JSON: {error.msg}", place=place, hint=hint) from error
     if not isinstance(value, dict):
         raise UserError(f"holds a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
-    return value, parse_yaml(text.replace("\t", " "), str(path))  # JSON is YAML, but for tabs; a key that stands twice is refused
+    return value, parse_yaml(
+        text.replace("\t", " "), str(path)
+    )  # JSON is YAML, but for tabs; a key that stands twice is refused
 
 
 def _blank(found: re.Match[str]) -> str:
@@ -302,7 +333,11 @@ def _check_keys(settings: Mapping[str, Any], source: Node, path: Path) -> list[U
             elif key not in keys:
                 close = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
                 text = f"unknown DeepSpeed key `{dotted}`"
-                hint = f"did you mean `{dotted.removesuffix(key)}{close[0]}`?" if close else f"DeepSpeed 0.19 has none; {hint}"
+                hint = (
+                    f"did you mean `{dotted.removesuffix(key)}{close[0]}`?"
+                    if close
+                    else f"DeepSpeed 0.19 has none; {hint}"
+                )
             elif value not in ("auto", None) and not KINDS[keys[key]][1](value):
                 text, hint = f"`{dotted}` is `{value}`; expected {KINDS[keys[key]][0]}", ""
             elif key == "device" and value == "nvme":
@@ -313,7 +348,9 @@ def _check_keys(settings: Mapping[str, Any], source: Node, path: Path) -> list[U
     for dotted, (values, why) in ONLY.items():
         if (value := _at(settings, dotted)) not in (None, "auto", *values):
             problems.append(
-                UserError(f"`{dotted}` is `{_json(value)}`: {why}", place=source.place(path, dotted), hint="take the key out")
+                UserError(
+                    f"`{dotted}` is `{_json(value)}`: {why}", place=source.place(path, dotted), hint="take the key out"
+                )
             )
     return problems
 
@@ -353,8 +390,9 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
     """Return the JSON for the run, in which no `auto` is left, and what the user should know.
 
-    Raise `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared with what is asked of
-    the plan and with the rows of a step, which are known before the data are: slots may hold packs, and more than the rows.
+    Raise `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared
+    with what is asked of the plan and with the rows of a step, which are known before the data are: slots may hold
+    packs, and more than the rows.
     """
     settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
     ours = settings_of(plan, clipping=config.train.max_grad_norm, hidden_size=hidden_size)
@@ -388,7 +426,8 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
         if settings["zero_optimization"].get(GATHERED) is False:
             why = "or DeepSpeed could not save the model"
             notices.append(
-                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `false`, but the run uses `true`, {why}"
+                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `false`, but the run uses `true`,"
+                f" {why}"
             )
         settings["zero_optimization"][GATHERED] = True
     for key in ON_GPUS if plan.device == "cpu" else ():
@@ -404,7 +443,8 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
 
 
 def ask_deepspeed(user: UserDeepSpeed, settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` with all that DeepSpeed's own models refuse of the `settings` that `resolve` returned; asked once of each.
+    """Raise `UserError` with all that DeepSpeed's own models refuse of the `settings` that `resolve` returned; asked
+    once of each.
 
     Where DeepSpeed cannot be imported, or does not answer, the workers say so.
     """
@@ -424,21 +464,31 @@ def ask_deepspeed(user: UserDeepSpeed, settings: Mapping[str, Any]) -> None:
 def _refused(user: UserDeepSpeed, settings: Mapping[str, Any], key: str, words: str) -> UserError:
     value = _at(settings, key) if key else None
     what = "the settings: " if value is None else f"`{key}` is `{_json(value)}`; "
-    return UserError(f"{what}DeepSpeed says: {words}", place=user.place(key), hint="correct the value, or take the key out")
+    return UserError(
+        f"{what}DeepSpeed says: {words}", place=user.place(key), hint="correct the value, or take the key out"
+    )
 
 
 Refuse = Callable[[str, str, str], None]
 
 
 def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
-    """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's. Return what runs."""
+    """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's.
+    Return what runs.
+    """
     kind, train, params = str(section.get("type", "")), config.train, section.get("params") or {}
     ours: dict[str, Any] = {}
     if name == "optimizer":
         key, runs, agrees = "optim", plan.optim, kind.lower() in {"adam", "adamw"} and "adam" in plan.optim
         betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
         eps = train.extra.get("adam_epsilon", 1e-8)
-        ours = {"lr": plan.learning_rate, "betas": betas, "eps": eps, "weight_decay": train.weight_decay, "adam_w_mode": True}
+        ours = {
+            "lr": plan.learning_rate,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": train.weight_decay,
+            "adam_w_mode": True,
+        }
         ours["torch_adam"] = params.get("torch_adam")
     else:
         key, runs = "lr_scheduler_type", str(train.lr_scheduler_type)
@@ -456,7 +506,9 @@ def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, 
 
 
 def _fill_automatic(part: dict[str, Any], ours: Mapping[str, Any], prefix: str, refuse: Refuse) -> None:
-    """Replace each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a problem."""
+    """Replace each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a
+    problem.
+    """
     for key, value in list(part.items()):
         inner = ours.get(key)
         if isinstance(value, dict):

@@ -1,8 +1,9 @@
-"""What workers get from this machine: their variables, a port, an interface, and the key of a run over several machines.
+"""What workers get from this machine: their variables, a port, an interface, and the key of a run over several
+machines.
 
-The key keeps strangers out. `train-cluster` makes one for each start and sends it over SSH, a Slurm script makes one for its job, pods take it from a
-Secret; manually it is `MASTER_KEY` in the environment of every node. It is in no file and on no command line, and is never sent: an HMAC-SHA256
-over random words shows that a peer knows it.
+The key keeps strangers out. `train-cluster` makes one for each start and sends it over SSH, a Slurm script makes one
+for its job, pods take it from a Secret; manually it is `MASTER_KEY` in the environment of every node. It is in no file
+and on no command line, and is never sent: an HMAC-SHA256 over random words shows that a peer knows it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def key_here(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the key of the environment, `None` when there is none. Raise `UserError` for a weak one."""
     key = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
     if key and len(key) < LEAST:
-        raise UserError(f"`{VARIABLE}` has {len(key)} characters; expected at least {LEAST}", place="environment", hint=MAKE_ONE)
+        raise UserError(
+            f"`{VARIABLE}` has {len(key)} characters; expected at least {LEAST}", place="environment", hint=MAKE_ONE
+        )
     return key or None
 
 
@@ -75,11 +78,15 @@ def port_is_free(port: int, address: str = "") -> bool:
 
 
 def next_free_port(wanted: int, address: str, variable: str) -> int:
-    """Return `wanted`, or the next port that is free at `address`. Raise `HardwareError`, which names the `variable` to set."""
+    """Return `wanted`, or the next port that is free at `address`. Raise `HardwareError`, which names the `variable` to
+    set.
+    """
     for port in range(wanted, min(wanted + 100, 65536)):
         if port_is_free(port, address):
             return port
-    raise HardwareError(f"no port from {wanted} on is free at {address}", hint=f"set {variable}, or a HOST that this machine has")
+    raise HardwareError(
+        f"no port from {wanted} on is free at {address}", hint=f"set {variable}, or a HOST that this machine has"
+    )
 
 
 def require_free_port(port: int, *, hint: str) -> None:
@@ -89,12 +96,16 @@ def require_free_port(port: int, *, hint: str) -> None:
 
 
 NAME_LOOKUPS = "timeout:1 attempts:1"
-"""`RES_OPTIONS` of a run on several machines, where the user has set none. torch asks for the name of each peer when it connects and when it accepts,
-in the thread that serves a store: where no name server answers, each question would stop all machines for 10 s."""
+"""`RES_OPTIONS` of a run on several machines, where the user has set none. torch asks for the name of each peer when it
+connects and when it accepts, in the thread that serves a store: where no name server answers, each question would stop
+all machines for 10 s.
+"""
 
 
 def shorten_name_lookups() -> None:
-    """Make this process's questions to DNS end after a second; call it before the first of them. `os.environ` stays as it is."""
+    """Make this process's questions to DNS end after a second; call it before the first of them. `os.environ` stays as
+    it is.
+    """
     if "RES_OPTIONS" not in os.environ:
         os.putenv("RES_OPTIONS", NAME_LOOKUPS)
 
@@ -124,12 +135,15 @@ def holder_of(port: int) -> str:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Whether `MASTER_ADDR`, a name or an address, is this machine's own. Raise `UserError` where it cannot be resolved."""
+    """Whether `MASTER_ADDR`, a name or an address, is this machine's own. Raise `UserError` where it cannot be
+    resolved.
+    """
     try:
         found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except socket.gaierror as error:
         raise UserError(
-            f"`MASTER_ADDR` is `{host}`, which cannot be resolved: {error.strerror}", hint="give the IP address of node 0"
+            f"`MASTER_ADDR` is `{host}`, which cannot be resolved: {error.strerror}",
+            hint="give the IP address of node 0",
         ) from error
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in INTERNET}
     return any(address in own or address.startswith("127.") for address in found)
@@ -139,7 +153,9 @@ SCRUBBED = re.compile(
     r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+"
     r"|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR|SFT_PLAY_OWN_FOLDER"
 )
-"""Names that torchrun, accelerate or DeepSpeed obey in silence. We set the right ones ourselves; a stray one changes the run."""
+"""Names that torchrun, accelerate or DeepSpeed obey in silence. We set the right ones ourselves; a stray one changes
+the run.
+"""
 DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})
 """Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
@@ -212,29 +228,37 @@ def worker_environment(
     devices: Sequence[Device] = (),
     more: Mapping[str, str] = {},
 ) -> WorkerEnvironment:
-    """Return the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in all."""
+    """Return the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in
+    all.
+    """
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
     removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
-    # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone. Under `nohup` it must
-    # not hear SIGHUP, and its workers inherit that.
+    # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone.
+    # Under `nohup` it must not hear SIGHUP, and its workers inherit that.
     heard = ",".join(number.name for number in (*signals_to_hear(), signal.SIGQUIT))
-    chosen = ALWAYS | {"PET_SIGNALS_TO_HANDLE": heard, "OMP_NUM_THREADS": str(max(1, cpu_threads // len(ranks_of(plan, node))))}
+    chosen = ALWAYS | {
+        "PET_SIGNALS_TO_HANDLE": heard,
+        "OMP_NUM_THREADS": str(max(1, cpu_threads // len(ranks_of(plan, node)))),
+    }
     notes = []
     if plan.device == "cpu":
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     if plan.device == "cpu" and plan.strategy in {"single", "ddp"}:
-        # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1; with it accelerate would drop DeepSpeed and
-        # FSDP in silence, so there the worker chooses gloo itself (ADR 4).
+        # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1; with it accelerate would drop
+        # DeepSpeed and FSDP in silence, so there the worker chooses gloo itself (ADR 4).
         chosen["ACCELERATE_USE_CPU"] = "true"
     if plan.device == "cpu" and plan.gradient_checkpointing:
         chosen["MALLOC_MMAP_THRESHOLD_"] = "1048576"
         notes.append(
-            "MALLOC_MMAP_THRESHOLD_: tensors get mappings of their own, or the heap's gaps would take what recomputing saves"
+            "MALLOC_MMAP_THRESHOLD_: tensors get mappings of their own, or the heap's gaps would take what recomputing"
+            " saves"
         )
     if plan.device == "cuda":
         if not ALLOCATOR & kept.keys() and plan.expandable_segments:
             chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-            notes.append("PYTORCH_ALLOC_CONF=expandable_segments:True: blocks grow in place, so less memory is lost between them")
+            notes.append(
+                "PYTORCH_ALLOC_CONF=expandable_segments:True: blocks grow in place, so less memory is lost between them"
+            )
         chosen |= visible_cards(indices_of(plan, node), devices)
         if without := without_peer_to_peer([rank.device_name for rank in plan.ranks]):
             chosen |= without
@@ -245,7 +269,9 @@ def worker_environment(
         chosen["GLOO_SOCKET_IFNAME"] = node.interface
         if plan.device == "cuda" and node.count > 1 and (why := nccl_might_take(node.interface)):
             chosen["NCCL_SOCKET_IFNAME"] = f"={node.interface}"  # exactly: without the sign `eth1` means `eth10` too
-            notes.append(f"NCCL_SOCKET_IFNAME=={node.interface}: NCCL might take {why}, which other machines cannot reach")
+            notes.append(
+                f"NCCL_SOCKET_IFNAME=={node.interface}: NCCL might take {why}, which other machines cannot reach"
+            )
     ours = {k: v for k, v in chosen.items() if k not in USER_DECIDES or not kept.get(k)}
     return WorkerEnvironment(
         variables={**kept, **ours, **more},
@@ -257,21 +283,30 @@ def worker_environment(
 
 
 def nccl_might_take(interface: str) -> str | None:
-    """Return an interface that NCCL may choose by itself and that leads to no other machine; `None` where its choice is better than one name.
+    """Return an interface that NCCL may choose by itself and that leads to no other machine; `None` where its choice is
+    better than one name.
 
-    NCCL takes every interface that is up, without `lo` and `docker*`, and weighs network cards by their speed: on a machine with a slow card
-    for management and a fast one for data, naming the one that the launchers met on would train over the slow one. Only bridges of
-    containers, VPNs and the like mislead it: they have an address and no device.
+    NCCL takes every interface that is up, without `lo` and `docker*`, and weighs network cards by their speed: on a
+    machine with a slow card for management and a fast one for data, naming the one that the launchers met on would
+    train over the slow one. Only bridges of containers, VPNs and the like mislead it: they have an address and no
+    device.
     """
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo" and not name.startswith("docker")}
+    up = {
+        name
+        for name, state in psutil.net_if_stats().items()
+        if state.isup and name != "lo" and not name.startswith("docker")
+    }
     wired = {name for name, found in psutil.net_if_addrs().items() if any(one.family in INTERNET for one in found)}
-    return next((name for name in sorted((up & wired) - {interface}) if not (INTERFACES / name / "device").exists()), None)
+    return next(
+        (name for name in sorted((up & wired) - {interface}) if not (INTERFACES / name / "device").exists()), None
+    )
 
 
 def dump_variables(plan: Plan, logs: Path, ambient: Mapping[str, str]) -> dict[str, str]:
     """Return what makes torch's flight recorder, which is on by default, write to `logs` when NCCL fails or times out.
 
-    Its own default is a folder that a pod loses when it ends. The names are those of torch 2.13 (FlightRecorder.cpp, ProcessGroupNCCL.hpp).
+    Its own default is a folder that a pod loses when it ends. The names are those of torch 2.13 (FlightRecorder.cpp,
+    ProcessGroupNCCL.hpp).
     """
     if plan.device != "cuda" or plan.world_size == 1:
         return {}
@@ -281,10 +316,20 @@ def dump_variables(plan: Plan, logs: Path, ambient: Mapping[str, str]) -> dict[s
     return {name: value for name, value in ours.items() if name not in ambient}
 
 
-USER_DECIDES = frozenset({
-    "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "TOKENIZERS_PARALLELISM", "PET_SHUTDOWN_TIMEOUT", "MALLOC_MMAP_THRESHOLD_", "RES_OPTIONS",
-})  # fmt: skip
+USER_DECIDES = frozenset(
+    {
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "NCCL_P2P_DISABLE",
+        "NCCL_IB_DISABLE",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "TOKENIZERS_PARALLELISM",
+        "PET_SHUTDOWN_TIMEOUT",
+        "MALLOC_MMAP_THRESHOLD_",
+        "RES_OPTIONS",
+    }
+)
 """Our values for these are only defaults: the user's own win."""
 
 
@@ -294,8 +339,8 @@ ALWAYS = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    # torchrun kills workers that take longer to leave than this after a signal, a rank 0 that is saving included. After a
-    # failure it takes no notice of it and gives 30 s (`TimeLimits.saving`).
+    # torchrun kills workers that take longer to leave than this after a signal, a rank 0 that is saving included. After
+    # a failure it takes no notice of it and gives 30 s (`TimeLimits.saving`).
     "PET_SHUTDOWN_TIMEOUT": "600",
 }
 """Variables of every worker."""
@@ -316,7 +361,8 @@ def visible_cards(indices: Sequence[int], devices: Sequence[Device]) -> dict[str
     """Return what shows a launch the cards of its plan and no other; `devices` may be unknown (empty).
 
     CUDA numbers cards as the driver does, not fastest first. A single process that saw a second card would train under
-    `torch.nn.DataParallel`, and unasked CUDA shows a slice of a card that MIG splits rather than the whole cards beside it.
+    `torch.nn.DataParallel`, and unasked CUDA shows a slice of a card that MIG splits rather than the whole cards beside
+    it.
     """
     names = visible_names(devices, indices) if devices else map(str, indices)
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(names)}

@@ -1,5 +1,6 @@
-"""What one launch is: what the user asked for, joined and checked, and what this machine has. All of it but what other machines say is known before
-a run folder is touched."""
+"""What one launch is: what the user asked for, joined and checked, and what this machine has. All of it but what other
+machines say is known before a run folder is touched.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def read_options(
     strategy = asked_strategy
     if choices.strategy and asked_strategy not in ("auto", choices.strategy):
         raise UserError(
-            f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for `{asked_strategy}`",
+            f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for"
+            f" `{asked_strategy}`",
             hint=f"use `make {COMMANDS[choices.strategy]}`",
         )
     if asked_strategy == "auto" and deepspeed:
@@ -111,7 +113,10 @@ def read_options(
         fsdp=choices.fsdp,
         accelerate_config=path,
         cpu=choices.cpu,
-        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing_packages(loaded.config) if rehearsal)),
+        notices=(
+            *choices.notices,
+            *(f"{one.message}: {one.hint}" for one in missing_packages(loaded.config) if rehearsal),
+        ),
     )
     if choices.cpu:
         leave_gpus(path)
@@ -121,7 +126,9 @@ def read_options(
 
 
 def leave_gpus(path: Path | None = None) -> None:
-    """Hide GPUs from this process and all that it starts, and say so where it changes anything and a file asks for it."""
+    """Hide GPUs from this process and all that it starts, and say so where it changes anything and a file asks for
+    it.
+    """
     if path and not all_hidden():
         print(f"note: `{path}` asks for the CPU, so GPUs are left alone, as by CUDA_VISIBLE_DEVICES=", file=sys.stderr)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -132,8 +139,9 @@ WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
 
 
 def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy) -> Path | None:
-    """Return the accelerate config to read: the one that was named, else accelerate's default file where it asks for what nothing typed
-    contradicts, several machines or a strategy (STATUS C4). Says what becomes of that one, before anything is refused because of it.
+    """Return the accelerate config to read: the one that was named, else accelerate's default file where it asks for
+    what nothing typed contradicts, several machines or a strategy (STATUS C4). Says what becomes of that one, before
+    anything is refused because of it.
     """
     if named := call.options.get("ACCELERATE_CONFIG"):
         return None if named == NO_FILE else Path(named)
@@ -142,13 +150,21 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: Command
         return None
     machines, strategy = machines_and_strategy(path)
     asks = [f"{machines} machines"] if machines > 1 and "NUM_NODES" not in call.options else []
-    if strategy and asked_strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options and not loaded.typed("launch.strategy"):
+    if (
+        strategy
+        and asked_strategy == "auto"
+        and "DEEPSPEED_CONFIG" not in call.options
+        and not loaded.typed("launch.strategy")
+    ):
         asks.append(f"`{strategy}`")
     if not asks or asked_strategy == "single":
         print(f"note: accelerate's default file is not read; to use it: ACCELERATE_CONFIG={path}", file=sys.stderr)
         return None
     left_out = f"{NO_DEFAULT_FILE} leaves it out"
-    print(f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}", file=sys.stderr)
+    print(
+        f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}",
+        file=sys.stderr,
+    )
     return path
 
 
@@ -179,7 +195,9 @@ def _deepspeed(
 
 
 def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedConfig:
-    """Put precision and recomputation of an accelerate config into the configuration; a typed value that differs is an error."""
+    """Put precision and recomputation of an accelerate config into the configuration; a typed value that differs is an
+    error.
+    """
     for key, value in choices.train.items():
         current = getattr(loaded.config.train, key)
         if loaded.typed(f"train.{key}") and current not in ("auto", value):
@@ -192,7 +210,9 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
 
 
 def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
-    """Put the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
+    """Put the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what
+    both give.
+    """
     asked = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
     return set_train(loaded, asked, {key: user.place(BATCH_KEYS[key]) for key in asked})
 
@@ -200,7 +220,9 @@ def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
 def set_train(loaded: LoadedConfig, values: Mapping[str, Any], places: Mapping[str, str]) -> LoadedConfig:
     """Return the configuration with other values of keys of `train.`, and where they come from."""
     config = replace(loaded.config, train=replace(loaded.config.train, **values))
-    return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": place for key, place in places.items()}})
+    return replace(
+        loaded, config=config, origins={**loaded.origins, **{f"train.{key}": place for key, place in places.items()}}
+    )
 
 
 def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank_given: bool) -> None:
@@ -218,7 +240,10 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
     if missing:
         raise UserError(
             f"`NUM_NODES` is {request.num_nodes}, so every node needs {', '.join(f'`{name}`' for name in missing)} too",
-            hint="the same command on each machine, NODE_RANK from 0 on, MASTER_ADDR the address of node 0, one RUN_NAME for all",
+            hint=(
+                "the same command on each machine, NODE_RANK from 0 on, MASTER_ADDR the address of node 0, one RUN_NAME"
+                " for all"
+            ),
         )
     address = options.master_address or ""
     if address.count(":") == 1 or address.startswith("["):
@@ -231,7 +256,9 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
 
 
 def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
-    """Return the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps them."""
+    """Return the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps
+    them.
+    """
     user = options.deepspeed
     if user is None:
         return options
@@ -270,15 +297,21 @@ class Job:
     def environment(self, plan: Plan, more: Mapping[str, str] = {}) -> WorkerEnvironment:
         """Return the environment of this node's workers, with what this run needs `more`."""
         here = self.hardware
-        return worker_environment(plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices, more=more)
+        return worker_environment(
+            plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices, more=more
+        )
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
         request = Request(
-            config=self.loaded.config, hardware=self.hardware, shape=self.shape, typed=self.loaded.typed, prepared=prepared,
+            config=self.loaded.config,
+            hardware=self.hardware,
+            shape=self.shape,
+            typed=self.loaded.typed,
+            prepared=prepared,
             launch=replace(self.options.request, early=prepared is None),
             calibration=of_all_nodes(load_calibration(self.hardware), self.measured),
-        )  # fmt: skip
+        )
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):
             source = "formula"
@@ -298,7 +331,9 @@ class Job:
         return ranks_of(plan, self.node)
 
     def home(self, run: RunFolder) -> RunFolder:
-        """Return where this node keeps its configuration and what it prepares: the run's folder, or its own part of a shared one."""
+        """Return where this node keeps its configuration and what it prepares: the run's folder, or its own part of a
+        shared one.
+        """
         return run.of_node(self.node.rank) if self.shared else run
 
     def with_request(self, request: LaunchRequest) -> Job:
@@ -319,7 +354,9 @@ def missing_packages(config: Config) -> list[HardwareError]:
 def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
     """Return what a call asks for, on this machine."""
     node = _node(options)  # before a name is looked up for the model
-    return Job(call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=node)
+    return Job(
+        call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=node
+    )
 
 
 def refuse_early(job: Job) -> None:
@@ -347,7 +384,9 @@ def refuse_files(options: LaunchOptions, plan: Plan, config: Config, shape: Mode
 
 
 def _node(options: LaunchOptions) -> Node:
-    """This machine's place, with a port that is free now. Raise `HardwareError` where a port that was asked for is taken."""
+    """This machine's place, with a port that is free now. Raise `HardwareError` where a port that was asked for is
+    taken.
+    """
     request, port = options.request, options.master_port
     if request.num_nodes == 1:
         if port:
@@ -359,11 +398,16 @@ def _node(options: LaunchOptions) -> Node:
     if request.node_rank == 0:
         if not is_of_this_machine(options.master_address):
             print(
-                f"note: `MASTER_ADDR` `{options.master_address}` is not an address of this machine; the others look for node 0 there",
+                f"note: `MASTER_ADDR` `{options.master_address}` is not an address of this machine; the others look for"
+                " node 0 there",
                 file=sys.stderr,
             )
         require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
     # The interface is the one that carries the meeting: what MASTER_ADDR resolves to may be 127.0.1.1 on node 0.
     return Node(
-        rank=request.node_rank, count=request.num_nodes, master_address=options.master_address, master_port=port, key=key_here()
+        rank=request.node_rank,
+        count=request.num_nodes,
+        master_address=options.master_address,
+        master_port=port,
+        key=key_here(),
     )

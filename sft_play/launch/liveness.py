@@ -1,8 +1,8 @@
 """Signs of life of workers: the beats they send, the stacks they write when asked, and what the kernel says of them.
 
-Beats are datagrams to a socket of the launcher. No file, so no full disk can silence them. The name of the socket is made from the launch's mark,
-which every worker inherits. When the launcher is gone, sending fails, and that is how a worker learns it. Linux only (abstract sockets); elsewhere
-nothing is sent.
+Beats are datagrams to a socket of the launcher. No file, so no full disk can silence them. The name of the socket is
+made from the launch's mark, which every worker inherits. When the launcher is gone, sending fails, and that is how a
+worker learns it. Linux only (abstract sockets); elsewhere nothing is sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class TimeLimits:
     dead: float = 20.0
     """How long a worker may show no sign of life: no beat, no processor time."""
     in_kernel: float = 120.0
-    """The same for one that waits in the kernel for a disk or a device, without a byte read or written: a slow disk is no loss."""
+    """The same for one that waits in the kernel for a disk or a device, without a byte read or written: a slow disk is
+    no loss.
+    """
     grace: float = 15.0
     """How long the other ranks may take to leave once one has failed."""
     saving: float = 30.0
@@ -51,7 +53,9 @@ class TimeLimits:
     leave: float = 24.0
     """After a request to stop, until workers that have not left are killed; but for those that write a checkpoint."""
     patience: float = 19.0
-    """After a request to stop, until a worker in which no step has ended leaves without a new checkpoint: schedulers kill after 30 s."""
+    """After a request to stop, until a worker in which no step has ended leaves without a new checkpoint: schedulers
+    kill after 30 s.
+    """
     after_save: float = 4.0
     """How long a worker may take to leave after a save that ended later than that, and after its last word."""
     kill: float = 10.0
@@ -168,7 +172,9 @@ class Sender:
         return self._socket is not None
 
     def send(self, beat: Beat) -> bool:
-        """Send a beat; return `False` when nobody will ever listen again. A launcher that is only slow is no reason to leave."""
+        """Send a beat; return `False` when nobody will ever listen again. A launcher that is only slow is no reason to
+        leave.
+        """
         if self._socket is None:
             return True
         try:
@@ -186,7 +192,9 @@ STACKS_SECONDS = 3.0
 
 
 def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[int, str]:
-    """Ask every worker for the stacks of all its threads; return rank -> what it wrote to `logs/stack-rank{N}.txt` now."""
+    """Ask every worker for the stacks of all its threads; return rank -> what it wrote to `logs/stack-rank{N}.txt`
+    now.
+    """
     before = {rank: _size(run, rank) for rank in workers}
     for worker in workers.values():
         with contextlib.suppress(psutil.Error):
@@ -217,14 +225,17 @@ def _from(run: RunFolder, rank: int, start: int) -> str:
 
 # ---- What the kernel says
 #
-# A process that the kernel kills can say nothing. SIGKILL alone proves nothing either: a person may have sent it. cgroup v2 counts such kills in
-# `memory.events`, v1 in `memory.oom_control`, both as `oom_kill N` (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
+# A process that the kernel kills can say nothing. SIGKILL alone proves nothing either: a person may have sent it.
+# cgroup v2 counts such kills in `memory.events`, v1 in `memory.oom_control`, both as `oom_kill N` (Linux,
+# Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
 
 COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
 
 
 class MemoryKills:
-    """Counters of the cgroups of this process and of every process that is followed, and of their parents, from now on."""
+    """Counters of the cgroups of this process and of every process that is followed, and of their parents, from now
+    on.
+    """
 
     def __init__(self) -> None:
         self.before: dict[Path, int] = {}
@@ -267,7 +278,13 @@ def counters_of(pid: int, proc: Path = Path("/proc"), mounted: Path = Path("/sys
             continue
         top, name = (mounted / "memory", "memory.oom_control") if controllers else (mounted, "memory.events")
         parts = Path(path).parts[1:]
-        seen = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))  # a container sees the tree below its own cgroup
+        seen = (
+            top.joinpath(*parts[skipped:]) for skipped in range(len(parts))
+        )  # a container sees the tree below its own cgroup
         inner = next((folder for folder in seen if folder.is_dir()), top)
-        found += [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top) and (folder / name).is_file()]
+        found += [
+            folder / name
+            for folder in (inner, *inner.parents)
+            if folder.is_relative_to(top) and (folder / name).is_file()
+        ]
     return found

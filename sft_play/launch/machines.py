@@ -1,4 +1,6 @@
-"""A job on several machines: their launchers compare facts, all train by one plan for the devices of all, and one error says where they differ."""
+"""A job on several machines: their launchers compare facts, all train by one plan for the devices of all, and one error
+says where they differ.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,18 @@ from sft_play.runs.prepared import Prepared, day_of
 from sft_play.text import plural
 
 FETCH = "SFT_PLAY_FETCH"
-"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is asked."""
+"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is
+asked.
+"""
 
 
 @contextlib.contextmanager
 def join_machines(job: Job, run: RunFolder, *, choose: Callable[[], Path | None] | None = None) -> Iterator[Job]:
     """Yield the job that knows the devices of all machines, with its rendezvous; of one machine the same job.
 
-    `choose` returns the checkpoint that a resumed run continues from, anew for a later attempt that takes this machine in.
-    Whatever the body raises is reported to the others. Raise `UserError` for machines that do not agree, the same on each, and
-    `RetryableError` for those that do not come within `launch.join_seconds`.
+    `choose` returns the checkpoint that a resumed run continues from, anew for a later attempt that takes this machine
+    in. Whatever the body raises is reported to the others. Raise `UserError` for machines that do not agree, the same
+    on each, and `RetryableError` for those that do not come within `launch.join_seconds`.
     """
     if job.node.count == 1:
         yield replace(job, checkpoint=choose() if choose else None)
@@ -77,17 +81,24 @@ def _open(job: Job, run: RunFolder) -> Rendezvous:
         print_line(f"node {node.rank} ({host}): meeting the other nodes at {node.master}")
     else:
         print_line(
-            f"node 0 ({host}): waiting for {node.count - 1} more at port {node.master_port}, up to {launch.join_seconds} s"
+            f"node 0 ({host}): waiting for {node.count - 1} more at port {node.master_port}, up to"
+            f" {launch.join_seconds} s"
         )
     ours = Rendezvous(
-        node, host=host, run=run.name, patience=float(launch.join_seconds), silent_seconds=float(launch.silent_seconds),
-    )  # fmt: skip
+        node,
+        host=host,
+        run=run.name,
+        patience=float(launch.join_seconds),
+        silent_seconds=float(launch.silent_seconds),
+    )
     ours.open()
     return ours
 
 
 def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> Job:
-    """Return the job of an attempt, which knows its machines, their devices and its own place among them. Raise as `join_machines` does."""
+    """Return the job of an attempt, which knows its machines, their devices and its own place among them. Raise as
+    `join_machines` does.
+    """
     ours = job.rendezvous
     assert ours is not None, "one machine has nobody to meet"
     mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[NodeFacts]()
@@ -99,27 +110,38 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
 
     def answer(found: Sequence[Given]) -> Given:
         nodes[:] = map(NodeFacts.from_json, found)
-        here = [f"{one.name} with {plural(len(one.devices), 'GPU' if one.kind == 'cuda' else 'process')}" for one in nodes]
+        here = [
+            f"{one.name} with {plural(len(one.devices), 'GPU' if one.kind == 'cuda' else 'process')}" for one in nodes
+        ]
         day = day_of(run.prepared) if choose else date.today().isoformat()
         return {"mark": mark, "processes": [len(one.devices) for one in nodes], "here": here, "day": day}
 
     found = ours.meet(give, compare_given, answer)
     print_line(f"all {len(found['here'])} nodes are here: {', '.join(found['here'])}")
     place, count = ours.members.index(job.node.rank), len(ours.members)
-    request = replace(job.options.request, node_devices=tuple(one.devices for one in nodes), num_nodes=count, node_rank=place)
+    request = replace(
+        job.options.request, node_devices=tuple(one.devices for one in nodes), num_nodes=count, node_rank=place
+    )
     return replace(
-        job, measured=tuple(one.measured for one in nodes), processes=sum(found["processes"]),
-        node=replace(job.node, count=count, place=place, interface=_interface(ours.own_addresses(), job.node.interface)),
+        job,
+        measured=tuple(one.measured for one in nodes),
+        processes=sum(found["processes"]),
+        node=replace(
+            job.node, count=count, place=place, interface=_interface(ours.own_addresses(), job.node.interface)
+        ),
         options=replace(job.options, request=request),
         shared=job.node.rank > 0 and found["mark"] is not None and (run.path / found["mark"]).exists(),
-        checkpoint=checkpoint, day=found["day"],
-    )  # fmt: skip
+        checkpoint=checkpoint,
+        day=found["day"],
+    )
 
 
 def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
-    """Return the job with the port of the workers' store, and the plan. Of several machines node 0 plans, when all have prepared the same.
+    """Return the job with the port of the workers' store, and the plan. Of several machines node 0 plans, when all have
+    prepared the same.
 
-    Raise `DataError`, `CheckpointError` (parts of checkpoints on several disks) or `HardwareError`, the same on every machine.
+    Raise `DataError`, `CheckpointError` (parts of checkpoints on several disks) or `HardwareError`, the same on every
+    machine.
     """
     ours, config, planned = job.rendezvous, job.loaded.config, list[Plan]()
     if job.node.rank == 0:  # all are here, and none has begun to write
@@ -129,15 +151,27 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
     if ours is None:
         return job, planned[0]
     apart = job.node.rank > 0 and not job.shared
-    here = {"node": ours.name, "prepared": _content(prepared), "apart": apart, "alone": apart and FETCH not in os.environ}
+    here = {
+        "node": ours.name,
+        "prepared": _content(prepared),
+        "apart": apart,
+        "alone": apart and FETCH not in os.environ,
+    }
     found = ours.share(
-        "prepared", here, lambda given: compare_prepared(given, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
-        lambda given: {"plan": planned[0].to_json(), "port": ours.workers_port(), "alone": [one["node"] for one in given if one["alone"]]},
-    )  # fmt: skip
+        "prepared",
+        here,
+        lambda given: compare_prepared(given, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
+        lambda given: {
+            "plan": planned[0].to_json(),
+            "port": ours.workers_port(),
+            "alone": [one["node"] for one in given if one["alone"]],
+        },
+    )
     _remove_marks(job, run)
     if found["alone"] and config.launch.max_restarts:
         print_line(
-            f"note: {', '.join(found['alone'])}: no restart can continue there without the run folder of node 0; share RUNS_DIR"
+            f"note: {', '.join(found['alone'])}: no restart can continue there without the run folder of node 0; share"
+            " RUNS_DIR"
         )
     plan = Plan.from_json(found["plan"])
     require_disk_space(plan, config, run)
@@ -154,7 +188,9 @@ def ended_elsewhere_of(job: Job) -> EndedElsewhere | None:
 
 @contextlib.contextmanager
 def remove_own_part(job: Job, run: RunFolder) -> Iterator[None]:
-    """Remove what this node has of its own in a shared run folder when the body raises before workers have started, and what is then empty."""
+    """Remove what this node has of its own in a shared run folder when the body raises before workers have started, and
+    what is then empty.
+    """
     try:
         yield
     except BaseException:
@@ -168,7 +204,9 @@ def remove_own_part(job: Job, run: RunFolder) -> Iterator[None]:
 
 
 def _leave_mark(run: RunFolder) -> str | None:
-    """Leave a file with a random name in node 0's run folder, until all have looked: by that they see whether they share it."""
+    """Leave a file with a random name in node 0's run folder, until all have looked: by that they see whether they
+    share it.
+    """
     path = run.path / f".seen-{secrets.token_hex(8)}"
     try:
         path.touch()
@@ -214,7 +252,9 @@ class NodeFacts:
     devices: tuple[Device, ...]
     """Of its ranks, in order."""
     measured: tuple[Calibration, ...] = ()
-    """What `make bench` measured there on these devices, one for each of their names; without the links, which are that machine's own."""
+    """What `make bench` measured there on these devices, one for each of their names; without the links, which are that
+    machine's own.
+    """
 
     @property
     def name(self) -> str:
@@ -225,7 +265,9 @@ class NodeFacts:
     def from_json(value: Given) -> NodeFacts:
         """Return what another node sent."""
         devices = [
-            Device(**{**one, "compute_capability": tuple(one["compute_capability"]) if one["compute_capability"] else None})
+            Device(
+                **{**one, "compute_capability": tuple(one["compute_capability"]) if one["compute_capability"] else None}
+            )
             for one in value["devices"]
         ]
         measured = [record_of(one, Calibration) for one in value["measured"]]
@@ -243,17 +285,28 @@ def _facts(job: Job, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
     devices = devices_for(job.hardware, request, False)[1]
     measured = [read_calibration(name) for name in {same_name(device.name): device.name for device in devices}.values()]
     return NodeFacts(
-        rank=job.node.rank, host=ours.host, num_nodes=ours.node.count, resumed=resumed,
+        rank=job.node.rank,
+        host=ours.host,
+        num_nodes=ours.node.count,
+        resumed=resumed,
         checkpoint=f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None,
         command={name: json.dumps(value, sort_keys=True) for name, value in command.items()},
-        config=config_here(job.loaded), versions=versions_here(kind), kind=kind, devices=devices,
+        config=config_here(job.loaded),
+        versions=versions_here(kind),
+        kind=kind,
+        devices=devices,
         measured=tuple(replace(one, links={}) for one in measured if one is not None and one.kind == kind),
-    )  # fmt: skip
+    )
 
 
-OWN_CHOICE = frozenset({
-    "launch.join_seconds", "launch.silent_seconds", "train.dataloader_num_workers", "train.dataloader_pin_memory",
-})  # fmt: skip
+OWN_CHOICE = frozenset(
+    {
+        "launch.join_seconds",
+        "launch.silent_seconds",
+        "train.dataloader_num_workers",
+        "train.dataloader_pin_memory",
+    }
+)
 """Keys that each node may have its own way: none of them is seen by another."""
 PLACES = ("model.name", "model.tokenizer", "data.")
 """Keys that may name a file by a path of this machine; their content is compared after the preparation."""
@@ -261,7 +314,9 @@ SECRET_KEY = re.compile(r"(?:hub_token|password|api_key)$")
 
 
 def versions_here(kind: str) -> dict[str, str]:
-    """Return the versions that must be the same on every node: Python, packages, CUDA of torch's build, our own source."""
+    """Return the versions that must be the same on every node: Python, packages, CUDA of torch's build, our own
+    source.
+    """
     found = dict(versions())
     found["python"] = ".".join(found["python"].split(".")[:2])
     if kind == "cuda":
@@ -271,7 +326,9 @@ def versions_here(kind: str) -> dict[str, str]:
 
 def config_here(loaded: LoadedConfig) -> dict[str, str]:
     """Return the configuration as it is compared: every key but those that each node may have its own way."""
-    flat = {key: json.dumps(_drop_folders(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE}
+    flat = {
+        key: json.dumps(_drop_folders(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE
+    }
     return {key: _hide_secret(key, text) for key, text in flat.items()}
 
 
@@ -315,7 +372,11 @@ def compare_given(given: Sequence[Given]) -> list[UserError]:
     try:
         return compare([NodeFacts.from_json(one) for one in given])
     except (TypeError, LookupError, ValueError) as error:  # another version's
-        return [HardwareError(f"a node sent facts of another version: {error}", hint="install the same SFT-Play on every node")]
+        return [
+            HardwareError(
+                f"a node sent facts of another version: {error}", hint="install the same SFT-Play on every node"
+            )
+        ]
 
 
 def compare(nodes: Sequence[NodeFacts]) -> list[UserError]:
@@ -332,24 +393,37 @@ def compare(nodes: Sequence[NodeFacts]) -> list[UserError]:
         *_unlike(counts, "`NUM_NODES` is not the same on every node", UserError, "give every node the same NUM_NODES"),
         *_unlike(ways, "some nodes start the run, others continue it", CheckpointError, shared),
         *_unlike(kinds, "some nodes have GPUs and some have none", HardwareError, gpus),
-        *_differing({n.name: n.versions for n in nodes}, "versions differ", HardwareError, "install the same on every node"),
-        *_differing({n.name: n.command for n in nodes if not any(resumed)}, "the command differs", UserError, same_command),
+        *_differing(
+            {n.name: n.versions for n in nodes}, "versions differ", HardwareError, "install the same on every node"
+        ),
+        *_differing(
+            {n.name: n.command for n in nodes if not any(resumed)}, "the command differs", UserError, same_command
+        ),
         *_differing({n.name: n.config for n in nodes}, "the configuration differs", UserError, same_file),
         *_unlike(starts, "the nodes would continue from different checkpoints", CheckpointError, shared),
     ]
 
 
 def compare_prepared(given: Sequence[Given], *, strategy: str, save_strategy: str) -> list[UserError]:
-    """Return what is wrong with what nodes have prepared, and with run folders in which no checkpoint could be complete."""
-    hint = "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared folder"
-    found = _differing({one["node"]: one["prepared"] for one in given}, "nodes prepared different data", DataError, hint)
+    """Return what is wrong with what nodes have prepared, and with run folders in which no checkpoint could be
+    complete.
+    """
+    hint = (
+        "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared"
+        " folder"
+    )
+    found = _differing(
+        {one["node"]: one["prepared"] for one in given}, "nodes prepared different data", DataError, hint
+    )
     apart = [one["node"] for one in given if one["apart"]]
     if apart and strategy in SHARDED and save_strategy != "no":
-        found.append(CheckpointError(
-            f"under {strategy} every machine writes a part of each checkpoint, and {', '.join(apart)} cannot see the run folder of node 0",
-            hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
-            " `train.save_strategy: no`",
-        ))  # fmt: skip
+        found.append(
+            CheckpointError(
+                f"under {strategy} every machine writes a part of each checkpoint, and {', '.join(apart)} cannot see the run folder of node 0",
+                hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
+                " `train.save_strategy: no`",
+            )
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Who takes part in a run on several machines: seats in the launchers' store (`launch/store.py`), beats, and why an attempt ended.
+"""Who takes part in a run on several machines: seats in the launchers' store (`launch/store.py`), beats, and why an
+attempt ended.
 
 Keys of the store, `A` being the attempt and `K` a machine's `NODE_RANK`:
 
@@ -9,8 +10,8 @@ Keys of the store, `A` being the attempt and `K` a machine's `NODE_RANK`:
     A/next             what node 0 makes of that: another attempt, or the end
     left               who has ended in order
 
-What every machine does costs node 0 a few requests a second (docs/adr/0011-torchelastic.md). The workers' own store is another one, on a port of its
-own for each attempt: one that is used again holds addresses of dead ranks.
+What every machine does costs node 0 a few requests a second (docs/adr/0011-torchelastic.md). The workers' own store is
+another one, on a port of its own for each attempt: one that is used again holds addresses of dead ranks.
 """
 
 from __future__ import annotations
@@ -36,14 +37,13 @@ LEAVE_SECONDS = 60.0
 
 
 class Membership:
-    """This machine's place among those of a run: it takes a seat, beats, learns which others live and why the attempt ended, and leaves.
+    """This machine's place among those of a run: it takes a seat, beats, learns which others live and why the attempt
+    ended, and leaves.
 
     A node rank is a machine's `NODE_RANK`.
     """
 
-    def __init__(
-        self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float
-    ) -> None:  # fmt: skip
+    def __init__(self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float) -> None:
         """`patience`: seconds that machines which have not come are waited for."""
         self.node, self.host, self.run = node, host, run
         self.patience, self.silent_seconds = patience, silent_seconds
@@ -88,7 +88,9 @@ class Membership:
     # ---- The beginning, and signs of life
 
     def open(self) -> None:
-        """Serve the store (node 0) or find it. Raise `HardwareError` for a port that is taken, `RetryableError` without node 0, `UserError`."""
+        """Serve the store (node 0) or find it. Raise `HardwareError` for a port that is taken, `RetryableError` without
+        node 0, `UserError`.
+        """
         self.attempt, self.members, self._end = 0, [], None
         if self.node.rank == 0:
             self._store = serve(self.node, self.host, self.run, self.silent_seconds)
@@ -101,25 +103,33 @@ class Membership:
         self._store.beat(self._beat)
 
     def _sit(self, nodes: int) -> None:
-        """Take this machine's seat, from a launcher that does not live any more too. Raise `UserError` where another has the node rank."""
+        """Take this machine's seat, from a launcher that does not live any more too. Raise `UserError` where another
+        has the node rank.
+        """
         store, node_rank, name = self._connection, self.node.rank, f"seat/{self.node.rank}"
         if node_rank >= nodes:
             here = f"`NODE_RANK` is {node_rank} on {self.host} with `NUM_NODES={self.node.count}`"
             text = f"{here}, but {self.names([0])} has `NUM_NODES={nodes}`"
-            raise self._refuse_before_start(UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on"))
+            raise self._refuse_before_start(
+                UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on")
+            )
         store.ask(lambda raw: raw.set(f"beat/{self._mine['session']}", "0"))
         while (held := store.ask(lambda raw: store.first(raw, name, self._mine))) != self._mine:
             look = functools.partial(_last_beat, session=held["session"])
             before = store.ask(look)
             pause(GRACE_SECONDS)
             if before != store.ask(look):
-                text = f"two nodes have `NODE_RANK={node_rank}`: {held['host']} and {self.host} ({self._mine['address']})"
+                text = (
+                    f"two nodes have `NODE_RANK={node_rank}`: {held['host']} and {self.host} ({self._mine['address']})"
+                )
                 raise self._refuse_before_start(UserError(text, hint="give each node its own rank"))
             if store.get(name) == held:
                 store.delete(name)
 
     def _refuse_before_start(self, error: UserError) -> UserError:
-        """End the run for all where its workers have not been started; an error of a machine too many does not end a training."""
+        """End the run for all where its workers have not been started; an error of a machine too many does not end a
+        training.
+        """
         self.attempt = self._connection.get("attempt") or 0
         if not self._connection.ask(lambda raw: raw.check([f"{self.attempt}/facts/all"])):
             self._refuse([error])
@@ -139,7 +149,10 @@ class Membership:
     def _judge_beats(self, raw: Any) -> None:
         """Node 0: count how long each machine has been silent; one that was silent for too long ends the attempt."""
         now = time.monotonic()
-        passed, self._judged = min(now - self._judged, 2 * PERIOD_SECONDS), now  # while this process is suspended no time passes
+        passed, self._judged = (
+            min(now - self._judged, 2 * PERIOD_SECONDS),
+            now,
+        )  # while this process is suspended no time passes
         self._left = list_words(raw, "left")
         watched = {node_rank: session for node_rank, session in self._watched.items() if session not in self._left}
         names = [f"beat/{session}" for session in watched.values()]
@@ -148,10 +161,14 @@ class Membership:
             heard = self._seen.get(session) != beat
             self._seen[session], self._silent[session] = beat, 0.0 if heard else self._silent.get(session, 0.0) + passed
             if self._silent[session] > self.silent_seconds and node_rank in self.members:
-                self._connection.first(raw, f"{self.attempt}/end", {"lost": node_rank, "seconds": round(self._silent[session])})
+                self._connection.first(
+                    raw, f"{self.attempt}/end", {"lost": node_rank, "seconds": round(self._silent[session])}
+                )
 
     def _gather_standings(self, attempt: int, mine: Standings) -> Standings | None:
-        """Node 0: return where the ranks of all machines stand, by their last beats; `None` unless they stand still on each."""
+        """Node 0: return where the ranks of all machines stand, by their last beats; `None` unless they stand still on
+        each.
+        """
         found = dict(mine)
         for session in [self._watched[node_rank] for node_rank in self.members if node_rank]:
             beat = self._connection.unpack(f"beat/{session}", self._seen.get(session, b"")) or {}
@@ -237,7 +254,9 @@ def _errors_for_others(error: BaseException, name: str) -> list[UserError]:
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     stopped = isinstance(error, KeyboardInterrupt) or code in (130, 143)
     what = (
-        "was stopped on request before its workers started" if stopped else "could not start its workers; its own output says why"
+        "was stopped on request before its workers started"
+        if stopped
+        else "could not start its workers; its own output says why"
     )
     return errors_from_json([{"code": code, "message": f"{name} {what}"}])
 
@@ -253,4 +272,7 @@ def errors_to_json(errors: Sequence[UserError]) -> list[Given]:
 
 def errors_from_json(given: Sequence[Given]) -> list[UserError]:
     """Return the errors that another node sent."""
-    return [KINDS.get(one["code"], RetryableError)(one["message"], place=one.get("place"), hint=one.get("hint")) for one in given]
+    return [
+        KINDS.get(one["code"], RetryableError)(one["message"], place=one.get("place"), hint=one.get("hint"))
+        for one in given
+    ]

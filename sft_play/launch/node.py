@@ -1,7 +1,8 @@
-"""What one machine does for its ranks: starts them, watches them, passes signals on, ends them, and leaves no process behind.
+"""What one machine does for its ranks: starts them, watches them, passes signals on, ends them, and leaves no process
+behind.
 
-Launcher: our own command, in which this runs. Agent: `accelerate launch`, which the launcher starts and which starts the workers. Worker: the
-process of a rank.
+Launcher: our own command, in which this runs. Agent: `accelerate launch`, which the launcher starts and which starts
+the workers. Worker: the process of a rank.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ FROZEN = {
 Standings = Mapping[str, Mapping[str, Any]]
 """Rank -> what `standing` returns."""
 ShareStandings = Callable[[Standings | None], Standings | None]
-"""Of several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks of all
-machines stand once that is so on each of them."""
+"""Of several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and
+returns where the ranks of all machines stand once that is so on each of them.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +73,9 @@ class Watch:
     workers: dict[psutil.Process, int] = field(default_factory=dict)
     """Every worker that was ever seen, with its rank."""
     silence: dict[psutil.Process, tuple[tuple[float, ...], float]] = field(default_factory=dict)
-    """What a process had spent (processor time, bytes read and written) when it last showed a sign of life, and seconds since."""
+    """What a process had spent (processor time, bytes read and written) when it last showed a sign of life, and seconds
+    since.
+    """
     loss: Loss | None = None
     """What was seen first."""
     lost_at: float | None = None
@@ -88,7 +92,9 @@ class Watch:
     """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
 
     def look(self) -> None:
-        """Take note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
+        """Take note of new workers, and of the first that has gone with an error, without a record, or has stopped
+        living.
+        """
         heard, now = self.beats.receive(), time.monotonic()
         passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
         self.watched_seconds += passed
@@ -104,9 +110,11 @@ class Watch:
                 self.loss, self.lost_at = found, now
 
     def is_over(self, *, stopping: bool) -> bool:
-        """Whether everything is to be ended: at once for what the launcher saw itself, else when the others have had their time.
+        """Whether everything is to be ended: at once for what the launcher saw itself, else when the others have had
+        their time.
 
-        `stopping`: the ranks were asked to save and leave. Then one that has left is no loss, and the others have all the time.
+        `stopping`: the ranks were asked to save and leave. Then one that has left is no loss, and the others have all
+        the time.
         """
         if self.loss is None or self.lost_at is None:
             return False
@@ -117,7 +125,11 @@ class Watch:
     def saves(self, rank: int) -> bool:
         """Whether a rank said just now that it writes a checkpoint."""
         beat = self.beats.latest.get(rank)
-        return beat is not None and beat.phase == "saving" and time.monotonic() - self.beats.heard[rank] < SAVING_BEAT_SECONDS
+        return (
+            beat is not None
+            and beat.phase == "saving"
+            and time.monotonic() - self.beats.heard[rank] < SAVING_BEAT_SECONDS
+        )
 
     def _find_workers(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -132,7 +144,8 @@ class Watch:
         """A worker that has left with an error, or without a record of how."""
         gone = [rank for worker, rank in self.workers.items() if not is_alive(worker)]
         records = exit_records(self.run, gone)
-        # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
+        # Of several that went at once, one without a record went first: the others could still say that their peer had
+        # gone.
         for rank in sorted(gone, key=lambda rank: rank in records):
             if rank not in records or records[rank]["code"]:
                 return Loss(cause="failed" if rank in records else "killed", rank=rank)
@@ -141,8 +154,8 @@ class Watch:
     def _frozen(self, heard: set[int], passed: float) -> Loss | None:
         """A worker without any sign of life.
 
-        A thread that holds Python's lock in a long call silences the beats, but uses the processor, or reads and writes; a process that was
-        stopped does neither, nor one whose disk or device does not answer.
+        A thread that holds Python's lock in a long call silences the beats, but uses the processor, or reads and
+        writes; a process that was stopped does neither, nor one whose disk or device does not answer.
         """
         for worker, rank in self.workers.items():
             beats_expected = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
@@ -154,8 +167,12 @@ class Watch:
                     return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
         return None
 
-    def _stuck(self, process: psutil.Process, passed: float, *, heard: bool, beats_expected: bool) -> tuple[str, str] | None:
-        """Return how a process is frozen, and a hint. `beats_expected`: it sends beats, so that none `heard` is a sign too."""
+    def _stuck(
+        self, process: psutil.Process, passed: float, *, heard: bool, beats_expected: bool
+    ) -> tuple[str, str] | None:
+        """Return how a process is frozen, and a hint. `beats_expected`: it sends beats, so that none `heard` is a sign
+        too.
+        """
         state = process.status()
         spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
         before, seconds = self.silence.get(process, ((), 0.0))
@@ -167,9 +184,13 @@ class Watch:
         return (f"{how} for {limit:.0f} s", hint) if seconds + passed > limit else None
 
     def _hanging(self) -> Loss | None:
-        """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
+        """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its
+        patience.
+        """
         beats = self.beats.latest
-        if not set(self.ranks) <= beats.keys() or not all(self.beats.quiet(rank) > beat.limit for rank, beat in beats.items()):
+        if not set(self.ranks) <= beats.keys() or not all(
+            self.beats.quiet(rank) > beat.limit for rank, beat in beats.items()
+        ):
             self.standing = None
         elif self.standing is None:
             alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
@@ -182,22 +203,33 @@ class Watch:
 
 
 def is_worker(arguments: Sequence[str]) -> bool:
-    """Whether a command line is a worker's: one that was forked and has not begun its program yet still bears its parent's."""
+    """Whether a command line is a worker's: one that was forked and has not begun its program yet still bears its
+    parent's.
+    """
     modules = {after for before, after in pairwise(arguments) if before == "-m"}
     return AGENT_MODULE not in modules and WORKER_MODULE in modules
 
 
 AGENT_POLL_SECONDS = 0.1
 EndedElsewhere = Callable[[bool], Outcome | int | None]
-"""Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the workers; told whether this
-machine was asked to stop."""
+"""Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the
+workers; told whether this machine was asked to stop.
+"""
 
 
 def supervise(
-    arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = "",
-    ended_elsewhere: EndedElsewhere | None = None, share_standings: ShareStandings = lambda mine: mine,
-) -> Outcome:  # fmt: skip
-    """Run the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    run: RunFolder,
+    ranks: range,
+    *,
+    console: int,
+    shown: str = "",
+    ended_elsewhere: EndedElsewhere | None = None,
+    share_standings: ShareStandings = lambda mine: mine,
+) -> Outcome:
+    """Run the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log
+    begins with `shown`.
 
     A signal asks the workers to save and leave (`Stop`), a second Ctrl-C kills them. Whatever happens, no descendant is
     alive when this returns; one that the kernel cannot end is named.
@@ -223,9 +255,14 @@ def supervise(
             preexec_fn=bind_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
         )
         watch = Watch(
-            agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats, share_standings=share_standings,
+            agent=process.pid,
+            run=run,
+            ranks=ranks,
+            kills=kills,
+            beats=beats,
+            share_standings=share_standings,
             kept=[path for path in (run.config, run.plan, run.events) if path.exists()],
-        )  # fmt: skip
+        )
         ended = None
         try:
             ended = _wait(process, stop, watch, others, ended_elsewhere)
@@ -236,16 +273,27 @@ def supervise(
     if missing := [path for path in watch.kept if is_gone(path)]:
         return Outcome(code=3, message=folder_gone(run, missing).render())
     outcome = outcome_of(
-        run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
-        memory_kill=kills.evidence(), log_starts=log_starts,
-    )  # fmt: skip
-    # Where another machine ended it, this one's workers were killed for that: what `outcome_of` says of them is only the effect.
+        run,
+        ranks,
+        agent_code=process.returncode,
+        agent_log=tail(log),
+        signals=tuple(stop.signals),
+        loss=watch.loss,
+        memory_kill=kills.evidence(),
+        log_starts=log_starts,
+    )
+    # Where another machine ended it, this one's workers were killed for that: what `outcome_of` says of them is only
+    # the effect.
     return ended if ended and outcome.code else outcome
 
 
 def _wait(
-    process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Set[psutil.Process], ended_elsewhere: EndedElsewhere | None
-) -> Outcome | None:  # fmt: skip
+    process: subprocess.Popen[bytes],
+    stop: Stop,
+    watch: Watch,
+    others: Set[psutil.Process],
+    ended_elsewhere: EndedElsewhere | None,
+) -> Outcome | None:
     """Wait for the agent; return how the attempt ended on another machine, where this one was ended for that."""
     looked, told, killed = 0.0, False, False
     ended: Outcome | None = None
@@ -257,7 +305,9 @@ def _wait(
                 stop.ask(process, watch)
         if stop.wanted and not told:
             told = True
-            announce("stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
+            announce(
+                "stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
+            )
         found = None if killed or ended_elsewhere is None else ended_elsewhere(stop.wanted)
         if isinstance(found, int):
             stop.note(found)
@@ -333,8 +383,8 @@ class Stop:
     def ask(self, process: subprocess.Popen[bytes], watch: Watch) -> None:
         """Send SIGTERM to the workers themselves, each once, those that start only now included.
 
-        Not to the agent: the launcher of a single process would die and leave its worker behind. Only where there is no worker yet
-        it is ended, since there is nothing to save.
+        Not to the agent: the launcher of a single process would die and leave its worker behind. Only where there is no
+        worker yet it is ended, since there is nothing to save.
         """
         workers = [worker for worker in watch.workers if is_alive(worker)]
         for worker in workers:
@@ -386,14 +436,17 @@ def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Proces
     else:
         names = ", ".join(f"process {member.pid}" for member in left)
         announce(
-            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
+            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may"
+            " stay taken"
         )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
 
 
 def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
-    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`: TensorBoard)."""
+    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`:
+    TensorBoard).
+    """
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,6 @@
-"""A command as a process: signals that end it, children that end with it, a console that may close, and no words of make's own."""
+"""A command as a process: signals that end it, children that end with it, a console that may close, and no words of
+make's own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a command to stop: Ctrl-C, a scheduler's or `kill`'s, Slurm's early warning, a terminal that is closed."""
+"""Signals that ask a command to stop: Ctrl-C, a scheduler's or `kill`'s, Slurm's early warning, a terminal that is
+closed.
+"""
 REPEATED_SECONDS = 2.0
 """A signal that comes again within this time is the same request, sent to us and to all our processes."""
 _heard: list[int] = []
@@ -42,7 +46,8 @@ class StoppedBySignal(SystemExit):
 
 @contextlib.contextmanager
 def end_by_signals() -> Iterator[None]:
-    """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
+    """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing
+    half-made is left.
 
     Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser): long loops ask
     `raise_what_was_heard`, so that no signal is lost, Ctrl-C included.
@@ -105,8 +110,9 @@ def bind_to_parent(number: signal.Signals) -> Callable[[], None] | None:
 
 
 def wake_with_parent() -> None:
-    """Make the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
-    stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves."""
+    """Make the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice
+    it, and would stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves.
+    """
     if _libc is not None:
         _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)
 
@@ -170,8 +176,9 @@ def console_may_go() -> Iterator[None]:
 def end_make(code: int) -> int:
     """End make with code 1 where the command failed, and return what this process is to end with then.
 
-    make prints `*** [Makefile:56: data] Error 4` under whatever a failed command has said; at SIGQUIT it leaves without a word, once
-    its child has ended well. Where it does not catch that signal (in the background of a script) it says what it always says.
+    make prints `*** [Makefile:56: data] Error 4` under whatever a failed command has said; at SIGQUIT it leaves without
+    a word, once its child has ended well. Where it does not catch that signal (in the background of a script) it says
+    what it always says.
     """
     parent, quits = Path(f"/proc/{os.getppid()}"), 1 << (signal.SIGQUIT - 1)
     try:

@@ -1,8 +1,9 @@
-"""What follows the end of an attempt: another one after a lost rank (`launch.max_restarts`), or with less at a time when memory ran out.
+"""What follows the end of an attempt: another one after a lost rank (`launch.max_restarts`), or with less at a time
+when memory ran out.
 
-Deciding is pure; `commands.run_attempts` does it. This is the launcher's work, not torchrun's, which knows nothing of checkpoints. When memory runs
-out (STATUS B10), it is half the micro-batch and twice the accumulation, else recomputation, else an answer; the rows of each step stay
-the same, so the losses do too.
+Deciding is pure; `commands.run_attempts` does it. This is the launcher's work, not torchrun's, which knows nothing of
+checkpoints. When memory runs out (STATUS B10), it is half the micro-batch and twice the accumulation, else
+recomputation, else an answer; the rows of each step stay the same, so the losses do too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ CONTROLLED = "SFT_PLAY_CLUSTER"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Following:
-    """What follows the end of an attempt: the end, or another attempt. Node 0 decides, and sends it to all machines as JSON."""
+    """What follows the end of an attempt: the end, or another attempt. Node 0 decides, and sends it to all machines as
+    JSON.
+    """
 
     again: bool = False
     outcome: Outcome | None = None
@@ -81,11 +84,15 @@ def remedy(
         state = "on already" if plan.gradient_checkpointing else "off as configured"
         why = f"the micro-batch is 1 already and gradient checkpointing is {state}"
     found = ways_out(config, shape, plan, request, plan.ranks[outcome.rank or 0])
-    return f"{why}\n\nhint: " + ("choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory")
+    return f"{why}\n\nhint: " + (
+        "choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory"
+    )
 
 
 def rows_of(plan: Plan, outcome: Outcome) -> int:
-    """Return the rows (with packing: packs) that the rank which failed had at a time: of its micro-batch, or of evaluation."""
+    """Return the rows (with packing: packs) that the rank which failed had at a time: of its micro-batch, or of
+    evaluation.
+    """
     if outcome.doing.get("phase") == "evaluating":
         return plan.eval_batch_size
     in_force = outcome.doing.get("micro_batch")
@@ -96,9 +103,15 @@ def rows_of(plan: Plan, outcome: Outcome) -> int:
 
 
 def has_grown(plan: Plan, outcome: Outcome) -> bool:
-    """Whether the rank that failed had more at a time than planned, by shares that were found while training (`training.balance`)."""
+    """Whether the rank that failed had more at a time than planned, by shares that were found while training
+    (`training.balance`).
+    """
     failed = _failed(plan, outcome)
-    return outcome.doing.get("phase") != "evaluating" and failed is not None and rows_of(plan, outcome) > failed.micro_batch
+    return (
+        outcome.doing.get("phase") != "evaluating"
+        and failed is not None
+        and rows_of(plan, outcome) > failed.micro_batch
+    )
 
 
 def _failed(plan: Plan, outcome: Outcome) -> RankPlan | None:
@@ -130,7 +143,9 @@ def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) 
     }
 
 
-def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int) -> str:
+def announcement(
+    config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int
+) -> str:
     """Return the one line that says what happened, what changes and where it continues."""
     what = re.sub(r" \(\w*Error: .*$", "", outcome.first_line)  # the allocator's own words are in the rank's log
     host = f" ({outcome.host})" if outcome.host else ""
@@ -166,7 +181,9 @@ def _slots(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _divided(plan: Plan) -> str:
-    """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` where ranks make unlike numbers of micro-steps."""
+    """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` where ranks make unlike numbers of
+    micro-steps.
+    """
     slots = list(dict.fromkeys(_slots(plan)))
     if len({steps for _, steps in slots}) == 1:
         return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
@@ -215,12 +232,17 @@ class Restarts:
     """Attempts with less at a time."""
 
     def following(self, outcome: Outcome, checkpoint: Path | None) -> Following:
-        """Return the next start from `checkpoint` of a run that lost a rank, which it counts, in 2, 4, 8, ... at most 60 s; or its end."""
+        """Return the next start from `checkpoint` of a run that lost a rank, which it counts, in 2, 4, 8, ... at most
+        60 s; or its end.
+        """
         step = step_of(checkpoint) if checkpoint else 0
         if step > self.step:
             self.used, self.step = 0, step
         if self.used >= self.limit:
-            why = f"{self.used} of {plural(self.limit, 'restart')} without a newer checkpoint are used up (`launch.max_restarts`)"
+            why = (
+                f"{self.used} of {plural(self.limit, 'restart')} without a newer checkpoint are used up"
+                " (`launch.max_restarts`)"
+            )
             return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{why}"))
         self.used += 1
         pause, what = min(MOST_SECONDS, FIRST_SECONDS * 2.0 ** (self.used - 1)), outcome.first_line
@@ -230,5 +252,8 @@ class Restarts:
             "error": what,
             "checkpoint": checkpoint.name if checkpoint else None,
         }
-        said = f"restarting: {what}; continuing from {_start(checkpoint)} in {pause:g} s (restart {self.used} of {self.limit})"
+        said = (
+            f"restarting: {what}; continuing from {_start(checkpoint)} in {pause:g} s (restart {self.used} of"
+            f" {self.limit})"
+        )
         return Following(again=True, said=said, event=RESTARTED, facts=facts, pause=pause)

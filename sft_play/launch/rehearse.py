@@ -37,7 +37,9 @@ from sft_play.runs.prepared import Prepared
 
 
 def main(call: Call) -> int:
-    """Print the plan, as plan.json with `JSON=1`, and return 0; what does not fit is shown part by part before the error."""
+    """Print the plan, as plan.json with `JSON=1`, and return 0; what does not fit is shown part by part before the
+    error.
+    """
     with explain_misfit(call):
         return _rehearse(call)
 
@@ -87,7 +89,9 @@ def _rehearse(call: Call) -> int:
 
 
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
-    """Prepare model and data, and probes the plan on this machine; what is measured stays in the cache. Raise `UserError`."""
+    """Prepare model and data, and probes the plan on this machine; what is measured stays in the cache. Raise
+    `UserError`.
+    """
     if hardware.described or options.request.num_nodes > 1:
         raise UserError(
             "`SOURCE=probe` measures on this machine, and the plan is for other hardware",
@@ -112,14 +116,17 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
         return request
     before = Plan.load(path)
     nodes = call.integer("NUM_NODES", minimum=1) or before.num_nodes
-    command: Any = "zero" if before.strategy.startswith("zero") else "auto" if before.strategy == "ddp" else before.strategy
+    command: Any = (
+        "zero" if before.strategy.startswith("zero") else "auto" if before.strategy == "ddp" else before.strategy
+    )
     same_hardware = not call.options.get("HARDWARE")
     met = nodes == before.num_nodes > 1 and same_hardware and before.device == hardware.kind and not request.num_gpus
     return replace(
         request,
         command_strategy=command if request.command_strategy == "auto" else request.command_strategy,
         zero_stage=request.zero_stage or (int(before.strategy[-1]) if command == "zero" else None),
-        num_gpus=request.num_gpus or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
+        num_gpus=request.num_gpus
+        or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
         num_nodes=nodes,
         node_devices=devices_of(before) if met else (),
         offload_optimizer=request.offload_optimizer or before.offload_optimizer,
@@ -147,7 +154,9 @@ def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions
 
 
 def _request(call: Call, loaded: LoadedConfig, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
-    """Return a request with the nodes of described hardware, and with one process where the configuration needs no more."""
+    """Return a request with the nodes of described hardware, and with one process where the configuration needs no
+    more.
+    """
     if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
         request = replace(request, num_nodes=hardware.nodes)
     single = request.command_strategy == "auto" and not needs_several(loaded, hardware, request)

@@ -1,5 +1,6 @@
-"""What the launchers of several machines do together (`launch/membership.py` says who they are): meet, share, settle the first cause, and what
-follows."""
+"""What the launchers of several machines do together (`launch/membership.py` says who they are): meet, share, settle
+the first cause, and what follows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ PEER_SECONDS, LONGEST_RANK = 10.0, 9
 
 
 class Rendezvous(Membership):
-    """This machine's part in a run on several. `open`, then for each attempt `meet`, `share`, `settle` and `follow`; at last `close`."""
+    """This machine's part in a run on several. `open`, then for each attempt `meet`, `share`, `settle` and `follow`; at
+    last `close`.
+    """
 
     def own_addresses(self) -> list[str]:
         """Return this machine's own addresses on the way to others."""
@@ -38,24 +41,34 @@ class Rendezvous(Membership):
         return [self._seats[node_rank]["master"] for node_rank in self.members if node_rank]
 
     def workers_port(self) -> int:
-        """Node 0: return a port for the workers' store of this attempt, MASTER_PORT + 1 + attempt or the next that is free."""
+        """Node 0: return a port for the workers' store of this attempt, MASTER_PORT + 1 + attempt or the next that is
+        free.
+        """
         first = self.node.master_port + 1 + self.attempt
         return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
 
     # ---- Before the workers start
 
     def meet(self, facts: Callable[[], Given], judge: Judge, answer: Answer) -> Given:
-        """Give this machine's facts and return node 0's answer to those of all members of the attempt; `members` says who they are.
+        """Give this machine's facts and return node 0's answer to those of all members of the attempt; `members` says
+        who they are.
 
-        Raise what node 0 refuses them for, the same on each, and `RetryableError` for machines that do not come, or leave.
+        Raise what node 0 refuses them for, the same on each, and `RetryableError` for machines that do not come, or
+        leave.
         """
-        found = self._meet_as_other(facts, judge) if self.node.rank else self._meet_as_node_0(_plain(facts()), judge, answer)
+        found = (
+            self._meet_as_other(facts, judge)
+            if self.node.rank
+            else self._meet_as_node_0(_plain(facts()), judge, answer)
+        )
         self._seats |= {int(node_rank): seat for node_rank, seat in found["seats"].items()}
         self.members = sorted(map(int, found["seats"]))
         return dict(found["answer"])
 
     def share(self, step: str, given: Given, judge: Judge, answer: Answer) -> Given:
-        """Give an object and return node 0's answer when all members have given theirs. Raise what they are refused for."""
+        """Give an object and return node 0's answer when all members have given theirs. Raise what they are refused
+        for.
+        """
         if self.node.rank:
             self._give(step, given)
             return self._wait(step)
@@ -77,14 +90,18 @@ class Rendezvous(Membership):
         self._connection.set(f"{name}/{self.node.rank}", given, listed=(name, self.node.rank))
 
     def _meet_as_node_0(self, facts: Given, judge: Judge, answer: Answer) -> Given:
-        """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once something is wrong."""
+        """Node 0's part of a meeting: each machine is compared with this one when it comes, and all of them once
+        something is wrong.
+        """
         here, differing, refused = {0: facts}, set[int](), set[int]()
         waiting, differ_since = Waiting(), 0.0
         while True:
             self._raise_end()
             if refused != (refused := self._connection.ask(lambda raw: node_ranks_in(raw, REFUSED))):
                 who = ", ".join(f"node {node_rank}" for node_rank in sorted(refused))
-                print_line(f"{who} came with another RUN_NAME or `{VARIABLE}`, and was refused; its own output says which")
+                print_line(
+                    f"{who} came with another RUN_NAME or `{VARIABLE}`, and was refused; its own output says which"
+                )
             for node_rank, given in self._gather_given("facts", set(range(1, self.node.count)) - here.keys()).items():
                 print_line(f"{self.names([node_rank])} has come")
                 here[node_rank] = given
@@ -102,12 +119,16 @@ class Rendezvous(Membership):
                 break
             who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             if waiting.seconds > self.patience:
-                raise self._refuse([RetryableError(
-                    f"{who} of {self.node.count} did not come to port {self.node.master_port} within {self.patience:g} s"
-                    f" (`launch.join_seconds`); there are: {self.names(sorted(here))}",
-                    hint=f"start the same command there with MASTER_ADDR={self.node.master_address} and its own NODE_RANK; each of them says"
-                    " why it waits",
-                )])  # fmt: skip
+                raise self._refuse(
+                    [
+                        RetryableError(
+                            f"{who} of {self.node.count} did not come to port {self.node.master_port} within {self.patience:g} s"
+                            f" (`launch.join_seconds`); there are: {self.names(sorted(here))}",
+                            hint=f"start the same command there with MASTER_ADDR={self.node.master_address} and its own NODE_RANK; each of them says"
+                            " why it waits",
+                        )
+                    ]
+                )
             waiting.report(f"waiting for {who}, up to {self.patience:g} s; here: {self.names(sorted(here))}")
             pause(POLL_SECONDS)
         made = _plain(answer([here[node_rank] for node_rank in sorted(here)]))
@@ -134,7 +155,9 @@ class Rendezvous(Membership):
         return dict(self._connection.ask(do))
 
     def _meet_as_other(self, give: Callable[[], Given], judge: Judge) -> Given:
-        """Another machine's part of a meeting; one that comes too late, and could take part, waits for the next with its facts of then."""
+        """Another machine's part of a meeting; one that comes too late, and could take part, waits for the next with
+        its facts of then.
+        """
         while True:
             facts = give()
             self.attempt = self._connection.get("attempt") or 0
@@ -158,9 +181,10 @@ class Rendezvous(Membership):
         while (self._connection.get("attempt") or 0) == self.attempt:
             if waiting.seconds > self.patience:
                 raise RetryableError(
-                    f"the run has begun without {self.name}, and did not start again within {self.patience:g} s", place=self.node.master,
+                    f"the run has begun without {self.name}, and did not start again within {self.patience:g} s",
+                    place=self.node.master,
                     hint="where it should be one of the run's machines, compare NUM_NODES and NODE_RANK with node 0's",
-                )  # fmt: skip
+                )
             waiting.report("the run trains without this machine, and takes it in when it starts again")
             pause(POLL_SECONDS)
 
@@ -192,13 +216,15 @@ class Rendezvous(Membership):
     # ---- While they train, and after
 
     def share_standings(self, mine: Standings | None) -> Standings | None:
-        """Take where this machine's ranks stand, all quiet for too long (`None`: they are not). On node 0, which settles it for all, return where
-        the ranks of all machines stand once that is so on each of them. Never waits."""
+        """Take where this machine's ranks stand, all quiet for too long (`None`: they are not). On node 0, which
+        settles it for all, return where the ranks of all machines stand once that is so on each of them. Never waits.
+        """
         self._standing = mine
         return self._standings if mine else None
 
     def ended_elsewhere(self, *, stopping: bool = False) -> Outcome | int | None:
-        """Return how the attempt ended on another machine: an outcome, or the signal with which all were asked to stop; `None` while it runs.
+        """Return how the attempt ended on another machine: an outcome, or the signal with which all were asked to stop;
+        `None` while it runs.
 
         `stopping`: this machine was asked to stop, which the others then learn.
         """
@@ -230,7 +256,8 @@ class Rendezvous(Membership):
     def settle(self, outcome: Outcome) -> Outcome:
         """Return how the attempt ended: the same on every machine, by the one that saw the first cause.
 
-        A machine whose ranks all did their work has nothing to settle; one whose ranks only lost a connection waits for the cause.
+        A machine whose ranks all did their work has nothing to settle; one whose ranks only lost a connection waits for
+        the cause.
         """
         if outcome.code == 0:
             return outcome
@@ -248,7 +275,9 @@ class Rendezvous(Membership):
         return outcome
 
     def follow(self, decide: Callable[[], Given]) -> Given | None:
-        """Return what node 0 decides after the end of an attempt; `None` where node 0 does not answer. Ends the attempt."""
+        """Return what node 0 decides after the end of an attempt; `None` where node 0 does not answer. Ends the
+        attempt.
+        """
         if self._node_0_is_gone():
             return None
         name = f"{self.attempt}/next"
@@ -274,5 +303,9 @@ def _plain(value: Given) -> Given:
 
 
 def node_ranks_in(raw: Any, name: str) -> set[int]:
-    """Return the ranks that words in the store name; what a stranger wrote there may be anything: `²` is a digit, and no number."""
-    return {int(word) for word in list_words(raw, name) if len(word) <= LONGEST_RANK and word.isascii() and word.isdecimal()}
+    """Return the ranks that words in the store name; what a stranger wrote there may be anything: `²` is a digit, and
+    no number.
+    """
+    return {
+        int(word) for word in list_words(raw, name) if len(word) <= LONGEST_RANK and word.isascii() and word.isdecimal()
+    }

@@ -1,4 +1,6 @@
-"""What `make resume` and `launch.auto_resume` need: how the run was launched, its newest valid checkpoint, and what may differ now."""
+"""What `make resume` and `launch.auto_resume` need: how the run was launched, its newest valid checkpoint, and what may
+differ now.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
 
 
 def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
-    """Return the options of the run's last launch on this node, with what was typed now in their place. Raise `UserError`.
+    """Return the options of the run's last launch on this node, with what was typed now in their place. Raise
+    `UserError`.
 
     `before` is the run's last plan.
     """
@@ -67,7 +70,9 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     if call.options.get("RUN_NAME") not in (None, run.name):
         raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
     if call.options.get("ACCELERATE_CONFIG"):
-        raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
+        raise UserError(
+            "a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`"
+        )
     if facts.get("cpu"):
         leave_gpus()
     deepspeed = settings_from_run(facts["deepspeed"], run, run.events) if facts["deepspeed"] else None
@@ -113,7 +118,8 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
 def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None:
     """Return what `newest_checkpoint` does, and say so; what killed processes left is removed.
 
-    Raise `CheckpointError` on what is to be the first node where another node's folder is all there is: its checkpoints are on node 0.
+    Raise `CheckpointError` on what is to be the first node where another node's folder is all there is: its checkpoints
+    are on node 0.
     """
     for left in clean_up(run):
         print(f"removed: {left}", file=sys.stderr)
@@ -121,17 +127,22 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
     events = read_events(run)
     if checkpoint is None and first_node and events and all(event.get("node", 0) for event in events):
         raise CheckpointError(
-            f"`{run.name}` trained on several machines, and its checkpoints are on node 0", place=str(run.path),
+            f"`{run.name}` trained on several machines, and its checkpoints are on node 0",
+            place=str(run.path),
             hint="continue there, or copy the run's folder from node 0 to here first",
-        )  # fmt: skip
-    print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
+        )
+    print(
+        f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}",
+        file=sys.stderr,
+    )
     return checkpoint
 
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
     """Return the newest valid checkpoint, and say which were skipped and why; `None` where the run has saved none yet.
 
-    Raise `CheckpointError` for a run that had some, or has a model: to train from its start would write over what may be rescued.
+    Raise `CheckpointError` for a run that had some, or has a model: to train from its start would write over what may
+    be rescued.
     """
     checkpoint, skipped = newest_valid(run)
     for reason in skipped:
@@ -140,10 +151,15 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
     if checkpoint or not (skipped or saved or run.model.is_dir()):
         return checkpoint
     had = (
-        f"had saved checkpoints (the last at step {max(saved)})" if saved else "has a model" if not skipped else "has checkpoints"
+        f"had saved checkpoints (the last at step {max(saved)})"
+        if saved
+        else "has a model"
+        if not skipped
+        else "has checkpoints"
     )
     raise CheckpointError(
-        f"`{run.name}` {had}, and no valid checkpoint to continue from: it would train again from its start, over what is there",
+        f"`{run.name}` {had}, and no valid checkpoint to continue from: it would train again from its start, over what"
+        " is there",
         place=str(run.checkpoints),
         hint=f"put the checkpoints back, then: make resume RUN={run.typed}; or start again under a new RUN_NAME",
     )
@@ -164,18 +180,23 @@ def check_overrides(call: Call) -> None:
         and not o.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
         and not needs_own_word(o.key)
     ]
-    raise_all([
-        UserError(
-            f"`{o.key}` cannot change in a resumed run: what the run has {'scored' if o.key.startswith('eval.') else 'learned'} so far depends on it",
-            place=o.origin,
-            hint="leave it out, or start a new run with it (another RUN_NAME); docs/launching.md lists under \"Resuming\" what may change",
-        )
-        for o in refused
-    ])  # fmt: skip
+    raise_all(
+        [
+            UserError(
+                f"`{o.key}` cannot change in a resumed run: what the run has"
+                f" {'scored' if o.key.startswith('eval.') else 'learned'} so far depends on it",
+                place=o.origin,
+                hint='leave it out, or start a new run with it (another RUN_NAME); docs/launching.md lists under "Resuming" what may change',
+            )
+            for o in refused
+        ]
+    )
 
 
 def steps_asked(config: Config, plan: Plan) -> int:
-    """Return the optimizer steps in all that a configuration asks for; `plan` is the run's last, which knows those of an epoch."""
+    """Return the optimizer steps in all that a configuration asks for; `plan` is the run's last, which knows those of
+    an epoch.
+    """
     if config.train.max_steps > 0 or not plan.steps_per_epoch:
         return max(config.train.max_steps, 0)
     return max(1, math.ceil(config.train.epochs * plan.steps_per_epoch))
@@ -197,27 +218,36 @@ def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
 
 
 def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -> tuple[LoadedConfig, str | None]:
-    """Return the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
+    """Return the configuration with the run's own global batch, and a note where a number that was given no longer
+    makes it.
 
-    `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (of `world`, those with rows of
-    their own): where that, or one of them, is another now, the other is computed again, and so is a micro-batch that is too large for so
-    many. Both typed now, or a typed global batch, stay for the stamp to judge.
+    `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (of
+    `world`, those with rows of their own): where that, or one of them, is another now, the other is computed again, and
+    so is a micro-batch that is too large for so many. Both typed now, or a typed global batch, stay for the stamp to
+    judge.
     """
     group = group_size(loaded.config.launch, world)
     groups = max(1, world // group)
     train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
     given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
-    too_large = train.batch_size != "auto" and "train.batch_size" not in typed and train.batch_size > rows_each(wanted, groups)
+    too_large = (
+        train.batch_size != "auto" and "train.batch_size" not in typed and train.batch_size > rows_each(wanted, groups)
+    )
     both = train.batch_size != "auto" and train.grad_accum != "auto"
     fits = global_rows(train, groups) == wanted or (not both and train.global_batch_size != "auto")
     if given or (fits and not too_large):
         return loaded, None
-    fixed = [key for key in ("grad_accum", "batch_size") if f"train.{key}" not in typed and getattr(train, key) != "auto"]
+    fixed = [
+        key for key in ("grad_accum", "batch_size") if f"train.{key}" not in typed and getattr(train, key) != "auto"
+    ]
     again = fixed if too_large else fixed[:1] if both else []
     changes: dict[str, Any] = {"global_batch_size": wanted, **dict.fromkeys(again, "auto")}
-    written = {key: loaded.origins.get(f"train.{key}", "") for key in changes}  # one by us says already what was written
+    written = {
+        key: loaded.origins.get(f"train.{key}", "") for key in changes
+    }  # one by us says already what was written
     places = {
-        key: old if old.startswith(BY_RESUME) else BY_RESUME + json.dumps(getattr(train, key)) for key, old in written.items()
+        key: old if old.startswith(BY_RESUME) else BY_RESUME + json.dumps(getattr(train, key))
+        for key, old in written.items()
     }
     many, names = plural(groups, "process" if group == 1 else "group"), " and ".join(f"`train.{key}`" for key in again)
     note = f"note: the run's global batch stays {wanted} rows; for {many} {names} is computed again" if again else None
@@ -225,7 +255,9 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:
-    """Compare what the configuration alone decides, before anything is planned or downloaded. Raise `CheckpointError`."""
+    """Compare what the configuration alone decides, before anything is planned or downloaded. Raise
+    `CheckpointError`.
+    """
     old = Stamp.load(checkpoint)
     read_facts(checkpoint)
     tuning, lora = config.tuning, config.tuning.lora
@@ -245,7 +277,9 @@ def compare_early(checkpoint: Path, config: Config) -> None:
 
 
 def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepared) -> None:
-    """Compare the checkpoint's stamp with what would go on. Prints warnings; raise `CheckpointError` with every refusal."""
+    """Compare the checkpoint's stamp with what would go on. Prints warnings; raise `CheckpointError` with every
+    refusal.
+    """
     check_states(checkpoint, strategy=plan.strategy, world_size=plan.world_size)
     differences = compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume")
     for warning in refuse(differences, f"checkpoint `{checkpoint.name}`"):
@@ -274,8 +308,8 @@ OF_REPLICAS = frozenset({"single", "ddp", "auto"})
 def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | None:
     """Return the run to continue; `None` where a new one is to be started, in a folder that was only reserved too.
 
-    Raise `UserError` without `RUN_NAME`: a name made of the time would be another one each time; `CheckpointError` for a run without its
-    configuration.
+    Raise `UserError` without `RUN_NAME`: a name made of the time would be another one each time; `CheckpointError` for
+    a run without its configuration.
     """
     if not loaded.config.launch.auto_resume:
         return None
@@ -294,9 +328,11 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
 
 
 def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:
-    """Return the call of `make resume` that this start amounts to: keys that differ from the run's own are its overrides.
+    """Return the call of `make resume` that this start amounts to: keys that differ from the run's own are its
+    overrides.
 
-    The number of nodes and of processes may be another than before. Raise `UserError` where the run was launched in another way.
+    The number of nodes and of processes may be another than before. Raise `UserError` where the run was launched in
+    another way.
     """
     first, mine, request = launches(run)[0]["launch"], launch_facts(options), options.request
     before, now = first["command"], mine["command"]
@@ -310,7 +346,10 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
         hint = f"type the same command, or: make resume RUN={run.typed}"
         raise UserError(f"the run `{run.name}` was started {how}", hint=hint)
     if (nodes := last_launch(run, request.node_rank)["num_nodes"]) != request.num_nodes:
-        print(f"note: `{run.name}` ran on {plural(nodes, 'node')}, and continues with {request.num_nodes}", file=sys.stderr)
+        print(
+            f"note: `{run.name}` ran on {plural(nodes, 'node')}, and continues with {request.num_nodes}",
+            file=sys.stderr,
+        )
     given = {name: text for name, text in call.options.items() if name not in OF_A_START}
     given |= {"RUN": str(run.path)}
     places = {
@@ -327,12 +366,14 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
 def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:
     """Return the keys whose values differ, as overrides with the place where the new value was written.
 
-    What a resume on another number of processes computed anew (`resume.with_its_batch`) is no wish to change it back, as long as the
-    command says what it said before.
+    What a resume on another number of processes computed anew (`resume.with_its_batch`) is no wish to change it back,
+    as long as the command says what it said before.
     """
     before, after = flatten(old), flatten(new)
     return [
-        Override(key=key, text=value if isinstance(value, str) else json.dumps(value), origin=new.origins.get(key, "default"))
+        Override(
+            key=key, text=value if isinstance(value, str) else json.dumps(value), origin=new.origins.get(key, "default")
+        )
         for key, value in after.items()
         if (key not in before or before[key] != value) and old.origins.get(key) != BY_RESUME + json.dumps(value)
     ]

@@ -42,31 +42,47 @@ OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 EVENT: Mapping[str, Any] = {
-    "event": str, "time": float, "node": int, "code": int | None, "error": str | None, "launch": Mapping[str, Any],
-    "step": int | None, "saved": str | None, "signal": str | None, "note": str | None,
-}  # fmt: skip
+    "event": str,
+    "time": float,
+    "node": int,
+    "code": int | None,
+    "error": str | None,
+    "launch": Mapping[str, Any],
+    "step": int | None,
+    "saved": str | None,
+    "signal": str | None,
+    "note": str | None,
+}
 LAUNCH: Mapping[str, Any] = {
-    "command": fields_of(LaunchRequest)["command_strategy"], "num_gpus": int | None, "num_nodes": int,
-    "deepspeed": Mapping[str, Any] | None, "fsdp": Mapping[str, Any],
-}  # fmt: skip
+    "command": fields_of(LaunchRequest)["command_strategy"],
+    "num_gpus": int | None,
+    "num_nodes": int,
+    "deepspeed": Mapping[str, Any] | None,
+    "fsdp": Mapping[str, Any],
+}
 """Types of what an event says, and a launch in it."""
 
 
 def choose_name(run_name: str | None, config_path: Path | None) -> str:
-    """Return `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`). Raise `UserError` for a bad name."""
+    """Return `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`). Raise `UserError` for a bad
+    name.
+    """
     if run_name is None:
         stem = re.sub(r"[^\w.+=-]", "-", config_path.stem if config_path else "run").lstrip("._-+=") or "run"
         return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not NAME_PATTERN.fullmatch(run_name):
         raise UserError(
-            f"`RUN_NAME` is `{run_name}`; expected up to 120 letters, digits and `_ . + = -`, the first a letter or digit",
+            f"`RUN_NAME` is `{run_name}`; expected up to 120 letters, digits and `_ . + = -`, the first a letter or"
+            " digit",
             hint="RUNS_DIR moves the folder that runs are kept in; RUN_NAME is only the name inside it",
         )
     return run_name
 
 
 def names_from(name: str) -> Iterator[RunFolder]:
-    """Yield the run of a name that nobody typed, then those to try where another command took it: `demo-20261121-051500.2`."""
+    """Yield the run of a name that nobody typed, then those to try where another command took it:
+    `demo-20261121-051500.2`.
+    """
     yield RunFolder(runs_folder() / name)
     yield from (RunFolder(runs_folder() / f"{name}.{number}") for number in itertools.count(2))
 
@@ -77,9 +93,10 @@ def reserve_folder(
 ) -> Iterator[RunFolder]:
     """Take `runs/NAME/` for this launch and give it back when the body raises before the workers have started.
 
-    mkdir is atomic, so of two launches with one name exactly one gets it; `unnamed`: the other takes the next free name. Nodes other than 0
-    may share the folder with node 0 through a network disk: they join a folder in which their own node has not started yet.
-    `never_started_too`: a folder that an earlier launch left before its workers started is taken over.
+    mkdir is atomic, so of two launches with one name exactly one gets it; `unnamed`: the other takes the next free
+    name. Nodes other than 0 may share the folder with node 0 through a network disk: they join a folder in which their
+    own node has not started yet. `never_started_too`: a folder that an earlier launch left before its workers started
+    is taken over.
     """
     run = RunFolder(runs_folder() / name)
     if unnamed:
@@ -99,13 +116,17 @@ def reserve_folder(
 
 
 def _make(run: RunFolder, node_rank: int, *, unnamed: bool = False) -> bool:
-    """Create the folder; return whether this process made it. An existing one is no error where the name was not typed."""
+    """Create the folder; return whether this process made it. An existing one is no error where the name was not
+    typed.
+    """
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir()
     except FileExistsError:
         if not run.path.parent.is_dir() or not run.path.is_dir():
-            raise UserError(f"`{run.path}` cannot be made: a file is in its way", hint="remove it or set RUNS_DIR") from None
+            raise UserError(
+                f"`{run.path}` cannot be made: a file is in its way", hint="remove it or set RUNS_DIR"
+            ) from None
         if unnamed or (node_rank > 0 and not started_by(run, node_rank)):
             return False
         if has_trained(run) and not run.config.is_file():
@@ -123,16 +144,20 @@ def _make(run: RunFolder, node_rank: int, *, unnamed: bool = False) -> bool:
 
 @contextlib.contextmanager
 def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
-    """Keep a run for one launcher of this node: of two that train in one folder, each would overwrite the other's files.
+    """Keep a run for one launcher of this node: of two that train in one folder, each would overwrite the other's
+    files.
 
-    The kernel gives the lock back when this process ends, however it ends. Raise `UserError` when another has it, `HardwareError`
-    where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) gives a warning.
+    The kernel gives the lock back when this process ends, however it ends. Raise `UserError` when another has it,
+    `HardwareError` where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) gives
+    a warning.
     """
     check_run(run, writes=True)
     path = run.path / f".launcher-node{node_rank}.lock"
     with contextlib.ExitStack() as stack:
         try:
-            own = stack.enter_context(open_own(path))  # by it `make stop` finds the owner, also where there are no locks
+            own = stack.enter_context(
+                open_own(path)
+            )  # by it `make stop` finds the owner, also where there are no locks
             for _ in range(10):  # `make runs`, which only looks, has it for a moment
                 if (descriptor := lock(path)) is not None:
                     stack.callback(os.close, descriptor)
@@ -146,9 +171,9 @@ def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
             if error.errno not in WITHOUT_LOCKS:
                 raise _not_writable(run, error) from error
             print(
-                f"warning: {run.path}: this disk has no file locks ({error.strerror}), so a second launcher would not be detected;"
-                " do not start one\n\nhint: mount it with locks (Lustre: `-o flock`; NFS: without `nolock`, or with"
-                " `local_lock=flock`), or set RUNS_DIR",
+                f"warning: {run.path}: this disk has no file locks ({error.strerror}), so a second launcher would not"
+                " be detected; do not start one\n\nhint: mount it with locks (Lustre: `-o flock`; NFS: without"
+                " `nolock`, or with `local_lock=flock`), or set RUNS_DIR",
                 file=sys.stderr,
                 flush=True,
             )
@@ -180,7 +205,9 @@ def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any
 
 
 def has_started(run: RunFolder) -> bool:
-    """Whether workers were ever started in this folder: by its events, or by what only workers write, as events may be lost."""
+    """Whether workers were ever started in this folder: by its events, or by what only workers write, as events may be
+    lost.
+    """
     return any(e.get("event") in {"started", "resumed"} for e in read_events(run)) or has_trained(run)
 
 
@@ -198,12 +225,15 @@ def started_by(run: RunFolder, node_rank: int) -> bool:
 def find_run(name: str, *, writes: bool = False) -> RunFolder:
     """Return the run called `name`, or in the folder `name`, once the gate has let it pass (`runs.gate`).
 
-    Raise `CheckpointError` with the runs that exist, or for a lost `config.json`. `writes`: the command writes into the run's folder.
+    Raise `CheckpointError` with the runs that exist, or for a lost `config.json`. `writes`: the command writes into the
+    run's folder.
     """
     if path := run_path(name):
         if CHECKPOINT.fullmatch(path.name) and path.parent.name == RunFolder(path).checkpoints.name:
             of = path.absolute().parent.parent
-            raise CheckpointError(f"`{path}` is a checkpoint, not a run", hint=f"the run is RUN={as_typed(of)}; {OF_CHECKPOINT}")
+            raise CheckpointError(
+                f"`{path}` is a checkpoint, not a run", hint=f"the run is RUN={as_typed(of)}; {OF_CHECKPOINT}"
+            )
         return check_run(RunFolder(path), writes=writes)
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(check_run(RunFolder(folder))):
@@ -218,7 +248,8 @@ def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
     """Return the run that a command's `RUN` names. Raise `UserError` without one, `CheckpointError` as `find_run`."""
     if not call.options.get("RUN"):
         raise UserError(
-            f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME; `make runs` lists the runs"
+            f"`make {call.command}` needs `RUN=name-or-folder`",
+            hint=f"make {call.command} RUN=NAME; `make runs` lists the runs",
         )
     return find_run(call.options["RUN"], writes=writes)
 
@@ -245,11 +276,15 @@ def remove_left(run: RunFolder, ranks: range) -> None:
 
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the events of the launches that a user asked for, oldest first. Raise `CheckpointError` where there is none."""
+    """Return the events of the launches that a user asked for, oldest first. Raise `CheckpointError` where there is
+    none.
+    """
     unsaid: dict[str, Any] = {"num_gpus": None, "deepspeed": None, "fsdp": {}}
     events = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
     found = [event | {"launch": unsaid | event["launch"]} for event in events]
-    if not found or any(event["launch"].keys() < LAUNCH.keys() or misfit(event["launch"], LAUNCH) is not None for event in found):
+    if not found or any(
+        event["launch"].keys() < LAUNCH.keys() or misfit(event["launch"], LAUNCH) is not None for event in found
+    ):
         raise cannot_continue(run, run.events)
     return found
 
@@ -270,7 +305,9 @@ def cannot_continue(run: RunFolder, path: Path) -> CheckpointError:
     hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
     if newest:
         hint += f"; infer, eval and merge still take RUN={run.typed} CHECKPOINT={newest.name}"
-    return CheckpointError(f"`{run.name}` has started, but its `{path.name}` is missing or damaged", place=str(path), hint=hint)
+    return CheckpointError(
+        f"`{run.name}` has started, but its `{path.name}` is missing or damaged", place=str(path), hint=hint
+    )
 
 
 SPARE_BYTES = 64 * 2**20
@@ -281,17 +318,22 @@ def checkpoint_bytes(plan: Plan) -> int:
     """Return the size of one checkpoint: what is trained and its optimizer states (for `full`, the whole model)."""
     shards_weights = plan.strategy in {"zero3", "fsdp2"}
     sizes = 0
-    for name, shards in (("adapters", shards_weights), ("trained", shards_weights), ("optimizer", plan.strategy in SHARDED)):
+    for name, shards in (
+        ("adapters", shards_weights),
+        ("trained", shards_weights),
+        ("optimizer", plan.strategy in SHARDED),
+    ):
         values = [int(rank.memory_bytes.get(name, 0)) for rank in plan.ranks]
         sizes += sum(values) if shards else max(values, default=0)
     return sizes
 
 
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
-    """Raise `HardwareError` when the disk of the run folder is too small for what the run will still take at its fullest.
+    """Raise `HardwareError` when the disk of the run folder is too small for what the run will still take at its
+    fullest.
 
-    That are kept checkpoints, the best one, a new one beside them, and `model/`. Checkpoints that it has already have their space; they
-    never have that of the new one or of the model.
+    That are kept checkpoints, the best one, a new one beside them, and `model/`. Checkpoints that it has already have
+    their space; they never have that of the new one or of the model.
     """
     one, limit = checkpoint_bytes(plan), config.train.save_total_limit
     kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 1
@@ -300,14 +342,16 @@ def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
     free = shutil.disk_usage(run.path).free
     if free < needed:
         raise HardwareError(
-            f"the disk of `{run.path.parent}` has {free / 2**30:.3f} GiB free, but this run needs {needed / 2**30:.3f} GiB: "
-            f"checkpoints of {one / 2**30:.3f} GiB each, the model and logs",
+            f"the disk of `{run.path.parent}` has {free / 2**30:.3f} GiB free, but this run needs {needed / 2**30:.3f}"
+            f" GiB: checkpoints of {one / 2**30:.3f} GiB each, the model and logs",
             hint="free some space, set RUNS_DIR to another disk, or lower `train.save_total_limit`",
         )
 
 
 def explain_disk_errors(run: RunFolder) -> AbstractContextManager[None]:
-    """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its place."""
+    """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its
+    place.
+    """
 
     def hint(full: bool, _: Path) -> str:
         then = f"make resume RUN={run.typed}" if has_started(run) else "the same command again"

@@ -1,4 +1,6 @@
-"""`make runs`, which `make compare` and the page show too; `make stop` and `make logs`; and which launcher trains a run, by its lock."""
+"""`make runs`, which `make compare` and the page show too; `make stop` and `make logs`; and which launcher trains a
+run, by its lock.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Holder:
 
 def holders(run: RunFolder) -> list[Holder]:
     """Return the launchers that train a run now, one a node, node 0 first."""
-    locks = {int(name[1]): path for path in run.path.glob(".launcher-node*.lock") if (name := LOCK.fullmatch(path.name))}
+    locks = {
+        int(name[1]): path for path in run.path.glob(".launcher-node*.lock") if (name := LOCK.fullmatch(path.name))
+    }
     return [Holder(node_rank=rank, process=_owner(path)) for rank, path in sorted(locks.items()) if _is_locked(path)]
 
 
@@ -88,8 +92,8 @@ def stop(call: Call) -> int:
     goes_on = f"make resume RUN={run.typed} continues it"
     if job := _slurm_job(mine[0]):
         goes_on = (
-            f"after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel {job}` ends it"
-            " for good"
+            "after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel"
+            f" {job}` ends it for good"
         )
         print(f"hint: Slurm job {job} trains `{run.name}`: {goes_on}", file=sys.stderr, flush=True)
     node = next(holder.node_rank for holder in known if holder.process is mine[0])
@@ -97,16 +101,22 @@ def stop(call: Call) -> int:
 
 
 def ask_to_leave(call: Call, run: RunFolder, launchers: Sequence[psutil.Process], node_rank: int, goes_on: str) -> int:
-    """Ask processes that train a run to save and leave, wait for it and say how node `node_rank` ended; return the exit code."""
+    """Ask processes that train a run to save and leave, wait for it and say how node `node_rank` ended; return the exit
+    code.
+    """
     begun = time.time()
     with contextlib.suppress(psutil.NoSuchProcess):
-        begun = launchers[0].create_time() - 0.5  # the kernel counts from the machine's start, in hundredths of a second
+        begun = (
+            launchers[0].create_time() - 0.5
+        )  # the kernel counts from the machine's start, in hundredths of a second
     for launcher in launchers:
         _ask(launcher, run)
     deadline = time.monotonic() + STOP_SECONDS
     while left := [launcher.pid for launcher in launchers if is_alive(launcher)]:  # a zombie has left
         if time.monotonic() > deadline:
-            raise HardwareError(f"process {left[0]} has not left within {STOP_SECONDS:.0f} s", hint=f"kill -KILL {left[0]}")
+            raise HardwareError(
+                f"process {left[0]} has not left within {STOP_SECONDS:.0f} s", hint=f"kill -KILL {left[0]}"
+            )
         time.sleep(0.1)
     return _say_how_it_ended(call, run, ending(run, node_rank, begun), goes_on)
 
@@ -125,14 +135,19 @@ def _ask(launcher: psutil.Process, run: RunFolder) -> None:
         suspended = launcher.status() == psutil.STATUS_STOPPED
         launcher.send_signal(signal.SIGTERM)
         if suspended:  # by Ctrl-Z: it would hear nothing before it goes on
-            print(f"process {launcher.pid} was suspended; it is continued, so that it can stop", file=sys.stderr, flush=True)
+            print(
+                f"process {launcher.pid} was suspended; it is continued, so that it can stop",
+                file=sys.stderr,
+                flush=True,
+            )
             launcher.send_signal(signal.SIGCONT)
 
 
 def ending(run: RunFolder, node_rank: int, begun: float) -> dict[str, Any]:
     """Return the event with which a launcher ended that had `begun` then (seconds since 1970).
 
-    The event is `removed` where the run's folder went with it, `unknown` where it could not write how its workers ended.
+    The event is `removed` where the run's folder went with it, `unknown` where it could not write how its workers
+    ended.
     """
     if not run.path.is_dir():
         return {"event": "removed", "code": 143}
@@ -151,7 +166,8 @@ def _say_how_it_ended(call: Call, run: RunFolder, last: Mapping[str, Any], goes_
         "failed": f"{last.get('error') or 'error: it failed'}\n\n`{name}` failed while it was asked to stop",
     }.get(
         event,
-        f"error: the launcher of `{name}` has left and could not write how it ended\n\nhint: see what it printed, and {run.logs}",
+        f"error: the launcher of `{name}` has left and could not write how it ended\n\nhint: see what it printed, and"
+        f" {run.logs}",
     )
     bad = event in ("failed", "unknown")
     if call.json:
@@ -162,12 +178,18 @@ def _say_how_it_ended(call: Call, run: RunFolder, last: Mapping[str, Any], goes_
 
 
 def logs(call: Call) -> int:
-    """`make logs RUN= RANK= FOLLOW=1`: prints the log of a rank, and with `FOLLOW` what is added while the run goes on."""
+    """`make logs RUN= RANK= FOLLOW=1`: prints the log of a rank, and with `FOLLOW` what is added while the run goes
+    on.
+    """
     run, rank, follow = find_named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
-        ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdecimal())
-        there = f"there are those of ranks {', '.join(map(str, ranks))}" if ranks else "its workers have not started yet"
+        ranks = sorted(
+            int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdecimal()
+        )
+        there = (
+            f"there are those of ranks {', '.join(map(str, ranks))}" if ranks else "its workers have not started yet"
+        )
         raise UserError(f"`{run.name}` has no log of rank {rank}", hint=there)
     if call.json:
         print(
@@ -192,7 +214,10 @@ def logs(call: Call) -> int:
             time.sleep(0.5)
 
 
-SYNTAX = "WHERE=\"eval_loss < 2 and method = lora\", WHERE='state = failed', SORT=-tokens_per_second; `make runs CSV=1` shows all columns"
+SYNTAX = (
+    "WHERE=\"eval_loss < 2 and method = lora\", WHERE='state = failed', SORT=-tokens_per_second; `make runs CSV=1`"
+    " shows all columns"
+)
 SINGLE = re.compile(r"""("[^"]*"|'[^']*')|(?<![=!<>])=(?!=)""")
 """Text in quotes, or a single `=`."""
 
@@ -254,21 +279,34 @@ def reason(error: BaseException) -> str:
 
 
 def list_run(run: RunFolder, price: float | None = None) -> Summary:
-    """Return what is known of a run of a list, where one that cannot be read, whatever is in its files, is a row that says so."""
+    """Return what is known of a run of a list, where one that cannot be read, whatever is in its files, is a row that
+    says so.
+    """
     try:
         return summary_of(check_run(run), price)
     except UNREADABLE as error:
         nothing: dict[str, Any] = dict.fromkeys(item.name for item in fields(Summary))
         return Summary(
             **nothing
-            | {"name": run.name, "state": "unreadable", "node_rank": 0, "step": 0, "scores": {}, "problem": reason(error)}
+            | {
+                "name": run.name,
+                "state": "unreadable",
+                "node_rank": 0,
+                "step": 0,
+                "scores": {},
+                "problem": reason(error),
+            }
         )
 
 
 def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     """Return what is known of a run; `price` is that of one machine's hour."""
     events, state = _first_nodes_events(run), state_of(run)
-    config, plan, final = read_facts(run.config).get("config", {}), read_facts(run.plan), read_facts(run.training_metrics)
+    config, plan, final = (
+        read_facts(run.config).get("config", {}),
+        read_facts(run.plan),
+        read_facts(run.training_metrics),
+    )
     rows = metric_rows(run.metrics)
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
     scores = _best_scores([row for row in rows if row.get("kind") == "eval"])
@@ -313,7 +351,9 @@ def age_of(run: RunFolder) -> float:
 
 
 def node_of(run: RunFolder) -> int:
-    """Return the first of the nodes that keep something in this folder: 0, unless this machine is another of several by hand."""
+    """Return the first of the nodes that keep something in this folder: 0, unless this machine is another of several by
+    hand.
+    """
     recorded = {int(event.get("node", 0)) for event in read_events(run)}
     return min(recorded or {one.node_rank for one in holders(run)}, default=0)
 
@@ -354,7 +394,9 @@ def main(call: Call) -> int:
     if (sort := call.options.get("SORT")) and found:
         name = sort.removeprefix("-")
         if name not in columns:
-            raise UserError(f"`SORT` names the column `{name}`, which is missing", hint=f"the columns are {', '.join(columns)}")
+            raise UserError(
+                f"`SORT` names the column `{name}`, which is missing", hint=f"the columns are {', '.join(columns)}"
+            )
         known = [one for one in chosen if one.cells().get(name) is not None]
         known.sort(key=lambda one: one.cells()[name], reverse=sort.startswith("-"))
         chosen = known + [one for one in chosen if one not in known]
@@ -409,11 +451,13 @@ def _format_row(one: Summary) -> dict[str, str]:
     return {
         "run": one.name,
         "state": f"{one.state} ({one.code})" if one.code and one.state == "failed" else one.state,
-        "step": f"on node 0; this is node {one.node_rank}"
-        if one.node_rank
-        else f"{one.step}/{one.steps}"
-        if one.steps
-        else str(one.step),
+        "step": (
+            f"on node 0; this is node {one.node_rank}"
+            if one.node_rank
+            else f"{one.step}/{one.steps}"
+            if one.steps
+            else str(one.step)
+        ),
         "loss": f"{one.loss:.4f}" if one.loss is not None else "-",
         "best": f"{one.best:.4f} {one.metric}" if one.best is not None else "-",
         "model": (one.model or "-").rstrip("/").rpartition("/")[2],

@@ -1,4 +1,6 @@
-"""Accelerate's config file: a user's own read strictly, a run's own written, and `make setup-accelerate`, which writes one for this machine."""
+"""Accelerate's config file: a user's own read strictly, a run's own written, and `make setup-accelerate`, which writes
+one for this machine.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,34 @@ NO_DEFAULT_FILE = f"ACCELERATE_CONFIG={NO_FILE}"
 WRITTEN = "# Written by `make setup-accelerate`"
 DEFAULT_OUT = "accelerate_configs/local.yaml"
 DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
-    "single": "NO", "ddp": "MULTI_GPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP",
-}  # fmt: skip
+    "single": "NO",
+    "ddp": "MULTI_GPU",
+    "zero1": "DEEPSPEED",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+    "fsdp2": "FSDP",
+}
 PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES: Mapping[str, Literal["single", "ddp", "zero", "fsdp2"]] = {
-    "NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "zero", "FSDP": "fsdp2",
-}  # fmt: skip
-READ = frozenset({
-    "distributed_type", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
-    "deepspeed_config", "fsdp_config",
-})  # fmt: skip
+    "NO": "single",
+    "MULTI_GPU": "ddp",
+    "MULTI_CPU": "ddp",
+    "DEEPSPEED": "zero",
+    "FSDP": "fsdp2",
+}
+READ = frozenset(
+    {
+        "distributed_type",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "mixed_precision",
+        "deepspeed_config",
+        "fsdp_config",
+    }
+)
 Only = Mapping[str, tuple[tuple[Any, ...], str]]
 """Keys that may be in a section with one meaning only: the values, and the reason why another one is refused."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -54,16 +74,23 @@ ONLY: Only = {
     "gpu_ids": (("all", None), "set CUDA_VISIBLE_DEVICES instead of `gpu_ids`"),
     "enable_cpu_affinity": (NOTHING, "CPU affinity is not supported"),
     "downcast_bf16": (("no", *NOTHING), "it is for TPUs"),
-    "dynamo_config": ((*NOTHING, *({"dynamo_backend": no} for no in WITHOUT_COMPILER)), "torch.compile is not supported"),
+    "dynamo_config": (
+        (*NOTHING, *({"dynamo_backend": no} for no in WITHOUT_COMPILER)),
+        "torch.compile is not supported",
+    ),
     "dynamo_backend": (WITHOUT_COMPILER, "torch.compile is not supported"),
     "fp8_config": (NOTHING, "fp8 is not supported"),
     "megatron_lm_config": (NOTHING, "Megatron-LM is not supported"),
     "parallelism_config": (NOTHING, "the plan decides; `launch.sequence_parallel` cuts lines into slices"),
     "mpirun_config": (NOTHING, "mpirun is not used; torch's wheels lack MPI"),
-    **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, "TPUs are not supported")),
+    **dict.fromkeys(
+        ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, "TPUs are not supported")
+    ),
 }
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("num_processes", "num_machines"), ("an integer >= 1", lambda value: _is_integer(value) and value >= 1)),
+    **dict.fromkeys(
+        ("num_processes", "num_machines"), ("an integer >= 1", lambda value: _is_integer(value) and value >= 1)
+    ),
     "machine_rank": ("an integer >= 0", lambda value: _is_integer(value) and value >= 0),
     "main_process_port": ("a port, 0 to 65535", lambda value: _is_integer(value) and 0 <= value <= LARGEST_PORT),
     "main_process_ip": ("the address of machine 0", lambda value: isinstance(value, str)),
@@ -99,16 +126,20 @@ FSDP_READ = frozenset({"fsdp_activation_checkpointing", "fsdp_reshard_after_forw
 FSDP_ONLY: Only = {
     "fsdp_version": ((2,), ""),
     "fsdp_auto_wrap_policy": (("TRANSFORMER_BASED_WRAP", None), "layers are wrapped one by one"),
-    "fsdp_state_dict_type": (("SHARDED_STATE_DICT", "FULL_STATE_DICT", None), "checkpoints have one form for every strategy"),
+    "fsdp_state_dict_type": (
+        ("SHARDED_STATE_DICT", "FULL_STATE_DICT", None),
+        "checkpoints have one form for every strategy",
+    ),
     "fsdp_cpu_ram_efficient_loading": (
-        (True, False, None), "every rank reads the weights itself, which is safe for quantised and tied ones"
+        (True, False, None),
+        "every rank reads the weights itself, which is safe for quantised and tied ones",
     ),
     "fsdp_offload_params": ((False, None), "offloading is done by ZeRO-3 (`deepspeed/zero3_offload.json`)"),
     "fsdp_use_orig_params": ((True, None), "FSDP2 always keeps the original parameters"),
     "fsdp_sync_module_states": ((True, None), "all ranks start from the same weights"),
     "fsdp_backward_prefetch": (("BACKWARD_PRE", "NO_PREFETCH", None), "FSDP2 has no such setting"),
     "fsdp_forward_prefetch": ((False, None), "FSDP2 has no such setting"),
-}  # fmt: skip
+}
 WITHOUT_EFFECT = (("fsdp_state_dict_type", "FULL_STATE_DICT"), ("fsdp_cpu_ram_efficient_loading", True))
 
 
@@ -134,7 +165,9 @@ class AccelerateChoices:
 
 
 def machines_and_strategy(path: Path) -> tuple[int, str]:
-    """Return the machines that a file names, and its strategy where that is not plain data parallelism; 1 and nothing of no such file."""
+    """Return the machines that a file names, and its strategy where that is not plain data parallelism; 1 and nothing
+    of no such file.
+    """
     try:
         settings = read_plain_yaml(path)
     except UserError:
@@ -146,7 +179,9 @@ def machines_and_strategy(path: Path) -> tuple[int, str]:
 
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:
-    """Return the choices of `path`: every key is used, agrees with us, or is refused. Raise `UserError` with all that are refused."""
+    """Return the choices of `path`: every key is used, agrees with us, or is refused. Raise `UserError` with all that
+    are refused.
+    """
     source = read_yaml(path)
     settings = source.plain()
     if not isinstance(settings, dict):
@@ -160,15 +195,21 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     kind = str(settings.get("distributed_type", ""))
     if kind not in STRATEGIES:
         refuse(
-            "distributed_type", f"`distributed_type` is `{kind}`; expected one of {', '.join(f'`{one}`' for one in STRATEGIES)}"
+            "distributed_type",
+            f"`distributed_type` is `{kind}`; expected one of {', '.join(f'`{one}`' for one in STRATEGIES)}",
         )
     for old in sorted(settings.keys() & PRECISIONS.keys()):  # accelerate still reads it
         means = old if settings.pop(old) is True else "no"
-        refuse(old, f"`{old}` is the old spelling of `mixed_precision`", f"write `mixed_precision: '{means}'` in its place")
+        refuse(
+            old, f"`{old}` is the old spelling of `mixed_precision`", f"write `mixed_precision: '{means}'` in its place"
+        )
     _check(settings, "", ONLY, READ, refuse)
     processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
     if processes is not None and processes % machines:
-        text = f"`num_processes` is {processes} for {machines} machines; expected a multiple, the same number on every machine"
+        text = (
+            f"`num_processes` is {processes} for {machines} machines; expected a multiple, the same number on every"
+            " machine"
+        )
         refuse("num_processes", text)
     mixed = settings.get("mixed_precision")
     if mixed not in (None, False, *PRECISIONS):
@@ -243,7 +284,9 @@ def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDee
         if not Path(file).is_file():
             hint = "accelerate counts a path from the folder in which it is started, here that of `make`"
             refuse(
-                "deepspeed_config.deepspeed_config_file", f"`deepspeed_config_file` is `{file}`, and there is no such file", hint
+                "deepspeed_config.deepspeed_config_file",
+                f"`deepspeed_config_file` is `{file}`, and there is no such file",
+                hint,
             )
             return None
         return load_user_json(Path(file))
@@ -275,7 +318,9 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
 
 
 def refuse_unknown_layers(path: Path | None, fsdp: Mapping[str, Any], model_type: str) -> None:
-    """Raise `UserError` for classes to wrap that transformers' code of this model does not have; a model's own code is not looked at."""
+    """Raise `UserError` for classes to wrap that transformers' code of this model does not have; a model's own code is
+    not looked at.
+    """
     names = [name.strip() for name in str(fsdp.get(LAYERS) or "").split(",") if name.strip()]
     spec = find_spec("transformers") if names else None  # not imported
     models = Path(spec.origin).parent / "models" if spec and spec.origin else None
@@ -291,9 +336,11 @@ def refuse_unknown_layers(path: Path | None, fsdp: Mapping[str, Any], model_type
         raise UserError(
             f"`fsdp_config.{LAYERS}` is `{fsdp[LAYERS]}`, and a `{model_type}` has no `{unknown[0]}`",
             place=read_yaml(path).place(path, f"fsdp_config.{LAYERS}") if path else None,
-            hint=f"did you mean `{close[0]}`? Without the key, layers are found"
-            if close
-            else "without the key, layers are found",
+            hint=(
+                f"did you mean `{close[0]}`? Without the key, layers are found"
+                if close
+                else "without the key, layers are found"
+            ),
         )
 
 
@@ -302,8 +349,8 @@ def accelerate_settings(
 ) -> dict[str, Any]:
     """Return the content of an accelerate config file for `processes` in all over `node.count` machines.
 
-    `MULTI_GPU` on a CPU is no slip: with `MULTI_CPU` or `use_cpu` accelerate starts one process; the workers' environment
-    says what the device is.
+    `MULTI_GPU` on a CPU is no slip: with `MULTI_CPU` or `use_cpu` accelerate starts one process; the workers'
+    environment says what the device is.
     """
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -321,7 +368,11 @@ def accelerate_settings(
         settings["main_process_port"] = port
     if strategy.startswith("zero"):  # accelerate's own default launcher is pdsh
         own = {"deepspeed_config_file": str(deepspeed_file)} if deepspeed_file else {"zero_stage": int(strategy[-1])}
-        settings["deepspeed_config"] = {**own, "deepspeed_multinode_launcher": "standard", "zero3_init_flag": strategy == "zero3"}
+        settings["deepspeed_config"] = {
+            **own,
+            "deepspeed_multinode_launcher": "standard",
+            "zero3_init_flag": strategy == "zero3",
+        }
     if deepspeed_file is None:  # else precision, stage and offload are in that file; accelerate refuses them in both
         settings["mixed_precision"] = "no" if precision == "fp32" else precision
     if strategy == "fsdp2":
@@ -339,7 +390,9 @@ def accelerate_settings(
 
 
 def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:
-    """Return the text of a run's `accelerate.yaml`; `fsdp` holds what a user's own accelerate config says differently."""
+    """Return the text of a run's `accelerate.yaml`; `fsdp` holds what a user's own accelerate config says
+    differently.
+    """
     settings = accelerate_settings(
         strategy=plan.strategy,
         device=plan.device,
@@ -354,7 +407,9 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
 
 
 def main(call: Call) -> int:
-    """`make setup-accelerate`: writes the file, and prints the choices, or JSON. Raise `UserError` and `HardwareError`."""
+    """`make setup-accelerate`: writes the file, and prints the choices, or JSON. Raise `UserError` and
+    `HardwareError`.
+    """
     path = Path(call.options.get("OUT") or DEFAULT_OUT)
     require_ours(path, WRITTEN, call.command)
     hardware, reasons = detect(), list[str]()
@@ -388,7 +443,9 @@ def require_ours(path: Path, mark: str, command: str) -> None:
         return
     if not ours:
         raise UserError(
-            f"`{path}` exists and was not written by `make {command}`", place="OUT", hint="choose another OUT=, or remove it"
+            f"`{path}` exists and was not written by `make {command}`",
+            place="OUT",
+            hint="choose another OUT=, or remove it",
         )
 
 
@@ -399,7 +456,9 @@ def _processes(call: Call, hardware: Hardware, reasons: list[str]) -> tuple[int,
     what = ", ".join(sorted({d.name for d in hardware.devices})) if cuda else f"a CPU with {available} threads"
     typed, nodes = call.integer("NUM_GPUS", minimum=1), call.integer("NUM_NODES", minimum=1)
     if typed and cuda and typed > available:
-        raise HardwareError(f"`NUM_GPUS` is {typed}, but this machine has {available}: {what}", hint=f"NUM_GPUS=1 to {available}")
+        raise HardwareError(
+            f"`NUM_GPUS` is {typed}, but this machine has {available}: {what}", hint=f"NUM_GPUS=1 to {available}"
+        )
     number = typed or (available if cuda else min(2, available))
     kind = ("GPU", "GPUs") if cuda else ("process on the CPU", "processes on the CPU")
     reasons.append(f"{number} {kind[number > 1]}: {'NUM_GPUS' if typed else f'this machine has {what}'}")

@@ -1,8 +1,10 @@
-"""The torch `TCPStore` that the launchers of several machines share: how it is served and found, and how values are written in it.
+"""The torch `TCPStore` that the launchers of several machines share: how it is served and found, and how values are
+written in it.
 
-Node 0's launcher serves it on MASTER_ADDR:MASTER_PORT. Each launcher has one connection, used by one thread, which also beats once a second: whatever
-the main thread does, its machine is seen to live, and a store that hangs keeps nobody waiting. Values are compressed JSON. With a key (`MASTER_KEY`)
-each carries an HMAC over run, key and value; what does not verify counts as absent.
+Node 0's launcher serves it on MASTER_ADDR:MASTER_PORT. Each launcher has one connection, used by one thread, which also
+beats once a second: whatever the main thread does, its machine is seen to live, and a store that hangs keeps nobody
+waiting. Values are compressed JSON. With a key (`MASTER_KEY`) each carries an HMAC over run, key and value; what does
+not verify counts as absent.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ POLL_SECONDS = 0.25
 """How soon a store that has gone, or a signal that Python dropped, is noticed."""
 CONNECT_SECONDS = 3.0
 HEARD_SECONDS = 8.0
-"""How long what listens at the port may take to answer as our store does: torch looks up the name of each peer first."""
+"""How long what listens at the port may take to answer as our store does: torch looks up the name of each peer first.
+"""
 REQUEST_SECONDS = 300.0
 """What torch allows a request; how long it really may take is `launch.silent_seconds`."""
 PAUSE_SECONDS, LEAST_SECONDS = 0.5, 1.0
@@ -71,8 +74,8 @@ class Waiting:
 
 
 class Store:
-    """One machine's connection and the thread that uses it, which ends with the process. Functions that take `raw`, torch's own store, run in that
-    thread; so does what `beat` was given, every `PERIOD_SECONDS`.
+    """One machine's connection and the thread that uses it, which ends with the process. Functions that take `raw`,
+    torch's own store, run in that thread; so does what `beat` was given, every `PERIOD_SECONDS`.
     """
 
     def __init__(self, connect: Callable[[], Any], *, key: str | None, seconds: float) -> None:
@@ -109,7 +112,9 @@ class Store:
         self.heard, self._each = time.monotonic(), each
 
     def ask(self, do: Callable[[Any], Any]) -> Any:
-        """Return what `do` makes of torch's store. Raise `StoreGone` when it does not answer in time, and what a signal asks for."""
+        """Return what `do` makes of torch's store. Raise `StoreGone` when it does not answer in time, and what a signal
+        asks for.
+        """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((do, answer))
         until = time.monotonic() + self.seconds
@@ -196,18 +201,27 @@ def serve(node: Node, host: str, run: str, seconds: float) -> Store:
         raise HardwareError(text, hint=hint) from error
     raw.set_timeout(_delta(REQUEST_SECONDS))
     store, nonce = Store(lambda: raw, key=node.key, seconds=seconds), uuid.uuid4().hex
-    store.set("session", {
-        "protocol": PROTOCOL, "run": run, "word": nonce, "host": host, "key": bool(node.key), "nodes": node.count,
-    })  # fmt: skip
+    store.set(
+        "session",
+        {
+            "protocol": PROTOCOL,
+            "run": run,
+            "word": nonce,
+            "host": host,
+            "key": bool(node.key),
+            "nodes": node.count,
+        },
+    )
     store.nonce = nonce
     return store
 
 
 def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> tuple[Store, dict[str, Any]]:
-    """Return the store of node 0, which may start later, and what node 0 says of the run with both addresses of the connection.
+    """Return the store of node 0, which may start later, and what node 0 says of the run with both addresses of the
+    connection.
 
-    `name` is how messages call this machine. Raise `RetryableError` without node 0, `UserError` where it is another run's: this machine
-    ends, and that run does not notice.
+    `name` is how messages call this machine. Raise `RetryableError` without node 0, `UserError` where it is another
+    run's: this machine ends, and that run does not notice.
     """
     waiting = Waiting()
     while True:
@@ -216,16 +230,27 @@ def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> t
             store, addresses = _connect(node, limit)
             said = _check(store, node, name, run)
         except socket.gaierror as error:
-            reason, hint = f"`{node.master_address}` cannot be resolved: {error.strerror}", "give the IP address of node 0"
+            reason, hint = (
+                f"`{node.master_address}` cannot be resolved: {error.strerror}",
+                "give the IP address of node 0",
+            )
             if waiting.seconds > min(RESOLVE_SECONDS, patience):
-                raise UserError(f"`MASTER_ADDR` is `{node.master_address}`, which cannot be resolved", hint=hint) from error
+                raise UserError(
+                    f"`MASTER_ADDR` is `{node.master_address}`, which cannot be resolved", hint=hint
+                ) from error
         except ConnectionRefusedError:
-            reason = "that machine answers, but nothing listens there yet: node 0 is not started, or has another MASTER_PORT"
-            hint = "start node 0 with the same command and `NODE_RANK=0`; where it runs, give the same MASTER_PORT on every node"
+            reason = (
+                "that machine answers, but nothing listens there yet: node 0 is not started, or has another MASTER_PORT"
+            )
+            hint = (
+                "start node 0 with the same command and `NODE_RANK=0`; where it runs, give the same MASTER_PORT on"
+                " every node"
+            )
         except TimeoutError:
             reason = "no answer: a firewall on the way drops what is sent, or no machine has this address"
             hint = (
-                "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip address` there"
+                "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip"
+                " address` there"
             )
         except OSError as error:
             reason = f"no machine can be reached at this address ({error.strerror or error})"
@@ -244,13 +269,16 @@ def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> t
             print_line(f"{name} has reached node 0 at {node.master}")
             return store, said | addresses
         if waiting.seconds > patience:
-            raise RetryableError(f"{name} did not reach node 0 within {patience:g} s: {reason}", place=node.master, hint=hint)
+            raise RetryableError(
+                f"{name} did not reach node 0 within {patience:g} s: {reason}", place=node.master, hint=hint
+            )
         waiting.report(f"waiting for node 0 at {node.master}, up to {patience:g} s: {reason}")
         pause(PAUSE_SECONDS)
 
 
 def _connect(node: Node, limit: float) -> tuple[Store, dict[str, str]]:
-    """Return the store, this machine's own address and node 0's on the way there, within `limit` seconds or a little more.
+    """Return the store, this machine's own address and node 0's on the way there, within `limit` seconds or a little
+    more.
 
     Raise `OSError`, and `StoreGone` for what is no store.
     """
@@ -285,7 +313,9 @@ def _check(store: Store, node: Node, name: str, run: str) -> dict[str, Any]:
     if found["run"] != run:
         raise UserError(
             f"the nodes have different runs: node 0 ({found['host']}): `{found['run']}`, {name}: `{run}`",
-            hint="give every node the same RUN_NAME (or RUN); where that one is another run, choose another MASTER_PORT",
+            hint=(
+                "give every node the same RUN_NAME (or RUN); where that one is another run, choose another MASTER_PORT"
+            ),
         )
     store.nonce = found["word"]
     return dict(found)

@@ -1,4 +1,6 @@
-"""How a launch ended: judged by the workers' own records, the agent's words, what was seen first, and where ranks stand that make no step."""
+"""How a launch ended: judged by the workers' own records, the agent's words, what was seen first, and where ranks stand
+that make no step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)
 WATCHDOG = re.compile(
     r"watchdog thread terminated with exception: .*|to dump debug info, due to collective timeout.*", re.IGNORECASE
 )
-"""torch's last words (ProcessGroupNCCL.cpp) before it aborts a rank whose collective operation failed or never ended."""
+"""torch's last words (ProcessGroupNCCL.cpp) before it aborts a rank whose collective operation failed or never ended.
+"""
 OWN_FAULT = re.compile(r"CUDA error|Cuda failure|unhandled cuda error", re.IGNORECASE)
 """The same words where the rank's own GPU has failed."""
 WORDS_BYTES = 200_000
@@ -45,7 +48,17 @@ HELPER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")
 """What torch says in a rank of which a loading process was killed."""
 
 Cause = Literal[
-    "out_of_memory", "killed", "frozen", "hang", "unreachable", "not_joined", "failed", "agent", "vanished", "peer", "port"
+    "out_of_memory",
+    "killed",
+    "frozen",
+    "hang",
+    "unreachable",
+    "not_joined",
+    "failed",
+    "agent",
+    "vanished",
+    "peer",
+    "port",
 ]
 OUT_OF_MEMORY: Cause = "out_of_memory"
 PEER: Cause = "peer"
@@ -108,11 +121,12 @@ def outcome_of(
 
     `log_starts`: rank -> bytes that its log had before this attempt.
 
-    The order of causes: a run folder that is gone; what made the launcher end everything (a rank that was frozen, or made no step); a
-    worker that said that memory ran out, unless another had failed for good before it; a worker that never joined the others; an error that
-    no lost peer explains (codes 2, 4, 5), or that was seen first; one that a signal killed (others then only saw their peer go), for memory
-    where `memory_kill` is the evidence; the earliest permanent error (codes 1 to 5), a worker without a record, the earliest lost peer, a
-    stop on request. A worker that NCCL's watchdog ended has only lost its peer.
+    The order of causes: a run folder that is gone; what made the launcher end everything (a rank that was frozen, or
+    made no step); a worker that said that memory ran out, unless another had failed for good before it; a worker that
+    never joined the others; an error that no lost peer explains (codes 2, 4, 5), or that was seen first; one that a
+    signal killed (others then only saw their peer go), for memory where `memory_kill` is the evidence; the earliest
+    permanent error (codes 1 to 5), a worker without a record, the earliest lost peer, a stop on request. A worker that
+    NCCL's watchdog ended has only lost its peer.
     """
     records = exit_records(run, ranks)
     failed = sorted((record for record in records.values() if record["code"]), key=lambda record: record["time"])
@@ -126,11 +140,17 @@ def outcome_of(
         return _asked_to_stop(run, signals, failed, permanent, silent)
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
         return _seen(run, loss)
-    short = [one for one in failed if one.get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(one)))]
+    short = [
+        one
+        for one in failed
+        if one.get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(one)))
+    ]
     if short and (not permanent or short[0]["time"] <= permanent[0]["time"]):
         return _out_of_memory(run, short[0])
     seen_first = loss.rank if loss and loss.cause == "failed" else None
-    sure = [one for one in failed if one.get("cause") == "not_joined" and one.get("blames") in silent and not memory_kill]
+    sure = [
+        one for one in failed if one.get("cause") == "not_joined" and one.get("blames") in silent and not memory_kill
+    ]
     sure += [one for one in permanent if one["code"] not in (1, 3) or one["rank"] == seen_first]
     if sure:  # torchrun ended the others
         return _recorded(run, sure[0])
@@ -140,7 +160,9 @@ def outcome_of(
     if abrupt := _ended_abruptly(run, ranks, words, alone, agent_log, loss, memory_kill):
         return abrupt
     asked = bool(failed) and failed[0]["code"] in (130, 143) and not (loss and loss.rank in silent)
-    if asked and (seen_first is not None or not peers):  # one worker, or their parent; a rank without a word would be the cause
+    if asked and (
+        seen_first is not None or not peers
+    ):  # one worker, or their parent; a rank without a word would be the cause
         return Outcome(code=failed[0]["code"], stop=stop_facts(run, (), failed))
     if permanent:
         return _recorded(run, permanent[0])
@@ -169,8 +191,14 @@ def _asked_to_stop(
 
 
 def _ended_abruptly(
-    run: RunFolder, ranks: range, words: Mapping[int, str], alone: Sequence[int], agent_log: str, loss: Loss | None, memory_kill: str | None
-) -> Outcome | None:  # fmt: skip
+    run: RunFolder,
+    ranks: range,
+    words: Mapping[int, str],
+    alone: Sequence[int],
+    agent_log: str,
+    loss: Loss | None,
+    memory_kill: str | None,
+) -> Outcome | None:
     """What became of a rank that had no time for a record: its memory ran out in C++, or a signal killed it.
 
     `words`: the logs of the ranks without a record; `alone`: those of them that NCCL's watchdog did not end.
@@ -185,17 +213,23 @@ def _ended_abruptly(
 
 
 def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, str] | None:
-    """Return a rank that a signal killed before it could record anything, and the signal's name, from the agent's log."""
+    """Return a rank that a signal killed before it could record anything, and the signal's name, from the agent's
+    log.
+    """
     others, _, root_cause = agent_log.partition("Root Cause")  # torchrun lists what it saw first last
     for rank, code in SUMMARY.findall(root_cause) + SUMMARY.findall(others):
-        if int(rank) in silent and int(code) < 0 and -int(code) != signal.SIGTERM:  # SIGTERM is how torchrun ends the others
+        if (
+            int(rank) in silent and int(code) < 0 and -int(code) != signal.SIGTERM
+        ):  # SIGTERM is how torchrun ends the others
             return int(rank), signal.Signals(-int(code)).name
     death = SIMPLE_DEATH.search(agent_log)
     return (ranks.start, death[1]) if death and ranks.start in silent else None
 
 
 def _lost_its_peer(log: str) -> str | None:
-    """Return the words of NCCL's watchdog where it ended the rank of a log for what another rank did; `None` otherwise."""
+    """Return the words of NCCL's watchdog where it ended the rank of a log for what another rank did; `None`
+    otherwise.
+    """
     found = WATCHDOG.search(log)
     return None if found is None or OWN_FAULT.search(log, found.start(), found.end() + 1000) else found[0]
 
@@ -213,7 +247,10 @@ def _recorded(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
     """What a rank said of its own end, or of the rank that made it leave."""
     rank, error, cause, log = record["rank"], _error(record), record.get("cause"), run.rank_log(record["rank"])
     if "blames" in record:
-        text = f"error: {error.removeprefix('error: ')}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
+        text = (
+            f"error: {error.removeprefix('error: ')}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log:"
+            f" {log}"
+        )
         return Outcome(code=LOST, rank=record["blames"], message=text, cause=cause)
     if cause == PEER:  # not the rank that failed: that one ran elsewhere, or would be told of here
         why = f"{_who(rank)} lost its connection to another rank; the machine of that rank says why"
@@ -237,7 +274,9 @@ def _out_of_memory(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
 
 
 def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
-    """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full or read-only disk is evidence."""
+    """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full or read-only disk is
+    evidence.
+    """
     full = is_full(run.path)
     if memory_kill is None and (full or is_read_only(run.path)):
         problem = "no space is left on the disk" if full else "Read-only file system"
@@ -253,7 +292,10 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
     missing = NODES_MISSING.search(agent_log)
     if missing:
         seconds, joined, all_of_them = missing.groups()
-        text = f"error: only {joined} of {all_of_them} nodes joined within {seconds} s; this one starts ranks {ranks.start} to {ranks.stop - 1}"
+        text = (
+            f"error: only {joined} of {all_of_them} nodes joined within {seconds} s; this one starts ranks"
+            f" {ranks.start} to {ranks.stop - 1}"
+        )
         hint = "the launchers have met, but not their ranks: open the ports from MASTER_PORT on between the nodes"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
     if PORT_TAKEN.search(agent_log):
@@ -261,7 +303,10 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
         hint = "type the same command again; a MASTER_PORT of your own may need to be another"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="port")
     words = "\n".join(deque(agent_log.splitlines(), maxlen=15))
-    text = f"error: the workers did not start (accelerate launch returned {agent_code}); {launcher_log(run, ranks.start)} ends with\n{words}"
+    text = (
+        f"error: the workers did not start (accelerate launch returned {agent_code}); {launcher_log(run, ranks.start)}"
+        f" ends with\n{words}"
+    )
     return Outcome(code=1, message=text)
 
 
@@ -281,15 +326,18 @@ def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
 
 
 def stop_facts(run: RunFolder, signals: Sequence[int], records: Records) -> dict[str, Any]:
-    """Return what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete checkpoint.
+    """Return what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete
+    checkpoint.
 
-    Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to read a large one
-    takes longer than a scheduler waits.
+    Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to
+    read a large one takes longer than a scheduler waits.
     """
     told = [record["stop"] for record in records if "stop" in record]
     name = signal.Signals(signals[0]).name if signals else told[0]["signal"] if told else None
     newest, damaged = newest_valid(run, sizes_only=True)
-    notes = [str(record["note"]) for record in records if "note" in record][:1] + [f"damaged: {reason}" for reason in damaged]
+    notes = [str(record["note"]) for record in records if "note" in record][:1] + [
+        f"damaged: {reason}" for reason in damaged
+    ]
     return {
         "signal": name,
         "step": max((int(one["step"]) for one in told), default=None),
@@ -310,7 +358,9 @@ def describe_stop(stop: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def record_stop(run: RunFolder, node_rank: int) -> Iterator[None]:
-    """Record a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's to tell."""
+    """Record a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's
+    to tell.
+    """
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as stop:
@@ -325,7 +375,9 @@ CAUSE_VARIABLE = "SFT_PLAY_CAUSE_FILE"
 
 
 def tell_cause(outcome: Outcome) -> None:
-    """Write why a rank was lost, in one word, where the file is asked for. One that cannot be written changes nothing."""
+    """Write why a rank was lost, in one word, where the file is asked for. One that cannot be written changes
+    nothing.
+    """
     path = os.environ.get(CAUSE_VARIABLE)
     if path and outcome.cause:
         with contextlib.suppress(OSError):
@@ -347,7 +399,8 @@ def main_frames(stacks: str) -> list[tuple[str, str]]:
 
 
 def standing(beat: Beat, quiet: float, stacks: str) -> dict[str, Any]:
-    """Return where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks (`None` if unknown), and words.
+    """Return where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks
+    (`None` if unknown), and words.
 
     `quiet` is seconds, `stacks` what it wrote of its threads.
     """
@@ -366,8 +419,10 @@ def standing(beat: Beat, quiet: float, stacks: str) -> dict[str, Any]:
 
 
 def culprits(found: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Return the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective operations (under
-    NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody; empty if unknown."""
+    """Return the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective
+    operations (under NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody;
+    empty if unknown.
+    """
     if len(found) < 2:
         return list(found)
     for key in ("at", "collectives"):

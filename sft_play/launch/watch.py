@@ -1,4 +1,6 @@
-"""The live panel of a run: above it the lines of rank 0, in it what the run's files say. `make watch RUN=` shows it of any run."""
+"""The live panel of a run: above it the lines of rank 0, in it what the run's files say. `make watch RUN=` shows it of
+any run.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Follower:
         self.path, self.rows, self._read = path, list[dict[str, Any]](), 0
 
     def look(self) -> list[dict[str, Any]]:
-        """Return all rows so far, of a long file those of `metric_rows`; a file that has become shorter is read again."""
+        """Return all rows so far, of a long file those of `metric_rows`; a file that has become shorter is read
+        again.
+        """
         with contextlib.suppress(OSError), open_plain(self.path) as stream:
             size = stream.seek(0, os.SEEK_END)
             if size < self._read:
@@ -69,8 +73,11 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
     top = Table.grid(expand=True, padding=(0, 1))
     top.add_column(ratio=1)
     top.add_column(justify="right")
-    top.add_row(ProgressBar(total=steps or 1, completed=last.get("step", 0)),
-                f"{last.get('step', 0)}/{steps or '?'}" + (f"  {clock(left)} left" if left is not None and state in UNDER_WAY else ""))  # fmt: skip
+    top.add_row(
+        ProgressBar(total=steps or 1, completed=last.get("step", 0)),
+        f"{last.get('step', 0)}/{steps or '?'}"
+        + (f"  {clock(left)} left" if left is not None and state in UNDER_WAY else ""),
+    )
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(run, train, evaluations):
         facts.add_row(Text(label, style="dim"), text)
@@ -85,7 +92,9 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
         memory.add_row(Text(f"rank {rank}", style="dim"), bar, f"{size or 0:.2f} of {limit:.1f} GiB", device)
     more = [Text(f"and {len(used) - MOST_RANKS} more ranks", style="dim")] if len(used) > MOST_RANKS else []
     words = [Text(f"! {one.text}", style="yellow") for one in findings(rows, _spikes(run))]
-    return Panel(Group(top, facts, memory, *more, *words), title=f"{run.name}: {phase}", title_align="left", border_style="cyan")
+    return Panel(
+        Group(top, facts, memory, *more, *words), title=f"{run.name}: {phase}", title_align="left", border_style="cyan"
+    )
 
 
 READINGS = (("rank_utilisation", "%"), ("rank_temperature", "°C"), ("rank_power_watts", " W"))
@@ -96,7 +105,15 @@ def _facts(run: RunFolder, train: list[dict[str, Any]], evaluations: list[dict[s
     if losses:
         half = len(losses) // 2
         before, after = (sum(part) / len(part) if part else 0.0 for part in (losses[:half], losses[half:]))
-        trend = "" if half < 3 else ", falling" if after < 0.995 * before else ", rising" if after > 1.005 * before else ", level"
+        trend = (
+            ""
+            if half < 3
+            else ", falling"
+            if after < 0.995 * before
+            else ", rising"
+            if after > 1.005 * before
+            else ", level"
+        )
         yield "loss", f"{losses[-1]:.4f}{trend}"
     if evaluations:
         best = min(
@@ -110,7 +127,10 @@ def _facts(run: RunFolder, train: list[dict[str, Any]], evaluations: list[dict[s
     if train and train[-1].get("tokens_per_second"):
         row = train[-1]
         pace = f", {figure(row['step_seconds'])} s a step" if row.get("step_seconds") else ""
-        yield "speed", f"{row['tokens_per_second']:,.0f} tokens/s{pace}" + (f", MFU {row['mfu']:.1%}" if row.get("mfu") else "")
+        yield (
+            "speed",
+            f"{row['tokens_per_second']:,.0f} tokens/s{pace}" + (f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""),
+        )
     if saved := sorted(path.parent.name for path in run.checkpoints.glob("step-*/manifest.json")):
         yield "checkpoint", saved[-1]
 
@@ -128,7 +148,9 @@ def is_terminal(console: TextIO) -> bool:
 
 @contextlib.contextmanager
 def show_live(run: RunFolder, console: TextIO, *, wanted: bool) -> Iterator[int]:
-    """Yield the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the console's own."""
+    """Yield the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the
+    console's own.
+    """
     if not wanted:
         yield console.fileno()
         return
@@ -175,7 +197,9 @@ def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Ite
 
 
 def main(call: Call) -> int:
-    """`make watch RUN=`: the panel of a run until it ends; on no terminal its lines of progress, with `JSON=1` its rows."""
+    """`make watch RUN=`: the panel of a run until it ends; on no terminal its lines of progress, with `JSON=1` its
+    rows.
+    """
     run = find_named_run(call)
     if node := node_of(run):
         print(
@@ -205,7 +229,9 @@ def _print_lines(call: Call, run: RunFolder) -> None:
         shown = min(shown, len(found))
         for place in range(shown, len(found)):
             row, last = found[place], place == len(found) - 1 and state not in UNDER_WAY
-            due = row.get("kind") == "eval" or (row.get("kind") == "train" and (last or time.monotonic() - told > LINE_SECONDS))
+            due = row.get("kind") == "eval" or (
+                row.get("kind") == "train" and (last or time.monotonic() - told > LINE_SECONDS)
+            )
             if call.json:
                 print(json.dumps(row), flush=True)
             elif due:

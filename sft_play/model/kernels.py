@@ -1,4 +1,6 @@
-"""Two computations of our own: layers that know where each row of a line ends, and head and cross-entropy in chunks of label positions."""
+"""Two computations of our own: layers that know where each row of a line ends, and head and cross-entropy in chunks of
+label positions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from sft_play.plan.shape import CHANGED_LOGITS, VARLEN
 
 
 def register() -> None:
-    """Make `attn_implementation="varlen"` known to transformers. Its mask interface is not told, so that no mask is ever built."""
+    """Make `attn_implementation="varlen"` known to transformers. Its mask interface is not told, so that no mask is
+    ever built.
+    """
     AttentionInterface.register(VARLEN, varlen_attention)
 
 
@@ -44,11 +48,12 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V], row i from `row_ends[i]` to `[i + 1]`.
+    """Return [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V], row i from
+    `row_ends[i]` to `[i + 1]`.
 
-    A token sees those before it in its row, `sliding_window` of them at most, itself included; and its head's sink `s_aux` [H], a
-    score without a value. `data.batches.Collator` makes the lengths. The plan keeps to `sdpa` or `eager` what this kernel does not
-    have: soft caps, dropout, a cache of keys.
+    A token sees those before it in its row, `sliding_window` of them at most, itself included; and its head's sink
+    `s_aux` [H], a score without a value. `data.batches.Collator` makes the lengths. The plan keeps to `sdpa` or `eager`
+    what this kernel does not have: soft caps, dropout, a cache of keys.
     """
     assert row_ends is not None and attention_mask is None, "this batch lacks the lengths of its rows"
     assert not dropout and softcap is None, f"`varlen` does not compute {type(module).__name__}"
@@ -64,20 +69,34 @@ def varlen_attention(
     # torch 2.10 and 2.11 have no such word: their kernel takes fewer heads of keys as it is.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
     found: Any = varlen.varlen_attn(
-        query_THD, key_TKD, value_TKD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
-        window_size=(sliding_window - 1 if sliding_window else -1, 0), **grouped,
-    )  # fmt: skip
+        query_THD,
+        key_TKD,
+        value_TKD,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        **grouped,
+    )
     return found[None, ..., :width], None
 
 
 def attention_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Return the type to compute in, as autocast casts for sdpa: norms of queries and keys with fp32 weights return fp32."""
+    """Return the type to compute in, as autocast casts for sdpa: norms of queries and keys with fp32 weights return
+    fp32.
+    """
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
 
 
 def _row_by_row(
-    states: tuple[Tensor, Tensor, Tensor], ends: tuple[int, ...], scaling: float | None, window: int | None, sinks: Tensor | None
+    states: tuple[Tensor, Tensor, Tensor],
+    ends: tuple[int, ...],
+    scaling: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return [1, T, H, D]. Only a row that is longer than the window has a mask, of its own size."""
     found = []
@@ -97,7 +116,9 @@ def _row_by_row(
 
 
 def _after_a_sink(row: tuple[Tensor, ...], sinks: Tensor) -> tuple[Tensor, ...]:
-    """Return a row's states with one token more in front, whose value is 0, and whose score, through 8 dimensions more, is the head's sink."""
+    """Return a row's states with one token more in front, whose value is 0, and whose score, through 8 dimensions more,
+    is the head's sink.
+    """
     query, key, value = (functional.pad(state, (0, 8, 1, 0)) for state in row)
     query[..., -1] = sinks[:, None]
     key[..., 0, -1] = 1
@@ -105,10 +126,12 @@ def _after_a_sink(row: tuple[Tensor, ...], sinks: Tensor) -> tuple[Tensor, ...]:
 
 
 def keep_rows_apart(model: nn.Module) -> None:
-    """Let layers that carry a state along the line (state spaces, gated delta rules, convolutions) begin every row without one.
+    """Let layers that carry a state along the line (state spaces, gated delta rules, convolutions) begin every row
+    without one.
 
-    Those of transformers know the ends of rows only where packages with kernels for it are installed, and fail elsewhere. Here rows of about
-    one length (the longest at most 1.42 times the shortest) are computed side by side, padded behind, where no token of theirs looks.
+    Those of transformers know the ends of rows only where packages with kernels for it are installed, and fail
+    elsewhere. Here rows of about one length (the longest at most 1.42 times the shortest) are computed side by side,
+    padded behind, where no token of theirs looks.
     """
     for module in model.modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
@@ -135,8 +158,9 @@ def _forward_by_rows(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 FP16_FACTOR = 32.0
-"""Gradients in fp16 are computed so much larger, and divided again in fp32: about what loss scaling leaves after the division by
-a step's tokens. Else the smallest would be lost, since the scaler's factor comes only later."""
+"""Gradients in fp16 are computed so much larger, and divided again in fp32: about what loss scaling leaves after the
+division by a step's tokens. Else the smallest would be lost, since the scaler's factor comes only later.
+"""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -146,7 +170,8 @@ class Labels:
     targets: Tensor
     """Next tokens [B, P] or [K], `IGNORED` where there is none."""
     total: Tensor | None = None
-    """Summed cross-entropy (nats, fp32, a scalar without a graph), once the head ran; `None` when no head is chunked."""
+    """Summed cross-entropy (nats, fp32, a scalar without a graph), once the head ran; `None` when no head is chunked.
+    """
     upstream: Tensor | None = None
     """Gradient of the sum, once the backward pass began."""
 
@@ -166,13 +191,16 @@ def labels_for_head(targets: Tensor) -> Iterator[Labels]:
 
 
 def total_of(labels: Labels, output: Tensor) -> Tensor:
-    """Return the summed loss with its graph. `output` is what the model returned as logits: it only carries the graph."""
+    """Return the summed loss with its graph. `output` is what the model returned as logits: it only carries the
+    graph.
+    """
     total: Tensor = _Total.apply(output, labels)
     return total
 
 
 def chunk_head(model: Any, chunk: int) -> None:
-    """Make the model's head compute the loss `chunk` positions at a time, wherever `labels_for_head` says for which targets.
+    """Make the model's head compute the loss `chunk` positions at a time, wherever `labels_for_head` says for which
+    targets.
 
     Without targets it returns logits as before. `model` may have adapters, on the head too.
     """
@@ -218,14 +246,22 @@ def _change_of(model: Any) -> _Change:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """(a zero that carries the graph, the summed loss): gradients are computed in the forward pass, while a chunk's logits exist.
+    """(a zero that carries the graph, the summed loss): gradients are computed in the forward pass, while a chunk's
+    logits exist.
 
-    The model may still bend, scale or round the zero, so that its gradient means nothing: `labels.upstream` is used instead.
+    The model may still bend, scale or round the zero, so that its gradient means nothing: `labels.upstream` is used
+    instead.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Labels, head: Callable[[Tensor], Tensor], change: _Change, chunk: int, *weights: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        labels: Labels,
+        head: Callable[[Tensor], Tensor],
+        change: _Change,
+        chunk: int,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         hidden_KH, targets_K = hidden.reshape(-1, hidden.shape[-1]), labels.targets.reshape(-1)
         wanted = any(ctx.needs_input_grad)
@@ -264,7 +300,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The sum that the head left in `labels`; its gradient goes to the head the same way, whatever becomes of the carrier's."""
+    """The sum that the head left in `labels`; its gradient goes to the head the same way, whatever becomes of the
+    carrier's.
+    """
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, labels: Labels) -> Tensor:
@@ -282,7 +320,8 @@ class _Total(torch.autograd.Function):
 def _losses_and_slope(
     logits_CV: Tensor, targets_C: Tensor, change: _Change, unscaled: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the chunk's summed cross-entropy and, times `unscaled` where that is given, its gradient for the head's logits.
+    """Return the chunk's summed cross-entropy and, times `unscaled` where that is given, its gradient for the head's
+    logits.
 
     Everything that can happen in place does: one fp32 buffer, and the logits themselves where they are narrower.
     """

@@ -26,7 +26,7 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedConfig,
     set_seed,
-)  # fmt: skip
+)
 from transformers.utils import logging
 
 from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT
@@ -47,9 +47,10 @@ from sft_play.runs.prepared import Prepared
 def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[Any, Any]:
     """Return (model, tokenizer): what is tuned requires gradients, everything else is frozen, the cache is off.
 
-    The model is on the CPU, or on this process's GPU unless a sharding engine places it (ZeRO-3, FSDP2). Every rank draws the
-    same fresh weights, since the seed is set here. For ZeRO-3, `TrainingArguments` with the DeepSpeed configuration must be
-    alive before, so that transformers shards while it loads. Raise `UserError`, `CheckpointError` or `HardwareError`.
+    The model is on the CPU, or on this process's GPU unless a sharding engine places it (ZeRO-3, FSDP2). Every rank
+    draws the same fresh weights, since the seed is set here. For ZeRO-3, `TrainingArguments` with the DeepSpeed
+    configuration must be alive before, so that transformers shards while it loads. Raise `UserError`, `CheckpointError`
+    or `HardwareError`.
     """
     tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat, trust=config.model.trust_remote_code)
     if config.tuning.backend == "unsloth":
@@ -92,7 +93,9 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
 
 
 def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> None:
-    """Raise `DataError` where prepared rows hold a token that the model has no embedding for: a tokenizer may know more than it is used for."""
+    """Raise `DataError` where prepared rows hold a token that the model has no embedding for: a tokenizer may know more
+    than it is used for.
+    """
     if max(tokenizer.get_vocab().values()) < embeddings:
         return
     from sft_play.data.store import Rows
@@ -101,10 +104,13 @@ def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> N
         if split is not None and (found := Rows(split.path).first_token_from(embeddings)):
             token, source = found
             raise DataError(
-                f"a row holds the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's embeddings have "
-                f"{embeddings} rows, and its tokenizer {len(tokenizer)} tokens",
+                f"a row holds the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's"
+                f" embeddings have {embeddings} rows, and its tokenizer {len(tokenizer)} tokens",
                 place=split.sources[source].name if source < len(split.sources) else prepared.model.name,
-                hint="take that text out of the data; or fetch tokenizer and weights again, where they are of different models",
+                hint=(
+                    "take that text out of the data; or fetch tokenizer and weights again, where they are of different"
+                    " models"
+                ),
             )
 
 
@@ -135,7 +141,9 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
 
 
 def _held_dtype(plan: Plan) -> torch.dtype:
-    """Return the type that weights are held in: DeepSpeed casts them before it makes its fp32 copy, so that nothing wider is of use."""
+    """Return the type that weights are held in: DeepSpeed casts them before it makes its fp32 copy, so that nothing
+    wider is of use.
+    """
     narrow = plan.strategy.startswith("zero") and plan.precision != "fp32"
     return COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
@@ -143,8 +151,8 @@ def _held_dtype(plan: Plan) -> torch.dtype:
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
     """Return the type of the adapters' weights.
 
-    fp32, except over a quantised base in bf16: there autocast has no fp32 copies of inputs to keep, and fp32 adapters would
-    make some, one for each layer. fp16 needs fp32 adapters for its loss scaling.
+    fp32, except over a quantised base in bf16: there autocast has no fp32 copies of inputs to keep, and fp32 adapters
+    would make some, one for each layer. fp16 needs fp32 adapters for its loss scaling.
     """
     if config.tuning.mode == "qlora" and plan.weights_dtype == "bfloat16":
         return torch.bfloat16
@@ -174,14 +182,16 @@ def settings_of(architecture: dict[str, Any]) -> Any:
 
 
 def model_class(settings: Any) -> Any:
-    """Return transformers' class for a model whose text part is trained. Raise `DataError` for a family that has none."""
+    """Return transformers' class for a model whose text part is trained. Raise `DataError` for a family that has
+    none.
+    """
     if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or not type(settings).__module__.startswith("transformers."):
         return AutoModelForCausalLM
     if settings.model_type in TEXT_WITHIN:
         return AutoModelForImageTextToText
     raise DataError(
-        f"`{settings.model_type}` is not a language model of transformers, nor one of the image and text models whose text part is "
-        f"trained here ({', '.join(sorted(TEXT_WITHIN))})",
+        f"`{settings.model_type}` is not a language model of transformers, nor one of the image and text models whose"
+        f" text part is trained here ({', '.join(sorted(TEXT_WITHIN))})",
         hint="take the text model of the same family, where there is one",
     )
 
@@ -196,10 +206,11 @@ def read_model(
     device: str | None = None,
     layers: tuple[int, int] | None = None,
 ) -> Any:
-    """Read a causal language model from a local folder, without network; of its layers only `[first, end)` where these are given.
+    """Read a causal language model from a local folder, without network; of its layers only `[first, end)` where these
+    are given.
 
-    Raise `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs code of its
-    own that is not trusted; `UserError` for an architecture that transformers does not know.
+    Raise `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs
+    code of its own that is not trusted; `UserError` for an architecture that transformers does not know.
     """
     refuse_embedded_adapter(folder, str(folder))
     if not sys.stderr.isatty():  # a bar in a file is a line for each of its steps
@@ -211,7 +222,8 @@ def read_model(
     trust = settings.trust_remote_code and runs_code(folder)
     trusted = {"trust_remote_code": trust, "local_files_only": True}
     try:
-        # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not overrule here.
+        # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not
+        # overrule here.
         config = AutoConfig.from_pretrained(str(folder), **trusted)
         family = model_class(config)
         model, info = (stage_class(family._model_mapping[type(config)], *layers) if layers else family).from_pretrained(
@@ -225,21 +237,26 @@ def read_model(
         )
     except pickle.UnpicklingError as error:  # torch's `weights_only`: nothing of the file has run
         raise CheckpointError(
-            f"the weights of `{settings.name}` are a pickle that holds more than tensors, and is not loaded", place=str(folder),
+            f"the weights of `{settings.name}` are a pickle that holds more than tensors, and is not loaded",
+            place=str(folder),
             hint="do not trust this model; take one with safetensors",
-        ) from error  # fmt: skip
+        ) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         if not trust and is_about_trust(error):
             raise code_not_trusted("model", str(folder)) from error
-        raise CheckpointError(f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)) from error
+        raise CheckpointError(
+            f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)
+        ) from error
     except ImportError as error:
         hint = "install what the message names, or use another version of the model"
         raise HardwareError(f"the model `{settings.name}` needs a package: {first_lines(error)}", hint=hint) from error
     missing = sorted(info["missing_keys"])
     if missing:
-        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (
+            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        )
         raise CheckpointError(
             f"the weights of `{settings.name}` lack {shown}; random values in their place would spoil the model",
             place=str(folder),
@@ -275,26 +292,37 @@ COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 # Library that transformers needs for each way of quantising that a checkpoint may come with.
 _LIBRARIES = {
-    "bitsandbytes": "bitsandbytes", "gptq": "gptqmodel", "awq": "gptqmodel", "aqlm": "aqlm", "hqq": "hqq", "eetq": "eetq",
-    "compressed-tensors": "compressed_tensors", "quanto": "optimum.quanto", "torchao": "torchao",
-    "vptq": "vptq", "higgs": "flute",
-}  # fmt: skip
+    "bitsandbytes": "bitsandbytes",
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "aqlm": "aqlm",
+    "hqq": "hqq",
+    "eetq": "eetq",
+    "compressed-tensors": "compressed_tensors",
+    "quanto": "optimum.quanto",
+    "torchao": "torchao",
+    "vptq": "vptq",
+    "higgs": "flute",
+}
 
 
 def quantisation_method(quantisation: dict[str, Any]) -> str:
     """Return the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
     method = str(quantisation.get("quant_method") or "")
     if method in ("", "bitsandbytes_4bit", "bitsandbytes_8bit"):
-        return "bitsandbytes" if method or quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit") else "unknown"
+        return (
+            "bitsandbytes"
+            if method or quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit")
+            else "unknown"
+        )
     return method
 
 
 def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
     """Return what to tell the user about a base that is already quantised.
 
-    Raise `UserError` for `full` tuning, which needs plain weights, for a way of quantising that is not known to train, and for a
-    strategy that cannot hold quantised weights;
-    `HardwareError` when the method's library is missing.
+    Raise `UserError` for `full` tuning, which needs plain weights, for a way of quantising that is not known to train,
+    and for a strategy that cannot hold quantised weights; `HardwareError` when the method's library is missing.
     """
     method = quantisation_method(quantisation)
     if tuning.mode == "full":
@@ -311,7 +339,10 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
     if importlib.util.find_spec(library.split(".")[0]) is None:
         raise HardwareError(
             f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
-            hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",
+            hint=(
+                f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode:"
+                " qlora`"
+            ),
         )
     as_it_is = replace(tuning, mode="qlora", quantization="int8" if quantisation.get("load_in_8bit") else "nf4")
     conflict = conflict_for(as_it_is, strategy)
@@ -331,7 +362,10 @@ def quantisation_name(quantisation: dict[str, Any]) -> str:
     """Return a few words on a quantisation: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
     method = quantisation_method(quantisation)
     if method == "bitsandbytes":
-        return f"bitsandbytes {'int8' if quantisation.get('load_in_8bit') else quantisation.get('bnb_4bit_quant_type', 'fp4')}"
+        return (
+            "bitsandbytes"
+            f" {'int8' if quantisation.get('load_in_8bit') else quantisation.get('bnb_4bit_quant_type', 'fp4')}"
+        )
     bits = quantisation.get("bits") or quantisation.get("w_bit")
     return f"{method} {bits} bits" if bits else method
 
@@ -339,9 +373,10 @@ def quantisation_name(quantisation: dict[str, Any]) -> str:
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     """Return transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
 
-    nf4 is quantised doubly (the blocks' scales are quantised too), and fused experts with the linear layers where the plan says so.
-    FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2 all of a module's in one: the packed bytes are then stored as
-    the adapters' type, else as plain bytes. Raise `UserError` for a strategy that cannot hold quantised weights.
+    nf4 is quantised doubly (the blocks' scales are quantised too), and fused experts with the linear layers where the
+    plan says so. FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2 all of a module's in one: the
+    packed bytes are then stored as the adapters' type, else as plain bytes. Raise `UserError` for a strategy that
+    cannot hold quantised weights.
     """
     conflict = conflict_for(tuning, plan.strategy)
     if conflict:
@@ -366,7 +401,8 @@ WITH_EXPERTS = "bitsandbytes_with_experts"
 
 
 def with_experts(settings: Any) -> Any:
-    """Make transformers quantise fused experts too, while they are loaded; nf4 in blocks of 64 with quantised scales, as for linear layers.
+    """Make transformers quantise fused experts too, while they are loaded; nf4 in blocks of 64 with quantised scales,
+    as for linear layers.
 
     Each layer's are expanded when they compute (bitsandbytes' parametrisation).
     """
@@ -416,7 +452,9 @@ def _register_quantizer() -> None:
 
 
 def let_go_of_files(model: Any) -> None:
-    """Copy what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
+    """Copy what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest,
+    would stay too.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.clone()
@@ -425,8 +463,8 @@ def let_go_of_files(model: Any) -> None:
 def keep_quantised_weights(model: Any) -> None:
     """Make bitsandbytes 0.50 leave nf4 weights as they are.
 
-    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for good to
-    bf16: training would go on over another base, and scores would depend on the machine.
+    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for
+    good to bf16: training would go on over another base, and scores would depend on the machine.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -440,8 +478,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
     """Return the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
 
-    The tokenizer stays ours: Unsloth's would be changed on the way. Raise `HardwareError` when Unsloth or the GPU is missing
-    and `UserError` for what Unsloth does not do.
+    The tokenizer stays ours: Unsloth's would be changed on the way. Raise `HardwareError` when Unsloth or the GPU is
+    missing and `UserError` for what Unsloth does not do.
     """
     lacking = [] if has_unsloth() else [NO_UNSLOTH]
     if plan.device == "cuda" and (not torch.cuda.is_available() or torch.version.cuda is None):
@@ -513,7 +551,8 @@ SILU = ("silu", "swish")
 
 
 def use_kernels(model: Any) -> None:
-    """Replace what Liger has kernels for, the loss apart: ours runs in chunks (`model.kernels.chunk_head`). Call it before adapters are added.
+    """Replace what Liger has kernels for, the loss apart: ours runs in chunks (`model.kernels.chunk_head`). Call it
+    before adapters are added.
 
     Parameters and names stay. Rotary embeddings are replaced in the family's module, for all models of this process.
     """

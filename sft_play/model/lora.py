@@ -40,7 +40,9 @@ class Targets:
 
 
 def text_prefix(model: nn.Module) -> str:
-    """Return the name of the text model inside a multimodal one (`model.language_model`), or `""` when all of it is text."""
+    """Return the name of the text model inside a multimodal one (`model.language_model`), or `""` when all of it is
+    text.
+    """
     config = model.config
     if config.get_text_config() is config:
         return ""
@@ -133,11 +135,17 @@ def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
         if not names:
             raise UserError(
                 "`tuning.lora.target_modules: auto` finds no linear layer in this model",
-                hint=f"type the names of the layers; it holds {_some(sorted({_leaf(n) for n, _ in model.named_modules() if n}))}",
+                hint=(
+                    "type the names of the layers; it holds"
+                    f" {_some(sorted({_leaf(n) for n, _ in model.named_modules() if n}))}"
+                ),
             )
         if experts:
             typed = ", ".join(sorted({_last_two(name) for name in experts}))
-            frozen = f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention, dense layers"
+            frozen = (
+                f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention, dense"
+                " layers"
+            )
             notes = (f"{frozen} and shared experts; to adapt experts too, type their names ({typed})",)
     else:
         names, parameters = _match_typed(model, wanted, experts)
@@ -159,13 +167,15 @@ def _match_typed(model: nn.Module, wanted: Sequence[str], experts: Sequence[str]
     missing: dict[str, str] = {}
     for typed in wanted:
         found = [name for name in candidates if _ends(name, typed)]
-        found_experts = [name for name in experts if _ends(name, typed)] if "." in typed else []  # `down_proj` means layers only
+        found_experts = (
+            [name for name in experts if _ends(name, typed)] if "." in typed else []
+        )  # `down_proj` means layers only
         if not found and not found_experts:
             missing[typed] = next((f" ({why})" for name, why in refused.items() if _ends(name, typed)), "")
         if tied and any(candidates[name] is head or isinstance(candidates[name], nn.Embedding) for name in found):
             raise UserError(
-                f"`tuning.lora.target_modules` names `{typed}`, but this model's head and input embeddings share one weight: "
-                "an adapter on one could not be merged without changing the other",
+                f"`tuning.lora.target_modules` names `{typed}`, but this model's head and input embeddings share one"
+                " weight: an adapter on one could not be merged without changing the other",
                 hint=f"leave `{typed}` out",
             )
         modules.update(dict.fromkeys(found))
@@ -195,7 +205,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -> list[str] | None:
-    """Return ends of the names `chosen`, of `least` parts or more, that mean no other name, `None` where no short ones do."""
+    """Return ends of the names `chosen`, of `least` parts or more, that mean no other name, `None` where no short ones
+    do.
+    """
     others = set(everything) - set(chosen)
     for parts in range(least, least + 3):
         ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
@@ -220,8 +232,9 @@ def _pattern(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
 def as_named() -> Iterator[None]:
     """Make PEFT take targets as they are named.
 
-    For a mixture of experts PEFT 0.21 takes `gate_proj`, `up_proj` and `down_proj` for the experts of transformers 4, where each was
-    a linear layer, and adapts all experts instead of the dense and shared layers of that name (`_convert_peft_config_moe`).
+    For a mixture of experts PEFT 0.21 takes `gate_proj`, `up_proj` and `down_proj` for the experts of transformers 4,
+    where each was a linear layer, and adapts all experts instead of the dense and shared layers of that name
+    (`_convert_peft_config_moe`).
     """
     rewrite = conversion.convert_peft_config_for_transformers
     conversion.convert_peft_config_for_transformers = lambda *_, **__: None
@@ -232,9 +245,11 @@ def as_named() -> Iterator[None]:
 
 
 def _as_saved(model: nn.Module, targets: Targets) -> dict[str, Any]:
-    """Return what the saved configuration says otherwise, so that PEFT alone, which rewrites targets, finds the same layers.
+    """Return what the saved configuration says otherwise, so that PEFT alone, which rewrites targets, finds the same
+    layers.
 
-    PEFT leaves `target_parameters` as they are, and `mlp.gate_proj.weight` there is the same adapter, but without dropout.
+    PEFT leaves `target_parameters` as they are, and `mlp.gate_proj.weight` there is the same adapter, but without
+    dropout.
     """
     family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
     rewritten = conversion._MOE_TARGET_MODULE_MAPPING.get(family)
@@ -287,7 +302,9 @@ def add_adapters(
     )
     saved = _as_saved(model, targets)
     with warnings.catch_warnings(), as_named():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
+        )  # peft 0.21's own
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     placed = {*adapted.base_model.targeted_module_names, *adapted.base_model.targeted_parameter_names}
     assert placed == {*targets.modules, *targets.parameters}, "PEFT put adapters elsewhere than they were planned"
@@ -304,7 +321,8 @@ def add_adapters(
 def leave_casts_to_autocast(model: nn.Module) -> None:
     """Switch PEFT's cast of inputs to the adapters' type off, for models that only ever run under autocast.
 
-    Autocast would cast the copy straight back to what it was: the numbers are the same, and no layer keeps an input of its own.
+    Autocast would cast the copy straight back to what it was: the numbers are the same, and no layer keeps an input of
+    its own.
     """
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
@@ -313,9 +331,10 @@ def leave_casts_to_autocast(model: nn.Module) -> None:
 
 # A linear layer with its adapter, the same numbers with fewer passes over memory.
 #
-# PEFT computes `base(x) + B(A(x)) * scale` as five operations and keeps two results as wide as the layer; over a 4-bit base it also
-# copies the result. Here the scale goes to the r-wide side and the sum happens inside the matrix product. Over a plain frozen layer
-# one autograd function does all of it, so that both gradients of x meet inside a matrix product too.
+# PEFT computes `base(x) + B(A(x)) * scale` as five operations and keeps two results as wide as the layer; over a 4-bit
+# base it also copies the result. Here the scale goes to the r-wide side and the sum happens inside the matrix product.
+# Over a plain frozen layer one autograd function does all of it, so that both gradients of x meet inside a matrix
+# product too.
 
 
 QUANTISED = "peft.tuners.lora.bnb"
@@ -347,7 +366,9 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     names, base, device = self.active_adapters, self.base_layer, x.device.type
     autocast = torch.is_autocast_enabled(device)
     computed = torch.get_autocast_dtype(device) if autocast else x.dtype
-    plain = type(base) is nn.Linear and not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
+    plain = (
+        type(base) is nn.Linear and not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
+    )
     if self.disable_adapters or self.merged or args or kwargs or len(names) != 1:
         return type(self).forward(self, x, *args, **kwargs)
     (name,) = names
@@ -371,7 +392,9 @@ class _Fused(torch.autograd.Function):
     """y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B; all of one type."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x_TI: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
         h_TR = x_TI @ a.t()
         y_TO = x_TI @ weight.t() if bias is None else torch.addmm(bias, x_TI, weight.t())
         y_TO.addmm_(h_TR, b.t(), alpha=scale)

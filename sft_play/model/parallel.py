@@ -1,16 +1,16 @@
 """Models that several ranks hold together: layers and lines of packed rows in slices, and the stages of a pipeline.
 
-Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a rank computes its share of the attention heads and of the
-feed-forward units: of the layers into them it holds rows, of the layers out of them columns. All ranks of a group read the same rows of
-data. What a region's first layers read is theirs in common, so its gradients are summed; what its last layers give is summed. Everything
-else (embeddings, norms, head) every rank holds and computes itself.
+Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a rank computes its share of the attention heads
+and of the feed-forward units: of the layers into them it holds rows, of the layers out of them columns. All ranks of a
+group read the same rows of data. What a region's first layers read is theirs in common, so its gradients are summed;
+what its last layers give is summed. Everything else (embeddings, norms, head) every rank holds and computes itself.
 
-Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): an all-to-all turns each rank's slice of a line with all heads into the
-whole line with its share of the heads; `kernels.varlen_attention` computes them with every row apart, as in one process; another all-to-all
-turns them back. Everything else in a layer works token by token.
+Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): an all-to-all turns each rank's slice of a line
+with all heads into the whole line with its share of the heads; `kernels.varlen_attention` computes them with every row
+apart, as in one process; another all-to-all turns them back. Everything else in a layer works token by token.
 
-Pipelines: the model's class is subclassed before its weights are read, so that no rank ever holds, or quantises, another stage's layers.
-Layers keep their numbers: those of other stages are replaced by `Skipped`.
+Pipelines: the model's class is subclassed before its weights are read, so that no rank ever holds, or quantises,
+another stage's layers. Layers keep their numbers: those of other stages are replaced by `Skipped`.
 """
 
 from __future__ import annotations
@@ -63,13 +63,18 @@ def slice_of(parameter: Tensor) -> Slice | None:
 
 
 def families_plan(config: Any) -> dict[str, str]:
-    """Return transformers' plan for a model's layers. Raise `UserError` for a family that has none, or one that is not understood."""
+    """Return transformers' plan for a model's layers. Raise `UserError` for a family that has none, or one that is not
+    understood.
+    """
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
     if not plan:
-        raise UserError(f"`launch.tensor_parallel`: transformers has no plan to slice the layers of `{config.model_type}`")
+        raise UserError(
+            f"`launch.tensor_parallel`: transformers has no plan to slice the layers of `{config.model_type}`"
+        )
     if unknown := sorted(set(plan.values()) - STYLES):
         raise UserError(
-            f"`launch.tensor_parallel`: the layers of `{config.model_type}` are sliced in ways that are not supported here: {', '.join(unknown)}"
+            f"`launch.tensor_parallel`: the layers of `{config.model_type}` are sliced in ways that are not supported"
+            f" here: {', '.join(unknown)}"
         )
     return plan
 
@@ -101,9 +106,11 @@ class Slicer:
                     self.shared += getattr(parent, "act_fn", nn.Identity()).parameters()
 
     def shard(self, model: Any, replicas: ProcessGroup, precision: str) -> None:
-        """Share out what was cut among `replicas`, the ranks with the same slices (FSDP2), as accelerate does with a whole model.
+        """Share out what was cut among `replicas`, the ranks with the same slices (FSDP2), as accelerate does with a
+        whole model.
 
-        Slices of columns are shared out by columns, so that a rank's part of a parameter is always rows or columns of it.
+        Slices of columns are shared out by columns, so that a rank's part of a parameter is always rows or columns of
+        it.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -152,7 +159,9 @@ class Slicer:
         layer.register_forward_hook(partial(self._after, parent, bias))
 
     def _before(self, parent: nn.Module, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before a region's first layers: what they read is common, so its gradient is summed, once for all layers that read it."""
+        """Before a region's first layers: what they read is common, so its gradient is summed, once for all layers that
+        read it.
+        """
         seen: tuple[Tensor, Tensor] | None = parent.__dict__.get(COMMON)
         if seen is None or seen[0] is not inputs[0]:
             seen = parent.__dict__[COMMON] = (inputs[0], _Copy.apply(inputs[0], self))
@@ -247,7 +256,9 @@ class _Sum(torch.autograd.Function):
 
 
 def share_heads(group: ProcessGroup) -> None:
-    """Make `attn_implementation="varlen"` compute lines whose slices lie on the ranks of `group`, from now on in this process."""
+    """Make `attn_implementation="varlen"` compute lines whose slices lie on the ranks of `group`, from now on in this
+    process.
+    """
     AttentionInterface.register(VARLEN, partial(sliced_attention, group))
 
 
@@ -261,7 +272,8 @@ def sliced_attention(
     s_aux: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Return [1, t, H, V], as `varlen_attention` does, of this rank's slice: `query` [1, H, t, D], `key` [1, K, t, D], `value` [1, K, t, V].
+    """Return [1, t, H, V], as `varlen_attention` does, of this rank's slice: `query` [1, H, t, D], `key` [1, K, t, D],
+    `value` [1, K, t, V].
 
     All ranks of the group call it together. `settings` has the lengths of the whole line. N must divide H.
     """
@@ -277,7 +289,9 @@ def sliced_attention(
 
 
 def _by_rank(states: Tensor, ranks: int) -> Tensor:
-    """Return [N, t, H / N, D] of [1, H, t, D]: each rank's heads, repeated where N does not divide them, as grouped attention would."""
+    """Return [N, t, H / N, D] of [1, H, t, D]: each rank's heads, repeated where N does not divide them, as grouped
+    attention would.
+    """
     heads = states[0].repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], 0)
     return heads.unflatten(0, (ranks, -1)).transpose(1, 2)
 
@@ -299,14 +313,18 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Skipped(nn.Module):
-    """A layer that is left out: returns the hidden states that it gets, in the form in which the family's layers return theirs."""
+    """A layer that is left out: returns the hidden states that it gets, in the form in which the family's layers return
+    theirs.
+    """
 
     def __init__(self, answers: int, index: int) -> None:
         super().__init__()
         self.answers, self.index = answers, index
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Return the hidden states [B, T, H]; a cache is told how many tokens have passed, since models ask it of any layer."""
+        """Return the hidden states [B, T, H]; a cache is told how many tokens have passed, since models ask it of any
+        layer.
+        """
         hidden = arguments[0] if arguments else named["hidden_states"]
         cache = named.get("past_key_values", named.get("layer_past", named.get("cache_params")))
         if cache is not None:
@@ -325,7 +343,9 @@ def base_of(model: Any) -> Any:
 
 
 def list_of_layers(model: Any) -> tuple[nn.Module, str]:
-    """Return the module that holds the text model's layers, and under which name. Raise `ValueError` where they are not one list."""
+    """Return the module that holds the text model's layers, and under which name. Raise `ValueError` where they are not
+    one list.
+    """
     base = base_of(model)
     wanted = base.config.get_text_config().num_hidden_layers
     for module in base.get_decoder().modules():
@@ -348,7 +368,9 @@ OTHERS, OUTLINE = "_layers_of_all_stages", "_outline"
 
 
 def stage_class(family: Any, first: int, last: int) -> Any:
-    """Return the model class `family` with the layers `[first, last)` only; the others stay on the meta device, outside the model."""
+    """Return the model class `family` with the layers `[first, last)` only; the others stay on the meta device, outside
+    the model.
+    """
 
     def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
         family.__init__(self, config, *arguments, **named)
@@ -358,12 +380,18 @@ def stage_class(family: Any, first: int, last: int) -> Any:
 
 
 def cut(model: Any, first: int, last: int) -> None:
-    """Leave the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head where they end it."""
+    """Leave the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head
+    where they end it.
+    """
     text, (holder, name) = model.config.get_text_config(), list_of_layers(model)
     layers, answers = list(getattr(holder, name)), LAYER_OUTPUTS.get(model.config.model_type, 0)
     model.__dict__[OTHERS] = layers
     kept = range(first, last)
-    setattr(holder, name, nn.ModuleList(one if index in kept else Skipped(answers, index) for index, one in enumerate(layers)))
+    setattr(
+        holder,
+        name,
+        nn.ModuleList(one if index in kept else Skipped(answers, index) for index, one in enumerate(layers)),
+    )
     ends = last == text.num_hidden_layers
     if first > 0 and not (ends and text.tie_word_embeddings):
         model.set_input_embeddings(NoEmbedding())
@@ -374,7 +402,9 @@ def cut(model: Any, first: int, last: int) -> None:
 
 @contextlib.contextmanager
 def all_layers(model: Any) -> Iterator[None]:
-    """Within, a stage has the layers of all stages, the others without weights: adapters are then drawn as in one process."""
+    """Within, a stage has the layers of all stages, the others without weights: adapters are then drawn as in one
+    process.
+    """
     holder, name = list_of_layers(model)
     mine, whole = getattr(holder, name), model.__dict__.pop(OTHERS)
     setattr(holder, name, nn.ModuleList(whole))
@@ -383,8 +413,12 @@ def all_layers(model: Any) -> Iterator[None]:
 
 
 def keep_outline(adapted: Any) -> None:
-    """Keep the outline of a model with all its layers and adapters, without weights: PEFT goes by it to write the adapters of all stages."""
-    nothing = {id(one): nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=False) for one in adapted.parameters()}
+    """Keep the outline of a model with all its layers and adapters, without weights: PEFT goes by it to write the
+    adapters of all stages.
+    """
+    nothing = {
+        id(one): nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=False) for one in adapted.parameters()
+    }
     adapted.__dict__[OUTLINE] = copy.deepcopy(adapted, nothing)
 
 
@@ -440,7 +474,9 @@ class Stage:
         self._found = output[0] if isinstance(output, tuple) else output
 
     def inputs_of(self, inputs: dict[str, Any], given: Tensor | None) -> dict[str, Any]:
-        """Return a batch's inputs for this stage; `given` [B, T, H] are the hidden states of the stage before, until the next call."""
+        """Return a batch's inputs for this stage; `given` [B, T, H] are the hidden states of the stage before, until
+        the next call.
+        """
         self._given = given
         if given is None:
             return inputs

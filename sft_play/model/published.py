@@ -1,7 +1,9 @@
-"""What a base's folder holds beside the weights that are trained, and what becomes of it in every whole model that is made from it.
+"""What a base's folder holds beside the weights that are trained, and what becomes of it in every whole model that is
+made from it.
 
-Tensors that the model's class does not take, as a head that predicts further tokens, are carried over unchanged; those with which the
-model would answer otherwise are refused, since `config.json` is of another model then. Code, settings of generation and of processors follow.
+Tensors that the model's class does not take, as a head that predicts further tokens, are carried over unchanged; those
+with which the model would answer otherwise are refused, since `config.json` is of another model then. Code, settings of
+generation and of processors follow.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ COMPUTED = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$|\.masked_bias$"
 """Buffers that old releases of transformers saved and that every release computes."""
 PREDICTS = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 PREDICTS_IN_LAYER = re.compile(r"(.+?\.\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
-"""Parts of a layer that predicts further tokens, which follows the model's own layers in their list (DeepSeek V3, GLM 4.5)."""
+"""Parts of a layer that predicts further tokens, which follows the model's own layers in their list (DeepSeek V3, GLM
+4.5).
+"""
 BASE = "_base"
 """Attribute of a model that was read from a folder: its `Base`."""
 
@@ -61,16 +65,16 @@ class Base:
         shown = ", ".join(f"`{group}` ({number})" for group, number in list(groups.items())[:4])
         more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
         return (
-            f"{len(self.carried)} tensors of the base are no part of the model that is trained and go unchanged into every whole model "
-            f"that is published: {shown}{more}"
+            f"{len(self.carried)} tensors of the base are no part of the model that is trained and go unchanged into"
+            f" every whole model that is published: {shown}{more}"
         )
 
 
 def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False, plain: bool = True) -> None:
     """Compare a model that was just read with the files of its folder, and keep what was found as its `Base`.
 
-    `stage`: the model has only some of its layers. Without `plain` the files are another program's, whose names are not known.
-    Raise `CheckpointError` for tensors that would change its answers.
+    `stage`: the model has only some of its layers. Without `plain` the files are another program's, whose names are not
+    known. Raise `CheckpointError` for tensors that would change its answers.
     """
     untaken: dict[str, str] = {}
     if plain:
@@ -142,7 +146,9 @@ def _untaken(model: Any, outline: Any, files: Mapping[str, Path]) -> dict[str, s
 
 
 def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
-    """Raise `CheckpointError` for tensors that belong to the text model or its head, unless its family is known to go without them."""
+    """Raise `CheckpointError` for tensors that belong to the text model or its head, unless its family is known to go
+    without them.
+    """
     modules = dict(outline.named_modules())
     embedding, head = outline.get_input_embeddings(), outline.get_output_embeddings()
     text = [name.rpartition(".")[0] for name, module in modules.items() if module is embedding]
@@ -162,10 +168,12 @@ def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
 
     refused = [name for name, renamed in untaken.items() if is_refused(name, renamed)]
     if refused:
-        shown = ", ".join(f"`{name}`" for name in refused[:3]) + (f" and {len(refused) - 3} more" if len(refused) > 3 else "")
+        shown = ", ".join(f"`{name}`" for name in refused[:3]) + (
+            f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        )
         raise CheckpointError(
-            f"the weights hold {shown}, for which the model that `config.json` describes has no place: it would answer otherwise than "
-            "the one that was published",
+            f"the weights hold {shown}, for which the model that `config.json` describes has no place: it would answer"
+            " otherwise than the one that was published",
             place=str(folder),
             hint=f"{_more_layers(outline, refused)}let `config.json` say what the files hold, or fetch the model again",
         )
@@ -195,9 +203,10 @@ def _untie(model: Any, outline: Any, files: Mapping[str, Path], folder: Path, *,
             continue
         if stage or model.get_parameter(tied) is model.get_parameter(own):  # ZeRO-3 compares nothing
             raise CheckpointError(
-                f"`{tied}` and `{own}` differ, and `config.json` says `tie_word_embeddings: true`", place=str(folder / "config.json"),
+                f"`{tied}` and `{own}` differ, and `config.json` says `tie_word_embeddings: true`",
+                place=str(folder / "config.json"),
                 hint="set it to false there",
-            )  # fmt: skip
+            )
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
 
@@ -213,13 +222,18 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
         if (base.folder / name).is_file() and not (folder / name).exists():
             shutil.copyfile(base.folder / name, folder / name)
     own, whole = read_json(folder / "config.json"), read_json(base.folder / "config.json")
-    if own["model_type"] != whole["model_type"] and own["model_type"] == (whole.get("text_config") or {}).get("model_type"):
+    if own["model_type"] != whole["model_type"] and own["model_type"] == (whole.get("text_config") or {}).get(
+        "model_type"
+    ):
         # Only the text part was trained, of a model whose tower is carried.
         write_json(
-            folder / "config.json", whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own}
+            folder / "config.json",
+            whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own},
         )
     settings = folder / "generation_config.json"
-    write_json(settings, (read_object(base.folder / settings.name) or read_object(settings)) | ends_of_answers(tokenizer))
+    write_json(
+        settings, (read_object(base.folder / settings.name) or read_object(settings)) | ends_of_answers(tokenizer)
+    )
 
 
 def carry(base: Base, folder: Path) -> None:
@@ -228,7 +242,9 @@ def carry(base: Base, folder: Path) -> None:
     carried = _read([name for name in base.carried if name not in files], tensor_files(base.folder))
     if not carried:
         return
-    save_file({name: tensor.contiguous() for name, tensor in carried.items()}, folder / CARRIED, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in carried.items()}, folder / CARRIED, metadata={"format": "pt"}
+    )
     if (folder / ALONE).is_file():
         (folder / ALONE).rename(folder / TRAINED)
         files = dict.fromkeys(files, folder / TRAINED)
@@ -238,7 +254,9 @@ def carry(base: Base, folder: Path) -> None:
 
 
 def copy_code(model: Any, folder: Path) -> None:
-    """Copy the code of a custom model's base: all of it and nothing else, so that it is known to be the code that the user let run."""
+    """Copy the code of a custom model's base: all of it and nothing else, so that it is known to be the code that the
+    user let run.
+    """
     if base_of(model).takes_code:
         copy_modules(base_of(model).folder, folder)
 

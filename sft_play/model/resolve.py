@@ -1,4 +1,6 @@
-"""Finds the base model (a folder, a hub snapshot, or the embedded model when no hub answers), and says whether it is complete and trusted."""
+"""Finds the base model (a folder, a hub snapshot, or the embedded model when no hub answers), and says whether it is
+complete and trusted.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
 UNWANTED = ["original/*", "consolidated*", "onnx/*", "gguf/*"]  # copies of the same weights for other programs
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
-    "chat_template.jinja", "vocab.json", "merges.txt",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
@@ -49,7 +58,9 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
 
 
 def small_files(name: str, revision: str | None) -> Path:
-    """Return a folder with the config and tokenizer of a folder or hub id; no weights are fetched. Raise `DataError`."""
+    """Return a folder with the config and tokenizer of a folder or hub id; no weights are fetched. Raise
+    `DataError`.
+    """
     model = ModelConfig(name=name, revision=revision)
     found = _folder(name) or _cached(model)
     if found is None and is_embedded(name) and not hub_reachable():
@@ -58,7 +69,9 @@ def small_files(name: str, revision: str | None) -> Path:
 
 
 def _trainable(folder: Path) -> Path:
-    """Return the folder, or for weights in MXFP4 or FP8 one in the cache with the same numbers in bfloat16, made on first use."""
+    """Return the folder, or for weights in MXFP4 or FP8 one in the cache with the same numbers in bfloat16, made on
+    first use.
+    """
     if not is_expanded(read_json(folder / "config.json")):
         return folder
     files = weight_files(folder)
@@ -106,8 +119,11 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
         info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
         names = {item.rfilename for item in info.siblings or []}
         patterns = only or (WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"])
-        # By the branch's name, not the commit's: only then does the cache remember which commit the branch is, for offline use.
-        return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED))
+        # By the branch's name, not the commit's: only then does the cache remember which commit the branch is, for
+        # offline use.
+        return Path(
+            snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED)
+        )
     except (ValueError, OSError) as error:
         raise _refusal(model, error) from error
 
@@ -118,7 +134,9 @@ def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
 
     page = f"https://huggingface.co/{model.name}"
     denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
-    unknown = isinstance(error, errors.RepositoryNotFoundError)  # without a token the hub denies what does not exist, too
+    unknown = isinstance(
+        error, errors.RepositoryNotFoundError
+    )  # without a token the hub denies what does not exist, too
     if isinstance(error, errors.GatedRepoError) or (denied and (get_token() or not unknown)):
         token = "the token that is set has no access to it" if get_token() else "no token is set"
         hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
@@ -140,7 +158,9 @@ def describe(name: str, folder: Path, source: str, revision: str | None) -> Reso
     """Return what a run keeps of the model in `folder`: where it is, and checksums of all that matters."""
     weights = weight_files(folder)
     sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
-    described = [file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()]
+    described = [
+        file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()
+    ]
     described += weights_sha256(weights)  # sizes alone would not tell two tunings of one model apart
     return ResolvedModel(
         name=name,
@@ -172,7 +192,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_folder(folder: Path, place: str) -> None:
-    """Raise `DataError` (its place is `place`: the folder, or the hub id) when the model cannot be loaded from `folder`."""
+    """Raise `DataError` (its place is `place`: the folder, or the hub id) when the model cannot be loaded from
+    `folder`.
+    """
     require_plain(folder)
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
@@ -196,8 +218,9 @@ def quantisation_of(folder: Path) -> dict[str, Any] | None:
 
 
 def check_trained(folder: Path) -> None:
-    """Raise `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors file, for an
-    index that names files elsewhere, and for what is not a plain file of this folder."""
+    """Raise `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors
+    file, for an index that names files elsewhere, and for what is not a plain file of this folder.
+    """
     _check_adapter(folder / "adapter_config.json")
     try:
         require_plain(folder)
@@ -210,16 +233,28 @@ def check_trained(folder: Path) -> None:
 
 Patterns = Mapping[str, float]
 ADAPTER: Mapping[str, Any] = {
-    "peft_type": Literal["LORA"], "r": int, "lora_alpha": float, "lora_dropout": float, "target_modules": list[str] | str | None,
-    "target_parameters": list[str] | None, "layer_replication": type(None), "rank_pattern": Patterns, "alpha_pattern": Patterns,
-    "modules_to_save": list[str] | None, "exclude_modules": list[str] | str | None, "base_model_name_or_path": str | None,
-}  # fmt: skip
-"""Types of what an adapter's configuration says; PEFT's `layer_replication` would make the model as large as it likes."""
+    "peft_type": Literal["LORA"],
+    "r": int,
+    "lora_alpha": float,
+    "lora_dropout": float,
+    "target_modules": list[str] | str | None,
+    "target_parameters": list[str] | None,
+    "layer_replication": type(None),
+    "rank_pattern": Patterns,
+    "alpha_pattern": Patterns,
+    "modules_to_save": list[str] | None,
+    "exclude_modules": list[str] | str | None,
+    "base_model_name_or_path": str | None,
+}
+"""Types of what an adapter's configuration says; PEFT's `layer_replication` would make the model as large as it likes.
+"""
 MOST_REPEATS, LARGEST_RANK = 2, 2**16
 
 
 def _check_adapter(path: Path) -> None:
-    """Raise `CheckpointError` for an adapter's configuration that no run of ours writes: another kind, or names matched without end."""
+    """Raise `CheckpointError` for an adapter's configuration that no run of ours writes: another kind, or names matched
+    without end.
+    """
     if not path.exists():
         return
     hint, value = "train the adapter again, or take another CHECKPOINT=", dict[str, Any]()
@@ -229,13 +264,19 @@ def _check_adapter(path: Path) -> None:
         if wrong is None:
             ranks = [value.get("r", 1), *value.get("rank_pattern", {}).values()]
             wrong = (
-                "peft_type" if "peft_type" not in value else "r" if not all(0 < rank <= LARGEST_RANK for rank in ranks) else None
+                "peft_type"
+                if "peft_type" not in value
+                else "r"
+                if not all(0 < rank <= LARGEST_RANK for rank in ranks)
+                else None
             )
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"not the configuration of an adapter: {error}", place=str(path), hint=hint) from None
     if wrong is not None:
         raise CheckpointError(
-            f"not the configuration of a LoRA adapter of ours: `{wrong}` is `{_short(value, wrong)}`", place=str(path), hint=hint
+            f"not the configuration of a LoRA adapter of ours: `{wrong}` is `{_short(value, wrong)}`",
+            place=str(path),
+            hint=hint,
         )
     patterns = [
         value.get("target_modules"),
@@ -244,7 +285,9 @@ def _check_adapter(path: Path) -> None:
         *value.get("alpha_pattern", ()),
     ]
     endless = (
-        one for one in patterns if isinstance(one, str) and (REPEATED.search(one) or len(REPEAT.findall(one)) > MOST_REPEATS)
+        one
+        for one in patterns
+        if isinstance(one, str) and (REPEATED.search(one) or len(REPEAT.findall(one)) > MOST_REPEATS)
     )
     if (pattern := next(endless, None)) is not None:
         raise CheckpointError(f"`{pattern[:80]}` may match names without end", place=str(path), hint=hint)
@@ -259,12 +302,15 @@ def _short(value: Mapping[str, Any], key: str) -> str:
 
 
 def refuse_embedded_adapter(folder: Path, place: str) -> None:
-    """Raise `DataError` for a model folder with an adapter in it: transformers would load both, and not say which weights are missing."""
+    """Raise `DataError` for a model folder with an adapter in it: transformers would load both, and not say which
+    weights are missing.
+    """
     if (folder / "adapter_config.json").is_file():
         raise DataError(
-            "this model folder holds an adapter too (`adapter_config.json`)", place=place,
+            "this model folder holds an adapter too (`adapter_config.json`)",
+            place=place,
             hint="merge the adapter into the model first, or move `adapter_config.json` and its weights away",
-        )  # fmt: skip
+        )
 
 
 def _check_weights(folder: Path, place: str) -> None:
@@ -274,7 +320,9 @@ def _check_weights(folder: Path, place: str) -> None:
         if gguf:
             message = f"the model has no weights that can be trained: `{gguf.name}` is a GGUF file"
             raise DataError(message, place=place, hint="take the model that the GGUF file was made from")
-        raise DataError("the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)")
+        raise DataError(
+            "the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)"
+        )
     wanted = {name for name in indexed if name.endswith(files[0].suffix)}
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
@@ -284,7 +332,9 @@ def _check_weights(folder: Path, place: str) -> None:
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    """Return the weight files that the folder's indexes name. Raise `DataError` for what is not an index, or leads out of the folder."""
+    """Return the weight files that the folder's indexes name. Raise `DataError` for what is not an index, or leads out
+    of the folder.
+    """
     found: set[str] = set()
     for index in sorted(folder.glob("*.index.json")):
         try:
@@ -299,7 +349,9 @@ def _indexed_files(folder: Path) -> set[str]:
 
 
 def _check_files(paths: Sequence[Path]) -> None:
-    """Raise `DataError` for a weight file that is not one, or is cut short: a safetensors header tells the file's size exactly."""
+    """Raise `DataError` for a weight file that is not one, or is cut short: a safetensors header tells the file's size
+    exactly.
+    """
     for path in paths:
         with path.open("rb") as stream:
             if stream.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -337,18 +389,24 @@ def is_about_trust(error: BaseException) -> bool:
 def code_not_trusted(what: str, place: str) -> DataError:
     """Return the refusal of a model or tokenizer (`what`) that needs its own code."""
     return DataError(
-        f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; such code does not run unasked",
+        f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; such code does not"
+        " run unasked",
         place=place,
-        hint="read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub `model.revision` to the full"
-        " commit that you have read; where a run's configuration has set it, type MODEL_TRUST_REMOTE_CODE=true with the command;"
-        " code in a run's folder is never run: copy it elsewhere first",
+        hint=(
+            "read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub"
+            " `model.revision` to the full commit that you have read; where a run's configuration has set it, type"
+            " MODEL_TRUST_REMOTE_CODE=true with the command; code in a run's folder is never run: copy it elsewhere"
+            " first"
+        ),
     )
 
 
 def refuse_untrusted_code(folder: Path, place: str) -> None:
-    """Raise `DataError` for a model that only code of its own folder can load (`auto_map`, and no class of transformers).
+    """Raise `DataError` for a model that only code of its own folder can load (`auto_map`, and no class of
+    transformers).
 
-    Asked where `model.trust_remote_code` is false, before anything is launched. `load_tokenizer` refuses the tokenizer's code.
+    Asked where `model.trust_remote_code` is false, before anything is launched. `load_tokenizer` refuses the
+    tokenizer's code.
     """
     mapped = set(_auto_map(folder / "config.json"))
     if not mapped & {"AutoConfig", "AutoModelForCausalLM"}:
@@ -362,7 +420,8 @@ def refuse_untrusted_code(folder: Path, place: str) -> None:
 
 
 def runs_code(folder: Path) -> bool:
-    """Whether the code of a model's folder is run where `model.trust_remote_code` is true: it has some, and the user consented to that.
+    """Whether the code of a model's folder is run where `model.trust_remote_code` is true: it has some, and the user
+    consented to that.
 
     Raise `DataError` for code of another repository.
     """
@@ -373,7 +432,8 @@ def runs_code(folder: Path) -> bool:
 
 
 def refuse_foreign_code(folder: Path) -> None:
-    """Raise `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not pin.
+    """Raise `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not
+    pin.
 
     Asked only where `model.trust_remote_code` is true; elsewhere no code of a model is run.
     """
@@ -382,9 +442,10 @@ def refuse_foreign_code(folder: Path) -> None:
             for name in entry if isinstance(entry, (list, tuple)) else [entry]:
                 if isinstance(name, str) and "--" in name:
                     raise DataError(
-                        f"`auto_map` names code of another repository, `{name}`, which no commit pins", place=str(path),
+                        f"`auto_map` names code of another repository, `{name}`, which no commit pins",
+                        place=str(path),
                         hint="copy the model into a folder with that code in it, read it, and set `model.name` to the folder",
-                    )  # fmt: skip
+                    )
 
 
 def _auto_map(path: Path) -> dict[str, Any]:
@@ -394,7 +455,8 @@ def _auto_map(path: Path) -> dict[str, Any]:
 
 
 def weights_sha256(paths: Sequence[Path]) -> list[str]:
-    """Return a checksum over all bytes of each file: from the hub's cache its blob's name, else the sha256 of its content.
+    """Return a checksum over all bytes of each file: from the hub's cache its blob's name, else the sha256 of its
+    content.
 
     Raise `OSError` for a file that cannot be read.
     """

@@ -1,4 +1,6 @@
-"""Rotary angles of models with two sets of factors (LongRoPE): each row's own length chooses, not the longest row of the pass."""
+"""Rotary angles of models with two sets of factors (LongRoPE): each row's own length chooses, not the longest row of
+the pass.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,24 @@ def switch_length(model: Any) -> int | None:
 
 
 def switches_within(model: Any, tokens: int) -> bool:
-    """Whether a row that grows to so many tokens changes its factors: what was computed before is then computed again, row by row."""
+    """Whether a row that grows to so many tokens changes its factors: what was computed before is then computed again,
+    row by row.
+    """
     switch = switch_length(model)
     return switch is not None and tokens > switch
 
 
 def choose_factors_by_row(model: Any) -> None:
-    """Let each row of a pass have the angles that it has alone. transformers asks for the largest position of the pass."""
+    """Let each row of a pass have the angles that it has alone. transformers asks for the largest position of the
+    pass.
+    """
     switch = switch_length(model)
     if switch is None:
         return
 
-    def by_row(module: Any, given: tuple[Any, ...], named: dict[str, Any], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def by_row(
+        module: Any, given: tuple[Any, ...], named: dict[str, Any], output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         hidden = named["x"] if "x" in named else given[0]
         positions = named["position_ids"] if "position_ids" in named else given[1]
         rest = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
@@ -45,7 +53,9 @@ def choose_factors_by_row(model: Any) -> None:
 
 
 def row_lengths(positions: Tensor) -> Tensor:
-    """Return for each token of position ids [B, T] how long its row is; rows of one line begin where positions fall back."""
+    """Return for each token of position ids [B, T] how long its row is; rows of one line begin where positions fall
+    back.
+    """
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] <= positions[:, :-1]
     rows = begins.flatten().cumsum(0)

@@ -1,4 +1,6 @@
-"""Models from scratch: random weights (`model.init: random`), another tokenizer (`model.tokenizer`), one trained on the data."""
+"""Models from scratch: random weights (`model.init: random`), another tokenizer (`model.tokenizer`), one trained on the
+data.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from sft_play.data.sources import identify, read_source
 from sft_play.errors import DataError
 from sft_play.files import make_once, read_json, text_sha256, write_json
 from sft_play.model.convert import LABEL, byte_level
-from sft_play.model.resolve import TOKENIZER_FILES, count_numbers, describe, resolve_model, small_files, tokenizer_sha256
+from sft_play.model.resolve import (
+    TOKENIZER_FILES,
+    count_numbers,
+    describe,
+    resolve_model,
+    small_files,
+    tokenizer_sha256,
+)
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
 from sft_play.runs.folder import cache_folder
@@ -27,7 +36,9 @@ FORMAT = "1"
 
 
 def resolve(config: Config) -> ResolvedModel:
-    """Return where the configured model is; made, fetched or downloaded when it must. Raise `DataError` with what to do."""
+    """Return where the configured model is; made, fetched or downloaded when it must. Raise `DataError` with what to
+    do.
+    """
     if config.model.init == "random":
         return _random(config)
     model = resolve_model(config.model)
@@ -40,7 +51,9 @@ def describe_source(config: Config, model: ResolvedModel) -> str:
         return f"model: {LABEL}, from a package: the hub cannot be reached"
     if model.source != "scratch":
         origin = (
-            f"from the hub at commit {(model.revision or '')[:12]}" if model.source == "hub" else f"from the folder {model.path}"
+            f"from the hub at commit {(model.revision or '')[:12]}"
+            if model.source == "hub"
+            else f"from the folder {model.path}"
         )
         return f"model: {model.name}, {origin}"
     weights = count_numbers(Path(model.path))
@@ -68,12 +81,19 @@ def _random(config: Config) -> ResolvedModel:
         if len(tokenizer) > rows:
             key = "`model.vocab_size`" if settings.vocab_size else f"the vocabulary of `{settings.name}`"
             hint = f"MODEL_VOCAB_SIZE={len(tokenizer)} or more" if settings.vocab_size else "take a tokenizer that fits"
-            raise DataError(f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(own), hint=hint)
+            raise DataError(
+                f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(own), hint=hint
+            )
         print(f"making the random weights of {label(settings)}, this once", file=sys.stderr, flush=True)
         tokenizer.save_pretrained(str(folder))
         _write_weights(folder, architecture, tokenizer, config.train.seed)
 
-    parts = [architecture, config.train.seed, tokenizer_sha256(source), *(version(name) for name in ("torch", "transformers"))]
+    parts = [
+        architecture,
+        config.train.seed,
+        tokenizer_sha256(source),
+        *(version(name) for name in ("torch", "transformers")),
+    ]
     return describe(label(settings), _made("scratch", parts, make), "scratch", None)
 
 
@@ -102,10 +122,11 @@ def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, s
 
 
 def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
-    """Return the model with another tokenizer's files beside links to its weights. Raise `DataError` where it does not fit.
+    """Return the model with another tokenizer's files beside links to its weights. Raise `DataError` where it does not
+    fit.
 
-    An embedding's row was learnt for the token that had its number, so every token that both know must have the same one; new
-    ones may only take numbers that the model has rows for and its own tokenizer leaves free.
+    An embedding's row was learnt for the token that had its number, so every token that both know must have the same
+    one; new ones may only take numbers that the model has rows for and its own tokenizer leaves free.
     """
     assert config.model.tokenizer is not None
     source = small_files(config.model.tokenizer, None)
@@ -136,9 +157,10 @@ def _check_fit(config: Config, folder: Path, own: dict[str, int], other: dict[st
     if not beyond:
         problem = f"have the number of another token of {name}, whose embedding was learnt for that one"
     raise DataError(
-        f"{beyond or moved} of the tokenizer's {len(other)} tokens {problem}", place=config.model.tokenizer,
+        f"{beyond or moved} of the tokenizer's {len(other)} tokens {problem}",
+        place=config.model.tokenizer,
         hint="omit `model.tokenizer` for the model's own; a new vocabulary needs `model.init: random`",
-    )  # fmt: skip
+    )
 
 
 def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
@@ -153,11 +175,12 @@ def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
     return make_once(cache_folder() / "models" / f"{kind}-{key}", "made.json", marked)
 
 
-# `model.tokenizer: train`: a byte-level BPE from the training data, made once and kept by the content that it came from.
+# `model.tokenizer: train`: a byte-level BPE from the training data, made once and kept by the content that it came
+# from.
 #
-# As SmolLM's: digits one by one, then GPT-2's pieces over bytes, so that any text can be written and no token is unknown. Four marks
-# come first: `<|endoftext|>` (eos, between documents), `<|pad|>`, and ChatML's `<|im_start|>` and `<|im_end|>`. A pair of tokens is
-# merged when it occurs at least twice.
+# As SmolLM's: digits one by one, then GPT-2's pieces over bytes, so that any text can be written and no token is
+# unknown. Four marks come first: `<|endoftext|>` (eos, between documents), `<|pad|>`, and ChatML's `<|im_start|>` and
+# `<|im_end|>`. A pair of tokens is merged when it occurs at least twice.
 
 
 VERSION = "1"
@@ -171,12 +194,16 @@ MOST_CHARACTERS = 10**9
 def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
     """Return the folder of the tokenizer for this data, from the cache where it was made before.
 
-    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raise `DataError` for data that
-    cannot be read, or that are too little for `vocab_size` tokens.
+    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raise `DataError` for
+    data that cannot be read, or that are too little for `vocab_size` tokens.
     """
 
     def train(folder: Path) -> None:
-        print(f"training a tokenizer of {vocab_size:,} tokens on the training data, this once", file=sys.stderr, flush=True)
+        print(
+            f"training a tokenizer of {vocab_size:,} tokens on the training data, this once",
+            file=sys.stderr,
+            flush=True,
+        )
         _train(sources, vocab_size, seed, folder)
 
     used = [[identify(source)[0], seed if source.rows is not None else None] for source in sources]
@@ -185,7 +212,8 @@ def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 
 
 
 def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
-    """Yield the texts and turns of all rows, up to `MOST_CHARACTERS`; a faulty row is left to preparation, which reports it.
+    """Yield the texts and turns of all rows, up to `MOST_CHARACTERS`; a faulty row is left to preparation, which
+    reports it.
 
     Raise `DataError` for a file that cannot be read, and for rows of tokens, which hold no text.
     """
@@ -200,9 +228,10 @@ def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
             form = example.form
             if example.input_ids is not None:
                 raise DataError(
-                    "a tokenizer cannot be trained on rows that are tokens already", place=example.place,
+                    "a tokenizer cannot be trained on rows that are tokens already",
+                    place=example.place,
                     hint="set `model.tokenizer` to the folder or hub id of the tokenizer that made them",
-                )  # fmt: skip
+                )
             turns = [str(message["content"]) for message in example.messages or () if message.get("content")]
             for text in [example.text] if example.text is not None else turns:
                 yield text
@@ -232,7 +261,10 @@ def _train(sources: Sequence[DataSource], vocab_size: int, seed: int, folder: Pa
             hint=f"MODEL_VOCAB_SIZE={reached} at most, or more text; a vocabulary should be far smaller than its text",
         )
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, extra_special_tokens=[TURN, TURN_END],
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[TURN, TURN_END],
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     wrapped.save_pretrained(str(folder))

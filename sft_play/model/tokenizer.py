@@ -1,4 +1,6 @@
-"""Loads a tokenizer with a padding token and the chat template that was chosen, and limits what rendering a stranger's may cost."""
+"""Loads a tokenizer with a padding token and the chat template that was chosen, and limits what rendering a stranger's
+may cost.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ def load_tokenizer(
 ) -> Any:
     """Return the fast tokenizer of `folder` with a padding token and a chat template. No network. Raise `DataError`.
 
-    `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a run
-    published: its template holds that already. A tokenizer without a template gets ChatML. `trust` is `model.trust_remote_code`.
-    `base`: the folder of the model that an adapter belongs to, whose answers end where its own settings say.
+    `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a
+    run published: its template holds that already. A tokenizer without a template gets ChatML. `trust` is
+    `model.trust_remote_code`. `base`: the folder of the model that an adapter belongs to, whose answers end where its
+    own settings say.
     """
     from transformers import AutoTokenizer
 
@@ -45,7 +48,9 @@ def load_tokenizer(
     try:
         # Without a word about trust transformers would ask at the terminal whether to run the code that a folder holds.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust)
-    except Exception as error:  # of a damaged or hostile file the libraries raise anything, tokenizers a bare `Exception`
+    except (
+        Exception
+    ) as error:  # of a damaged or hostile file the libraries raise anything, tokenizers a bare `Exception`
         if not trust and is_about_trust(error):
             raise code_not_trusted("tokenizer", str(folder)) from error
         first = first_line(error)
@@ -66,7 +71,8 @@ def load_tokenizer(
         chatml = _named_text("chatml")
         if _lacking(chatml, tokenizer):
             raise DataError(
-                "the tokenizer has no end-of-sequence token, so no answer could end", hint="set `eos_token` in its config"
+                "the tokenizer has no end-of-sequence token, so no answer could end",
+                hint="set `eos_token` in its config",
             )
         tokenizer.chat_template = fit_template(chatml, "chatml", tokenizer)
     if chat is not None:
@@ -78,13 +84,15 @@ def load_tokenizer(
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that end a turn, never empty: what the template writes after an answer, and after calls; the tokenizer's
-    eos; those of the base's `generation_config.json` that are no part of words.
+    """Return the tokens that end a turn, never empty: what the template writes after an answer, and after calls; the
+    tokenizer's eos; those of the base's `generation_config.json` that are no part of words.
 
     Raise `DataError` when there is none.
     """
     added = set(tokenizer.added_tokens_decoder)
-    special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = set(tokenizer.all_special_ids) | {
+        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
     after_ids = _after(tokenizer, {"content": MARKER})
     found: list[int] = []
     for known in (special, added):  # some folders forget to call the end of a turn special
@@ -124,9 +132,14 @@ def fix_day(tokenizer: Any, day: str) -> None:
 
 
 def ends_of_answers(tokenizer: Any) -> dict[str, Any]:
-    """Return the generation settings by which any tool ends an answer where its turn ends, or where the base's own settings say."""
+    """Return the generation settings by which any tool ends an answer where its turn ends, or where the base's own
+    settings say.
+    """
     stops = list(dict.fromkeys([*end_of_turn_ids(tokenizer), *getattr(tokenizer, BASE_STOPS, ())]))
-    return {"eos_token_id": stops, "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
+    return {
+        "eos_token_id": stops,
+        "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+    }
 
 
 def base_stops(folder: Path) -> list[int]:
@@ -211,15 +224,20 @@ def check_syntax(text: str, place: str) -> None:
 
 
 def fit_template(text: str, name: str, tokenizer: Any) -> str:
-    """Return a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before a text.
+    """Return a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before
+    a text.
 
     Raise `DataError` where the vocabulary lacks what the template needs.
     """
     if lacking := _lacking(text, tokenizer):
         fitting = [other for other in template_names() if not _lacking(_named_text(other), tokenizer)]
         raise DataError(
-            f"the chat template `{name}` needs tokens that the tokenizer lacks: {', '.join(f'`{token}`' for token in lacking)}",
-            hint=f"leave `data.chat_template` out for the model's own template, or take one of {', '.join(fitting) or 'none'}",
+            f"the chat template `{name}` needs tokens that the tokenizer lacks:"
+            f" {', '.join(f'`{token}`' for token in lacking)}",
+            hint=(
+                "leave `data.chat_template` out for the model's own template, or take one of"
+                f" {', '.join(fitting) or 'none'}"
+            ),
         )
     _, end, _ = _header(text)
     if end not in (EOS, *tokenizer.get_vocab()):
@@ -258,7 +276,9 @@ def _lacking(text: str, tokenizer: Any) -> list[str]:
 
 
 def _header(text: str) -> tuple[list[str], str, bool]:
-    """Return what the first comment of a named template says: the tokens it needs, the one that ends a turn, and whether eos can."""
+    """Return what the first comment of a named template says: the tokens it needs, the one that ends a turn, and
+    whether eos can.
+    """
     needs = re.search(r"^ *needs: (.+)$", text, re.MULTILINE)
     end = re.search(r"^ *end: (\S+)( or eos)?$", text, re.MULTILINE)
     token = end.group(1) if end else EOS
@@ -290,7 +310,9 @@ def add_style(template: str, chat: ChatFormat) -> str:
 
 def jinja_literal(text: str) -> str:
     """Return `text` as a literal of Jinja, which reads Python's escapes."""
-    escaped = text.encode("unicode_escape").decode("ascii").replace("'", "\\'").replace("{", "\\x7b").replace("}", "\\x7d")
+    escaped = (
+        text.encode("unicode_escape").decode("ascii").replace("'", "\\'").replace("{", "\\x7b").replace("}", "\\x7d")
+    )
     return f"'{escaped.replace('%', chr(92) + 'x25').replace('#', chr(92) + 'x23')}'"
 
 
@@ -302,7 +324,8 @@ def with_chat(model: ResolvedModel, chat: ChatFormat | None) -> ResolvedModel:
     return replace(model, chat=chat, tokenizer_fingerprint=text_sha256(f"{model.tokenizer_fingerprint}\n{said}"))
 
 
-# What a stranger wrote and this process computes has a limit. Every rendering of a chat template, which is a program, goes through here.
+# What a stranger wrote and this process computes has a limit. Every rendering of a chat template, which is a program,
+# goes through here.
 
 
 SECONDS = 10.0
@@ -313,7 +336,9 @@ HINT = "`data.chat_template` chooses another template"
 
 
 class EndlessError(UserError):
-    """A stranger's work that takes too long. No `DataError`: those are noted row by row, and every row would take as long."""
+    """A stranger's work that takes too long. No `DataError`: those are noted row by row, and every row would take as
+    long.
+    """
 
     exit_code = DataError.exit_code
 
@@ -322,10 +347,13 @@ class _OutOfTime(BaseException):
     """No `Exception`: jinja and pypdf pass over those in places."""
 
 
-def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: date | None = None, **options: Any) -> str:
+def write_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: date | None = None, **options: Any
+) -> str:
     """Return what the tokenizer's chat template writes; `day` stands for today.
 
-    Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the template raises.
+    Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the
+    template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
     turns = list(messages)
@@ -341,11 +369,15 @@ def write_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: da
 
 
 WANTS_NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")
-"""In Mistral's templates, which refuse calls without an id of nine letters and digits; data sets have longer ones or none."""
+"""In Mistral's templates, which refuse calls without an id of nine letters and digits; data sets have longer ones or
+none.
+"""
 
 
 def _with_ids_of_nine(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return turns whose calls have such ids, and whose results name them; results without an id answer the calls in their order."""
+    """Return turns whose calls have such ids, and whose results name them; results without an id answer the calls in
+    their order.
+    """
 
     def short(name: str) -> str:
         return name if re.fullmatch("[a-zA-Z0-9]{9}", name) else text_sha256(name)[:9]
@@ -368,7 +400,9 @@ def _with_ids_of_nine(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 @contextlib.contextmanager
 def on_day(day: date | None) -> Iterator[None]:
-    """Make templates take `day` for today in a body. transformers gives them a clock of its own, and turns one that is passed into text."""
+    """Make templates take `day` for today in a body. transformers gives them a clock of its own, and turns one that is
+    passed into text.
+    """
     if day is None:
         yield
         return

@@ -1,4 +1,6 @@
-"""A run's model, read to answer: adapters over the base that they were trained over, or all weights; and merged (`make merge RUN=`)."""
+"""A run's model, read to answer: adapters over the base that they were trained over, or all weights; and merged (`make
+merge RUN=`).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,15 @@ from sft_play.model.load import (
     quantisation_name,
     read_model,
     tell,
-)  # fmt: skip
-from sft_play.model.resolve import check_trained, count_numbers, quantisation_of, refuse_untrusted_code, resolve_model, runs_code
+)
+from sft_play.model.resolve import (
+    check_trained,
+    count_numbers,
+    quantisation_of,
+    refuse_untrusted_code,
+    resolve_model,
+    runs_code,
+)
 from sft_play.model.tokenizer import ends_of_answers, load_tokenizer, with_chat, write_chat
 from sft_play.plan.detect import compare_versions, detect
 from sft_play.plan.hardware import ram_bytes
@@ -54,7 +63,8 @@ if TYPE_CHECKING:
 
 
 def best_device() -> str:
-    """Return the device to answer on: the best GPU, which alone is visible from then on, or the CPU. Raise `HardwareError`.
+    """Return the device to answer on: the best GPU, which alone is visible from then on, or the CPU. Raise
+    `HardwareError`.
 
     Why a GPU that the driver shows is not used is said.
     """
@@ -65,7 +75,10 @@ def best_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     if hardware.kind == "cuda":
-        why = next((problem.text for problem in compare_versions(hardware)), "torch finds none of the GPUs that the driver shows")
+        why = next(
+            (problem.text for problem in compare_versions(hardware)),
+            "torch finds none of the GPUs that the driver shows",
+        )
         print(f"warning: {why}; the CPU answers\nhint: `make doctor` says what to do", file=sys.stderr)
     return "cpu"
 
@@ -73,9 +86,9 @@ def best_device() -> str:
 def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.device | None = None) -> tuple[Any, Any]:
     """Return (model, tokenizer) in evaluation mode on `device`.
 
-    `checkpoint` is a checkpoint's folder, or `None` for the run's final model. A quantised base is quantised again as in
-    training, also for a run of Unsloth, whose nf4 is the same. Raise `CheckpointError` when stamps, base and weights do not
-    belong together.
+    `checkpoint` is a checkpoint's folder, or `None` for the run's final model. A quantised base is quantised again as
+    in training, also for a run of Unsloth, whose nf4 is the same. Raise `CheckpointError` when stamps, base and weights
+    do not belong together.
     """
     device = str(device or best_device())
     folder = checkpoint or run.model
@@ -95,7 +108,9 @@ def _read_run(run: RunFolder, folder: Path, purpose: Purpose) -> tuple[Config, P
 
 
 def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
-    """Return the configuration and the place of a model that no run made, downloaded when it must. Raise `UserError`, `DataError`."""
+    """Return the configuration and the place of a model that no run made, downloaded when it must. Raise `UserError`,
+    `DataError`.
+    """
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override
     from sft_play.plan.architecture import offline_unless_reachable
@@ -112,7 +127,9 @@ def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
 
 
 def load_plain(config: Config, model: ResolvedModel) -> tuple[Any, Any]:
-    """Return (model, tokenizer) of `find_plain` in evaluation mode on the best device, in the type that its weights are kept in."""
+    """Return (model, tokenizer) of `find_plain` in evaluation mode on the best device, in the type that its weights are
+    kept in.
+    """
     device, folder = best_device(), Path(model.path)
     kept = stored_dtype(folder)
     dtype = torch.float32 if kept == "float16" and device == "cpu" else getattr(torch, kept)
@@ -125,15 +142,18 @@ def stored_dtype(folder: Path) -> str:
     """Return the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
     config = read_json(folder / "config.json")
     text = config.get("text_config") or {}
-    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32")
+    name = str(
+        config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
+    )
     return name if name in ("float32", "bfloat16", "float16") else "float32"
 
 
 def check_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, purpose: Purpose) -> ResolvedModel | None:
-    """Compare the stamp of `folder` with the run and with the base as it is now; return the base, `None` for full weights.
-
-    Prints what only deserves a warning. Raise `CheckpointError` for what does not belong together, or where there are no
+    """Compare the stamp of `folder` with the run and with the base as it is now; return the base, `None` for full
     weights.
+
+    Prints what only deserves a warning. Raise `CheckpointError` for what does not belong together, or where there are
+    no weights.
     """
     kind = kind_of(folder)
     if kind is None:
@@ -160,7 +180,9 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
 
 
 def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
-    """Return the run's base, whose files are those that it was trained over. Raise `CheckpointError` when they have changed."""
+    """Return the run's base, whose files are those that it was trained over. Raise `CheckpointError` when they have
+    changed.
+    """
     base = current_base(config, prepared)
     for what, then, now in (
         ("weights or configuration", prepared.model.fingerprint, base.fingerprint),
@@ -168,9 +190,10 @@ def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
     ):
         if then != now:
             raise CheckpointError(
-                f"the {what} of the base have changed since the run: they were `{then[:12]}...` and are `{now[:12]}...`", place=base.path,
+                f"the {what} of the base have changed since the run: they were `{then[:12]}...` and are `{now[:12]}...`",
+                place=base.path,
                 hint="restore the base model's files; MODEL= scores them as they are now",
-            )  # fmt: skip
+            )
     return base
 
 
@@ -191,16 +214,22 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
 
 
 def add_trained_adapter(base: Any, folder: Path) -> Any:
-    """Return `base` with the adapter of `folder`. Raise `CheckpointError` for weights that are missing or do not fit."""
+    """Return `base` with the adapter of `folder`. Raise `CheckpointError` for weights that are missing or do not
+    fit.
+    """
     from peft import PeftModel
 
     try:
         with warnings.catch_warnings(), lora.as_named():
             # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
+            warnings.filterwarnings(
+                "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
+            )  # peft 0.21's own
             config = lora.saved_config(base, folder)
-            return PeftModel.from_pretrained(base, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=False)
+            return PeftModel.from_pretrained(
+                base, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=False
+            )
     except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the adapter does not fit the base model: {first_lines(error)[:400]}", place=str(folder)
@@ -219,7 +248,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def to_answer(model: Any, device: str) -> Any:
-    """Return the model on `device`, ready to generate. bitsandbytes has placed its weights already and refuses `.to`."""
+    """Return the model on `device`, ready to generate. bitsandbytes has placed its weights already and refuses
+    `.to`.
+    """
     if not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
         model = model.to(device)
     model.config.get_text_config().use_cache = True
@@ -227,36 +258,47 @@ def to_answer(model: Any, device: str) -> Any:
 
 
 def use_dtype(plan: Plan, device: str) -> torch.dtype:
-    """Return the type to answer in: the training's computation type on a GPU, its weights' type on a CPU (never fp16 there)."""
+    """Return the type to answer in: the training's computation type on a GPU, its weights' type on a CPU (never fp16
+    there).
+    """
     if device.startswith("cuda") and plan.precision != "fp32":
         return COMPUTE_TYPES[plan.precision]
     return torch.float32 if plan.weights_dtype == "float16" else getattr(torch, plan.weights_dtype)
 
 
 def use_attention(plan: Plan, device: str) -> str | None:
-    """Return the attention kernel: the training's, or `None` for the family's usual one where that one is for GPUs or training only."""
+    """Return the attention kernel: the training's, or `None` for the family's usual one where that one is for GPUs or
+    training only.
+    """
     trained = plan.attn_implementation
     return trained if trained == "eager" or (device.startswith("cuda") and trained != VARLEN) else None
 
 
-# Adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter model.
+# Adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter
+# model.
 
 
 EXACT = 1e-4
 """Largest difference of logits, as a share of the largest logit, that float32 sums in another order may make."""
 ROUNDED = 0.05
 """The same for weights that are rounded to 16 bits when they are saved."""
-PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.", "Name three colours, and say which you like.")
+PROMPTS = (
+    "What is a file?",
+    "Write one line of Python that adds two numbers.",
+    "Name three colours, and say which you like.",
+)
 """What both models are asked for their comparison."""
 
 
 def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
-    """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
+    """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is
+    copied.
 
-    Return what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference` between the merged and the
-    adapter model's logits in float32, the same of the model read again (`saved_difference`), and the `largest_logit`; else `None` for these.
-    Written aside, read again, compared and renamed. `out` must not exist. Raise `HardwareError` for too little disk
-    or memory, `CheckpointError` when the merged model answers otherwise than the adapter model.
+    Return what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference`
+    between the merged and the adapter model's logits in float32, the same of the model read again (`saved_difference`),
+    and the `largest_logit`; else `None` for these. Written aside, read again, compared and renamed. `out` must not
+    exist. Raise `HardwareError` for too little disk or memory, `CheckpointError` when the merged model answers
+    otherwise than the adapter model.
     """
     config, plan, prepared, base = _read_run(run, weights, "merge")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -264,9 +306,15 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     except OSError as error:
-        raise UserError(f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place") from error
+        raise UserError(
+            f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place"
+        ) from error
     try:
-        merged = _merge_adapter(config, plan, base, weights, partial) if base else _copy_full(config, prepared, weights, partial)
+        merged = (
+            _merge_adapter(config, plan, base, weights, partial)
+            if base
+            else _copy_full(config, prepared, weights, partial)
+        )
         _stamp(run, weights, partial)
         for path in partial.iterdir():
             if path.is_file():
@@ -301,7 +349,12 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
     settings = partial / "generation_config.json"
     write_json(settings, read_object(settings) | ends_of_answers(tokenizer))
     compared = dict.fromkeys(("difference", "saved_difference", "largest_logit"))
-    return {"dtype": stored_dtype(weights), "parameters": count_numbers(weights), "size_bytes": _size(partial), **compared}
+    return {
+        "dtype": stored_dtype(weights),
+        "parameters": count_numbers(weights),
+        "size_bytes": _size(partial),
+        **compared,
+    }
 
 
 def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Path, partial: Path) -> dict[str, Any]:
@@ -313,7 +366,10 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
     model = model.merge_and_unload()
     found = _logits(model, prompts)
     scale, difference = _compare(found, wanted, EXACT, "the merged model")
-    tell(f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed {EXACT * scale:.2e})")
+    tell(
+        f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed"
+        f" {EXACT * scale:.2e})"
+    )
     dtype = "float32" if quantisation_of(folder) else stored_dtype(folder)
     parameters = sum(p.numel() for p in model.parameters())
     _save(model, tokenizer, partial, dtype)
@@ -329,8 +385,8 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
         quantised = add_trained_adapter(read_base(config, plan, base, "cpu"), weights).eval()
         apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), wanted, strict=True))
         tell(
-            f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ by {apart:.2e} "
-            "on average: the error of quantisation, which merging takes out of the base"
+            f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ"
+            f" by {apart:.2e} on average: the error of quantisation, which merging takes out of the base"
         )
     return {
         "dtype": dtype,
@@ -354,14 +410,20 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
     if existing is None:
         if config.tuning.mode == "qlora":
-            tell("QLoRA: the base is read again unquantised; the adapters, trained over its quantised form, are merged into that")
+            tell(
+                "QLoRA: the base is read again unquantised; the adapters, trained over its quantised form, are merged"
+                " into that"
+            )
         return read_model(folder, config.model, dtype=torch.float32)
     if quantisation_method(existing) != "bitsandbytes":
         raise UserError(
             f"the base exists only quantised ({quantisation_name(existing)}), and adapters cannot be merged into that",
             hint="serve and infer work with the adapter as it is",
         )
-    tell(f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and merged")
+    tell(
+        f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and"
+        " merged"
+    )
     return read_model(folder, config.model, dtype=torch.float32).dequantize()
 
 
@@ -400,7 +462,9 @@ def _logits(model: Any, prompts: list[Any]) -> list[Any]:
 
 
 def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> tuple[float, float]:
-    """Return the largest logit and the largest difference. Raise `CheckpointError` above `allowed` of the largest logit."""
+    """Return the largest logit and the largest difference. Raise `CheckpointError` above `allowed` of the largest
+    logit.
+    """
     scale = max(float(logits.abs().max()) for logits in wanted)
     difference = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
     if not difference <= allowed * scale:
@@ -415,7 +479,9 @@ def _require_disk(place: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed * 1.05:
         message = f"the merged model needs {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free"
-        raise HardwareError(message, place=str(place.parent), hint="make room, or name a place on another disk with OUT=")
+        raise HardwareError(
+            message, place=str(place.parent), hint="make room, or name a place on another disk with OUT="
+        )
 
 
 def _size(folder: Path) -> int:
@@ -426,7 +492,9 @@ def _next_steps(out: Path) -> str:
     """Return what can be done with a merged model; one with code of its own must be trusted with each command."""
     coded = any(out.rglob("*.py"))
     model = as_typed(out)
-    infer = f"make infer MODEL={model} PROMPT=..." + (" MODEL_TRUST_REMOTE_CODE=true" if coded else f", make serve MODEL={model}")
+    infer = f"make infer MODEL={model} PROMPT=..." + (
+        " MODEL_TRUST_REMOTE_CODE=true" if coded else f", make serve MODEL={model}"
+    )
     vllm, python = (" --trust-remote-code", ", trust_remote_code=True") if coded else ("", "")
     python = f'`AutoModelForCausalLM.from_pretrained("{out}"{python})`'
     return f"next: {infer}, `vllm serve {shlex.quote(str(out))}{vllm}`, or in Python {python} of transformers"

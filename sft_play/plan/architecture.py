@@ -1,4 +1,6 @@
-"""Where a model's `config.json` comes from: a folder, the hub's cache, the hub, a table of the presets' models, or the keys of a new model."""
+"""Where a model's `config.json` comes from: a folder, the hub's cache, the hub, a table of the presets' models, or the
+keys of a new model.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def label(model: ModelConfig) -> str:
     """Return what the model is called where `model.name` may be missing: in stamps, plans and messages."""
     if not is_scratch(model):
         return f"{model.name} (random weights)" if model.init == "random" else model.name
-    return f"from scratch ({model.layers} x {model.hidden_size}, {model.attention_heads} heads, {model.vocab_size} tokens)"
+    return (
+        f"from scratch ({model.layers} x {model.hidden_size}, {model.attention_heads} heads, {model.vocab_size} tokens)"
+    )
 
 
 def intermediate_size(hidden_size: int) -> int:
@@ -55,10 +59,13 @@ def intermediate_size(hidden_size: int) -> int:
 def scratch_architecture(model: ModelConfig) -> dict[str, Any]:
     """Return the `config.json` of a model whose shape the keys give, without the ids of special tokens.
 
-    A Llama in the shape of Llama 3 where the keys leave something open: heads for keys and values as for queries, a gated feed-forward part
-    of 8/3 of the width (Touvron et al. 2023, arXiv 2302.13971, section 2.2), no biases, head and embedding one matrix.
+    A Llama in the shape of Llama 3 where the keys leave something open: heads for keys and values as for queries, a
+    gated feed-forward part of 8/3 of the width (Touvron et al. 2023, arXiv 2302.13971, section 2.2), no biases, head
+    and embedding one matrix.
     """
-    assert model.hidden_size and model.attention_heads and model.layers and model.vocab_size, "checked by `config.rules`"
+    assert model.hidden_size and model.attention_heads and model.layers and model.vocab_size, (
+        "checked by `config.rules`"
+    )
     theta = ROPE_THETA if model.max_seq_len <= LONG_POSITIONS else LONG_ROPE_THETA
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -102,8 +109,8 @@ def hub_reachable() -> bool:
 def offline_unless_reachable() -> bool:
     """Whether the hub answers; where it does not, its libraries are set to their offline mode.
 
-    They would retry for half a minute; offline they take what is cached, or say at once what is missing. They read their variables
-    when they are imported, so this comes before.
+    They would retry for half a minute; offline they take what is cached, or say at once what is missing. They read
+    their variables when they are imported, so this comes before.
     """
     reached = hub_reachable()
     if not reached:
@@ -115,11 +122,15 @@ TABLE = Path(__file__).with_name("shapes.json")
 FORMULA_MODEL_TYPES = frozenset({
     "arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3",
 })  # fmt: skip
-"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); the model itself is asked for others."""
+"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); the model itself is
+asked for others.
+"""
 BIASES = ("attention_bias", "mlp_bias", "use_bias")
 """Keys of `config.json` for weights that the formulas leave out."""
 TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
-"""Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it out."""
+"""Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it
+out.
+"""
 COUNT_VERSION = 2
 """Raised when the count itself changes, so that older results are not taken for new ones."""
 
@@ -144,14 +155,18 @@ def check_length(model: ModelConfig, positions: int) -> None:
 
 
 def positions_in(config: Mapping[str, Any]) -> int:
-    """Return the positions of a parsed `config.json`, of its text part where it has parts; a huge number where it names none."""
+    """Return the positions of a parsed `config.json`, of its text part where it has parts; a huge number where it names
+    none.
+    """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     return int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31)
 
 
 def config_file(model: ModelConfig) -> Path | None:
-    """Return where the model's `config.json` is on this machine (or must be, in a folder), `None` for one to be fetched."""
+    """Return where the model's `config.json` is on this machine (or must be, in a folder), `None` for one to be
+    fetched.
+    """
     folder = Path(model.name).expanduser()
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
@@ -176,7 +191,8 @@ def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
 def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
     """Return the shape of a parsed `config.json`, by formula or counted on the model itself. Raise `DataError`.
 
-    Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that code is trusted.
+    Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that
+    code is trusted.
     """
     config = as_trained(config)
     try:
@@ -198,7 +214,9 @@ EXPANDED = frozenset({"mxfp4", "fp8", "mxfp8"})
 
 
 def is_expanded(config: Mapping[str, Any]) -> bool:
-    """Whether the weights of a parsed `config.json` are expanded: in MXFP4, as OpenAI's gpt-oss come, or in FP8, as DeepSeek V3 comes."""
+    """Whether the weights of a parsed `config.json` are expanded: in MXFP4, as OpenAI's gpt-oss come, or in FP8, as
+    DeepSeek V3 comes.
+    """
     parts = (config, config.get("text_config") or {})
     return any((part.get("quantization_config") or {}).get("quant_method") in EXPANDED for part in parts)
 
@@ -212,7 +230,8 @@ def as_trained(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_model(config: dict[str, Any], place: str) -> ModelShape:
-    """Return the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the result in the cache).
+    """Return the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the
+    result in the cache).
 
     Raise `DataError` for a model that transformers does not know, or that is not trained here.
     """
@@ -258,7 +277,11 @@ def has_moving_rope(config: Mapping[str, Any]) -> bool:
     """Return whether a parsed `config.json` asks for rotary angles that depend on the longest position of a line."""
     text = config.get("text_config") or config
     settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    found = [str(one.get("rope_type") or one.get("type")) for one in (settings, *settings.values()) if isinstance(one, Mapping)]
+    found = [
+        str(one.get("rope_type") or one.get("type"))
+        for one in (settings, *settings.values())
+        if isinstance(one, Mapping)
+    ]
     return any(kind in ("longrope", "su") or "dynamic" in kind for kind in found)
 
 
@@ -278,14 +301,18 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
 
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """Return the models that are planned without their files: `config.json` of each, and its `ModelShape` where that was counted once."""
+    """Return the models that are planned without their files: `config.json` of each, and its `ModelShape` where that
+    was counted once.
+    """
     rows: dict[str, dict[str, Any]] = read_json(TABLE)
     return rows
 
 
 def _cached_config(model: ModelConfig) -> Path | None:
     """Return the `config.json` of an earlier download, found without the hub's library."""
-    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    home = (
+        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    )
     folder = Path(home) / f"models--{model.name.replace('/', '--')}"
     revision = model.revision or "main"
     try:
@@ -343,7 +370,9 @@ _running: dict[int, Tracer] = {}
 
 
 def running_tracer() -> Tracer:
-    """Return the tracer that counts a model and then traces it, so that torch is imported once; it ends with `end_tracer`, or with us."""
+    """Return the tracer that counts a model and then traces it, so that torch is imported once; it ends with
+    `end_tracer`, or with us.
+    """
     if os.getpid() not in _running:
         _running[os.getpid()] = Tracer()
     return _running[os.getpid()]
@@ -361,12 +390,17 @@ class Tracer:
     def __init__(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, as the process is
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
+            [sys.executable, "-m", "sft_play.trace"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
+        )
 
     def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the result of each request (a case, or `{"count": architecture}`), `{"error": "..."}` where there is none."""
+        """Return the result of each request (a case, or `{"count": architecture}`), `{"error": "..."}` where there is
+        none.
+        """
         assert self._process.stdin and self._process.stdout
         line = b""
         with contextlib.suppress(BrokenPipeError):

@@ -1,15 +1,16 @@
 """How a step's rows are divided: micro-batch and accumulation from the global batch, and shares of unequal ranks. Pure.
 
-Shares make the slowest rank finish as early as possible. A rank's step of n rows costs T(n) = min over b of floor(n/b) t(b) + t(n mod b),
-with t(b) = fixed + b x row seconds for a micro-batch of b rows, at most as many as its memory holds. With such a line the fewest micro-steps
-are best: T(n) = ceil(n/most) fixed + n row.
+Shares make the slowest rank finish as early as possible. A rank's step of n rows costs T(n) = min over b of floor(n/b)
+t(b) + t(n mod b), with t(b) = fixed + b x row seconds for a micro-batch of b rows, at most as many as its memory holds.
+With such a line the fewest micro-steps are best: T(n) = ceil(n/most) fixed + n row.
 
-Under DDP ranks meet once a step, so each has its own micro-steps: the least time T* in which all rows are done is found by
-bisection over the times that any rank can have, and what is too much is taken back from the slowest. Under ZeRO and FSDP they meet in
-every micro-step: for each number k of micro-steps rows are poured in where they take least time, and k max t(b) is made least.
+Under DDP ranks meet once a step, so each has its own micro-steps: the least time T* in which all rows are done is found
+by bisection over the times that any rank can have, and what is too much is taken back from the slowest. Under ZeRO and
+FSDP they meet in every micro-step: for each number k of micro-steps rows are poured in where they take least time, and
+k max t(b) is made least.
 
-Ranks take contiguous spans of a step's rows in proportion to their slots (`spans`), as `data/batches.py` cuts them. Everything is a
-function of its arguments alone, so all ranks come to the same shares from the same costs.
+Ranks take contiguous spans of a step's rows in proportion to their slots (`spans`), as `data/batches.py` cuts them.
+Everything is a function of its arguments alone, so all ranks come to the same shares from the same costs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ MOST_TRIED = 64
 ROUNDS = 8
 """How often shares are looked over for what cutting in proportion to slots loses."""
 MOST_SETTLED = 48
-"""Ranks beyond which that is left out: it takes time in the square of their number, and a row of so many shares is little."""
+"""Ranks beyond which that is left out: it takes time in the square of their number, and a row of so many shares is
+little.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +63,15 @@ class Cost:
 def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps: int = 0) -> tuple[Slots, ...]:
     """Return the slots of each rank for a step of `rows`, never slower by `step_seconds` than `equal_shares`.
 
-    `same_steps`: all ranks must run equally many micro-steps (ZeRO, FSDP); else (DDP) each has a number of its own. Slots hold at
-    least `rows` in all, each rank's micro-batch at most its `most_rows`. `most_steps` (0: any number) bounds micro-steps that are the same
-    on all ranks, where memory lets it. Some rank must be able to take a row.
+    `same_steps`: all ranks must run equally many micro-steps (ZeRO, FSDP); else (DDP) each has a number of its own.
+    Slots hold at least `rows` in all, each rank's micro-batch at most its `most_rows`. `most_steps` (0: any number)
+    bounds micro-steps that are the same on all ranks, where memory lets it. Some rank must be able to take a row.
     """
     if len(set(costs)) == 1:
         return equal_shares(rows, costs, same_steps=same_steps)
-    found = _same_steps(rows, costs, most_steps or rows) if same_steps else tuple(map(_slots, costs, _counts(rows, costs)))
+    found = (
+        _same_steps(rows, costs, most_steps or rows) if same_steps else tuple(map(_slots, costs, _counts(rows, costs)))
+    )
     if len(costs) <= MOST_SETTLED:
         found = _settle(rows, costs, found, same_steps)
     if all(cost.most_rows for cost in costs):
@@ -79,7 +84,8 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps:
 def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
     """Return the slots of ranks that all get the same number of rows, the first ones one more where that leaves a rest.
 
-    Under DDP each takes them in micro-batches of its own size, else in those of the smallest. Each rank must be able to take a row.
+    Under DDP each takes them in micro-batches of its own size, else in those of the smallest. Each rank must be able to
+    take a row.
     """
     ranks, most = len(costs), min(cost.most_rows for cost in costs)
     if same_steps:
@@ -110,7 +116,9 @@ def spans(rows: int, shares: Sequence[Slots]) -> tuple[int, ...]:
 
 
 def rank_rows(rows: int, micro_batches: Sequence[int]) -> list[int]:
-    """Return the most rows that each rank gets of a step where all make equally many micro-steps: its share, rounded up."""
+    """Return the most rows that each rank gets of a step where all make equally many micro-steps: its share, rounded
+    up.
+    """
     slots = sum(micro_batches)
     return [-(-rows * micro // slots) for micro in micro_batches]
 
@@ -134,7 +142,9 @@ def _counts(rows: int, costs: Sequence[Cost]) -> list[int]:
     while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if sum(reached(middle)) >= rows else (middle, high)
     counts = reached(high)
-    slowest = [(-cost.step(count), -rank) for rank, (cost, count) in enumerate(zip(costs, counts, strict=True)) if count]
+    slowest = [
+        (-cost.step(count), -rank) for rank, (cost, count) in enumerate(zip(costs, counts, strict=True)) if count
+    ]
     heapq.heapify(slowest)
     for _ in range(sum(counts) - rows):  # of equals the last one gives back first
         rank = -heapq.heappop(slowest)[1]
@@ -171,7 +181,9 @@ def _pour(rows: int, costs: Sequence[Cost]) -> list[int]:
 
 
 def _settle(rows: int, costs: Sequence[Cost], shares: tuple[Slots, ...], same_steps: bool) -> tuple[Slots, ...]:
-    """Return shares of which no single rank's small change makes a step shorter: cutting in proportion moves a row here or there."""
+    """Return shares of which no single rank's small change makes a step shorter: cutting in proportion moves a row here
+    or there.
+    """
     best = step_seconds(rows, shares, costs), shares
     for _ in range(ROUNDS):
         before = best
@@ -228,8 +240,9 @@ class Batch:
 def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
     """Return the batch for ranks whose memory holds `fitting` rows each. Raise `UserError` with the arithmetic.
 
-    `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch depends on the number of
-    ranks only where it is not given, and a micro-batch is: together with an accumulation, or with more rows at once than the default.
+    `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch depends
+    on the number of ranks only where it is not given, and a micro-batch is: together with an accumulation, or with more
+    rows at once than the default.
     """
     world, given, accumulation = len(fitting), train.batch_size, train.grad_accum
     units, wanted, typed = plural(world, unit), global_rows(train, world), train.global_batch_size != "auto"
@@ -250,12 +263,16 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
             f"{at_once - wanted} of them would stay empty",
             hint=f"TRAIN_BATCH_SIZE={rows_each(wanted, world)} at most, or TRAIN_GLOBAL_BATCH_SIZE={at_once}",
         )
-    whole = f"global batch {wanted} rows per optimizer step ({'as configured' if typed else 'the default'}), on any number of {_units(unit)}"
+    whole = (
+        f"global batch {wanted} rows per optimizer step ({'as configured' if typed else 'the default'}), on any number"
+        f" of {_units(unit)}"
+    )
     reasons = [raised or whole]
     if accumulation != "auto":
         if accumulation > wanted:
             raise UserError(
-                f"`train.grad_accum` is {accumulation}, but a step has {wanted} rows: {accumulation - wanted} micro-steps would be empty",
+                f"`train.grad_accum` is {accumulation}, but a step has {wanted} rows: {accumulation - wanted}"
+                " micro-steps would be empty",
                 hint=f"TRAIN_GRAD_ACCUM={wanted} at most, or TRAIN_GLOBAL_BATCH_SIZE={accumulation}",
             )
         micro, steps, least = rows_each(wanted, accumulation * world), accumulation, min(fitting)
@@ -266,7 +283,9 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
                 hint=f"set TRAIN_GRAD_ACCUM to {rows_each(wanted, least * world)} or more, or leave it to `auto`",
             )
         micros = (micro,) * world
-        reasons.append(f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
+        reasons.append(
+            f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})"
+        )
     else:
         micros, why = ((given,) * world, ", as configured") if given != "auto" else _auto(wanted, fitting, most)
         reasons.append(f"micro-batch {in_words(micros)} per {unit}{why}")
@@ -276,7 +295,9 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
         slots = f", {empty} of the {wanted + empty} slots stay empty" if empty else ""
         reasons.append(f"accumulation {steps} = {wanted} global / ({total}){slots}")
     if world > wanted:
-        reasons.append(f"{world - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE")
+        reasons.append(
+            f"{world - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
+        )
     return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=wanted, reasons=tuple(reasons))
 
 
@@ -286,37 +307,48 @@ def rows_each(wanted: int, world: int) -> int:
 
 
 def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -> str:
-    """Return how many rows a typed micro-batch makes of a global batch that nobody gave; empty where it stays the default."""
+    """Return how many rows a typed micro-batch makes of a global batch that nobody gave; empty where it stays the
+    default.
+    """
     rows = global_rows(train, world)
     if train.batch_size == "auto" or train.global_batch_size != "auto":
         return ""
     if train.grad_accum != "auto":
         product = (
-            f"global batch {rows} = {train.batch_size} per {unit} x {train.grad_accum} accumulation x {plural(world, unit)}: "
+            f"global batch {rows} = {train.batch_size} per {unit} x {train.grad_accum} accumulation x"
+            f" {plural(world, unit)}: "
         )
         return product + f"batch and accumulation are both given, so it differs with the number of {_units(unit)}"
     if rows == DEFAULT_GLOBAL_BATCH:
         return ""
-    return f"global batch {rows} = {train.batch_size} per {unit} x {plural(world, unit)}: more at once than the default of {DEFAULT_GLOBAL_BATCH}"
+    return (
+        f"global batch {rows} = {train.batch_size} per {unit} x {plural(world, unit)}: more at once than the default of"
+        f" {DEFAULT_GLOBAL_BATCH}"
+    )
 
 
 def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
-    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (STATUS B10).
+    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (STATUS
+    B10).
 
-    The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes below one
-    row, and where all have one already nothing changes.
+    The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes
+    below one row, and where all have one already nothing changes.
     """
     slots, together = batch.slots, not batch.own_steps
     for _ in range(halvings):
         if max(micro for micro, _ in slots) > 1:
-            slots = tuple((min(micro, halve(micro, 1)), steps * (2 if together or micro > 1 else 1)) for micro, steps in slots)
+            slots = tuple(
+                (min(micro, halve(micro, 1)), steps * (2 if together or micro > 1 else 1)) for micro, steps in slots
+            )
     if slots == batch.slots:
         return batch
     halved = replace(batch, slots=slots)
-    before, after = ((in_words(one.micro_batches), in_words(one.own_steps or (one.accumulation,))) for one in (batch, halved))
+    before, after = (
+        (in_words(one.micro_batches), in_words(one.own_steps or (one.accumulation,))) for one in (batch, halved)
+    )
     reason = (
-        f"memory ran out: micro-batch {before[0]} x accumulation {before[1]} became {after[0]} x {after[1]} on every {unit}, "
-        f"the global batch {batch.global_batch} as before"
+        f"memory ran out: micro-batch {before[0]} x accumulation {before[1]} became {after[0]} x {after[1]} on every"
+        f" {unit}, the global batch {batch.global_batch} as before"
     )
     return replace(halved, reasons=(*batch.reasons, reason))
 
@@ -327,7 +359,9 @@ def halve(rows: int, times: int) -> int:
 
 
 def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, ...], str]:
-    """Return micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be; and why these."""
+    """Return micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be; and why
+    these.
+    """
     least, room = min(fitting), tuple(min(most, rows) for rows in fitting)
     held = f"up to {plural(least, 'row')}" if least == max(fitting) else f"{least} to {max(fitting)} rows"
     why = f": {held} {'fits' if held == 'up to 1 row' else 'fit'}"
@@ -336,7 +370,8 @@ def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, 
 
 
 def even_micro_batches(wanted: int, room: Sequence[int]) -> tuple[int, ...]:
-    """Return the smallest micro-batches, in proportion to what there is `room` for, of which no larger ones need fewer micro-steps.
+    """Return the smallest micro-batches, in proportion to what there is `room` for, of which no larger ones need fewer
+    micro-steps.
 
     32 over room for 12 gives 3 steps of 11, not 12, 12 and 8.
     """

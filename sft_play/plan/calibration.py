@@ -1,4 +1,6 @@
-"""What `make bench` measured on a device: kept in the cache per device, read by the forecast. Pure but for load and save."""
+"""What `make bench` measured on a device: kept in the cache per device, read by the forecast. Pure but for load and
+save.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Speed = Annotated[float, Range(above=0, maximum=1e30)]
 """What is divided by, or is a share of the time: never zero."""
 Seconds = Annotated[float, Range(minimum=0, maximum=1e30)]
 SAME_WORK = ("mode", "precision", "gradient_checkpointing", "layout", "attention")
-"""Parts of a step's description that a fit of another model must share to be of any use here, the most telling first."""
+"""Parts of a step's description that a fit of another model must share to be of any use here, the most telling first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +39,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFit:
-    """Real optimizer steps of one model as a straight line: `micro-steps * seconds_per_micro_step + FLOPs / flops_per_second`."""
+    """Real optimizer steps of one model as a straight line: `micro-steps * seconds_per_micro_step + FLOPs /
+    flops_per_second`.
+    """
 
     work: dict[str, Any]
-    """What was trained and how (`throughput.describe_work`): the fit holds for the same work only, and is a guess for other."""
+    """What was trained and how (`throughput.describe_work`): the fit holds for the same work only, and is a guess for
+    other.
+    """
     model: str
     seconds_per_micro_step: Seconds
     """What a micro-step costs however few tokens it has: the launch of every operation, reading every weight."""
@@ -76,7 +83,9 @@ class Calibration:
     """`gloo` or `nccl` -> the all-reduce between processes of this machine."""
     steps: tuple[StepFit, ...] = ()
     others: Mapping[str, Calibration] = field(default_factory=dict)
-    """Where devices of several names are planned for: `same_name` of each -> what was measured on it. Never kept in a file."""
+    """Where devices of several names are planned for: `same_name` of each -> what was measured on it. Never kept in a
+    file.
+    """
 
     def of(self, device: str) -> Calibration:
         """Return what was measured on the device of this name."""
@@ -98,7 +107,9 @@ class Calibration:
 
         def distance(fit: StepFit) -> tuple[int, float]:
             different = sum(fit.work.get(name) != work.get(name) for name in SAME_WORK)
-            return different, abs(math.log(fit.flops_per_token / flops_per_token)) + abs(math.log(fit.threads / threads))
+            return different, abs(math.log(fit.flops_per_token / flops_per_token)) + abs(
+                math.log(fit.threads / threads)
+            )
 
         return min(self.steps, key=distance, default=None), False
 
@@ -106,10 +117,12 @@ class Calibration:
         """Return `newer` with what only this one has measured."""
         again = [(fit.work, fit.threads) for fit in newer.steps]
         return replace(
-            newer, matmul_flops={**self.matmul_flops, **newer.matmul_flops}, bandwidth=newer.bandwidth or self.bandwidth,
+            newer,
+            matmul_flops={**self.matmul_flops, **newer.matmul_flops},
+            bandwidth=newer.bandwidth or self.bandwidth,
             links={**self.links, **newer.links},
             steps=(*[fit for fit in self.steps if (fit.work, fit.threads) not in again], *newer.steps),
-        )  # fmt: skip
+        )
 
     def save(self) -> Path:
         """Write the file of this device and returns its path. Raise `OSError`."""
@@ -131,7 +144,8 @@ def same_name(device: str) -> str:
 
 
 def load_calibration(hardware: Hardware) -> Calibration | None:
-    """Return what was measured on the devices of `hardware`, `None` when something was not: priors and measurements do not compare.
+    """Return what was measured on the devices of `hardware`, `None` when something was not: priors and measurements do
+    not compare.
 
     Described hardware gets it only where its devices have the very name of those that were measured.
     """
@@ -143,7 +157,8 @@ def load_calibration(hardware: Hardware) -> Calibration | None:
 def of_all_nodes(here: Calibration | None, nodes: Sequence[Sequence[Calibration]]) -> Calibration | None:
     """Return what was measured on the devices of all nodes: each device by its own node's measure, `here` first.
 
-    Where several nodes measured a device of one name, the first of them counts. The links between processes of a machine are `here`'s.
+    Where several nodes measured a device of one name, the first of them counts. The links between processes of a
+    machine are `here`'s.
     """
     known: dict[str, Calibration] = {} if here is None else dict(here.others) or {same_name(here.device): here}
     for one in (one for node in nodes for one in node):
@@ -157,9 +172,12 @@ def _of_several(known: Mapping[str, Calibration]) -> Calibration | None:
     if len(measures) < 2:
         return measures[0] if measures else None
     return Calibration(
-        device=" + ".join(one.device for one in measures), kind=measures[0].kind, threads=measures[0].threads,
-        measured=min(one.measured for one in measures), others=known,
-    )  # fmt: skip
+        device=" + ".join(one.device for one in measures),
+        kind=measures[0].kind,
+        threads=measures[0].threads,
+        measured=min(one.measured for one in measures),
+        others=known,
+    )
 
 
 def read_calibration(device: str) -> Calibration | None:
@@ -177,8 +195,8 @@ def read_calibration(device: str) -> Calibration | None:
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (seconds at no work, work per second) of points (work, seconds).
 
-    The slope is the median over all pairs (Theil and Sen), so that a step that something else slowed down does not count. A line
-    that would start below zero, or not rise, is one through the origin.
+    The slope is the median over all pairs (Theil and Sen), so that a step that something else slowed down does not
+    count. A line that would start below zero, or not rise, is one through the origin.
     """
     assert points, "a line needs points"
     through_origin = 0.0, median(work / seconds for work, seconds in points)

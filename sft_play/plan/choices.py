@@ -8,7 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, cast
 
-from sft_play.config.optimizers import BITSANDBYTES, OPTIM, TWO_FACED, WHOLE_PARAMETERS, WITHOUT_WARMUP, begins, lr_settings
+from sft_play.config.optimizers import (
+    BITSANDBYTES,
+    OPTIM,
+    TWO_FACED,
+    WHOLE_PARAMETERS,
+    WITHOUT_WARMUP,
+    begins,
+    lr_settings,
+)
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Device
@@ -33,7 +41,9 @@ from sft_play.plan.shape import (
 from sft_play.text import gib, plural
 
 LARGE_STATES = 0.03
-"""Share of a card's memory above which adapters' states are worth bitsandbytes' paged ones, which wait for the card after every tensor."""
+"""Share of a card's memory above which adapters' states are worth bitsandbytes' paged ones, which wait for the card
+after every tensor.
+"""
 ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
 
 Reasons = list[str]
@@ -62,7 +72,9 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
         message = f"`train.bf16` is `true`, but {strategy} on a CPU computes in fp32 only"
         raise HardwareError(message, place="train.bf16", hint="leave it to `auto`")
     if train.bf16 is True and without is not None:
-        who = f"{'this CPU' if cpu else without.name} does not compute in bfloat16" + (" any faster than in fp32" if cpu else "")
+        who = f"{'this CPU' if cpu else without.name} does not compute in bfloat16" + (
+            " any faster than in fp32" if cpu else ""
+        )
         hint = "leave `train.bf16` to `auto`" + ("" if cpu else ", or set TRAIN_FP16=true")
         raise HardwareError(f"`train.bf16` is `true`, but {who}", place="train.bf16", hint=hint)
     if train.fp16 and cpu:
@@ -72,9 +84,15 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
     if train.fp16 or train.bf16 is True:
         found = "fp16" if train.fp16 else "bf16"
     elif train.bf16 == "auto" and not cpu:
-        found, why = ("fp16", f"{without.name} has no bfloat16") if without else ("bf16", "every GPU here computes in it")
+        found, why = (
+            ("fp16", f"{without.name} has no bfloat16") if without else ("bf16", "every GPU here computes in it")
+        )
     elif train.bf16 == "auto":
-        why = "this CPU has no bfloat16 units" if without else "exact; TRAIN_BF16=true would use this CPU's bfloat16 units"
+        why = (
+            "this CPU has no bfloat16 units"
+            if without
+            else "exact; TRAIN_BF16=true would use this CPU's bfloat16 units"
+        )
     reasons.append(f"precision {found}: {why}")
     return cast(Precision, found)
 
@@ -83,8 +101,12 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
     """Return the type of the base's weights. Raise `UserError` for trained weights in float16."""
     if config.model.dtype == "float16" and config.tuning.mode == "full":
         raise UserError(
-            "`model.dtype` is `float16`, but every weight is trained: small updates vanish in it, and loss scaling refuses it",
-            hint="leave `model.dtype` to `auto` (TRAIN_FP16=true computes in it all the same), or `bfloat16` for half the memory",
+            "`model.dtype` is `float16`, but every weight is trained: small updates vanish in it, and loss scaling"
+            " refuses it",
+            hint=(
+                "leave `model.dtype` to `auto` (TRAIN_FP16=true computes in it all the same), or `bfloat16` for half"
+                " the memory"
+            ),
         )
     if config.model.dtype != "auto":
         reasons.append(f"weights in {config.model.dtype}: as configured")
@@ -94,7 +116,8 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
         reasons.append(f"weights in float32: {why}")
         if kind == "cpu" and config.tuning.mode == "qlora":
             reasons.append(
-                f"base in {config.tuning.quantization}: made for GPU memory; on a CPU each pass writes every weight out again, which costs time"
+                f"base in {config.tuning.quantization}: made for GPU memory; on a CPU each pass writes every weight out"
+                " again, which costs time"
             )
         return "float32"
     chosen = "bfloat16" if precision == "bf16" else "float16"
@@ -103,13 +126,17 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
 
 
 def choose_attention(request: Request, precision: Precision, reasons: Reasons) -> str:
-    """Return the attention implementation. Raise for one that these devices, this precision or this family does not have."""
+    """Return the attention implementation. Raise for one that these devices, this precision or this family does not
+    have.
+    """
     config, shape, kind = request.config, request.shape, request.hardware.kind
     wanted, family = config.model.attn_implementation, shape.model_type
     no_flash = _without_flash(kind, request.ranks.devices, precision)
     by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a kernel of its own
     if config.launch.sequence_parallel > 1:
-        reasons.append("attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`")
+        reasons.append(
+            "attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`"
+        )
         return attention_for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
     lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if wanted != "auto":
@@ -151,7 +178,9 @@ def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision)
 
 
 def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | None:
-    """Return why `varlen` cannot be this model's attention; the head sizes are those that the GPU's kernel was compiled for."""
+    """Return why `varlen` cannot be this model's attention; the head sizes are those that the GPU's kernel was compiled
+    for.
+    """
     if config.tuning.backend == "unsloth":
         return "unsloth has its own attention"
     if shape.model_type not in VARLEN_MODEL_TYPES:
@@ -164,7 +193,9 @@ def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | N
 
 
 def choose_layout(request: Request, setup: Setup, rows: int, row_tokens: int, reasons: Reasons) -> Layout:
-    """Return how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not slower."""
+    """Return how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not
+    slower.
+    """
     family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attn_implementation
     if backend == "unsloth":
         why = "unsloth tells rows apart by an attention mask only"
@@ -187,7 +218,9 @@ def padded_layout(request: Request) -> Layout:
     Unsloth's kernels need one, and LongRoPE each row's length (`model.rope`).
     """
     shape = request.shape
-    masked = request.config.tuning.backend == "unsloth" or shape.model_type not in UNMASKED_MODEL_TYPES or shape.moving_rope
+    masked = (
+        request.config.tuning.backend == "unsloth" or shape.model_type not in UNMASKED_MODEL_TYPES or shape.moving_rope
+    )
     return "padded" if masked else "unmasked"
 
 
@@ -195,7 +228,8 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
     """Return the optimizer that runs. Raise for one that cannot run here as typed."""
     config, strategy = request.config, setup.strategy
     wanted, replicas = config.train.optim, strategy in ("single", "ddp")
-    # The fused kernel needs no copies of the weights. It takes a loss scaler's tensors beside shards of others only without FSDP2.
+    # The fused kernel needs no copies of the weights. It takes a loss scaler's tensors beside shards of others only
+    # without FSDP2.
     fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
     chosen, why = "adamw_torch_fused" if fused else "adamw_torch", "AdamW"
     if wanted != "auto" and (replicas or wanted not in BITSANDBYTES):
@@ -219,13 +253,15 @@ def _check_optimizer(config: Config, setup: Setup) -> None:
     if begins(wanted, WHOLE_PARAMETERS) and not whole:
         raise UserError(
             f"`{OPTIM}` is `{wanted}`, which needs every parameter in one piece, and {setup.strategy} shares parameters out",
-            place=OPTIM, hint="`make train` or `make train-distributed`, or `train.optim: auto`",
-        )  # fmt: skip
+            place=OPTIM,
+            hint="`make train` or `make train-distributed`, or `train.optim: auto`",
+        )
     if begins(wanted, (TWO_FACED,)) and config.launch.local_steps > 1:
         raise UserError(
             f"`{OPTIM}` is `{wanted}`, which averages weights itself, and so does `launch.local_steps: {config.launch.local_steps}`",
-            place=OPTIM, hint="omit one of the two",
-        )  # fmt: skip
+            place=OPTIM,
+            hint="omit one of the two",
+        )
     if wanted == "galore_adamw_8bit" and setup.device == "cpu":
         raise HardwareError(f"`{OPTIM}` is `{wanted}`, which needs a GPU", place=OPTIM, hint="TRAIN_OPTIM=galore_adamw")
 
@@ -244,10 +280,11 @@ def choose_learning_rate(config: Config, reasons: Reasons) -> float:
 
 
 def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons: Reasons) -> float:
-    """Return the learning rate for a global batch other than the default, for which rates are quoted, with its arithmetic.
+    """Return the learning rate for a global batch other than the default, for which rates are quoted, with its
+    arithmetic.
 
-    `sqrt` keeps the noise of Adam's updates (Malladi et al. 2022, arXiv 2205.10287), `linear` that of SGD's (Goyal et al. 2017,
-    arXiv 1706.02677).
+    `sqrt` keeps the noise of Adam's updates (Malladi et al. 2022, arXiv 2205.10287), `linear` that of SGD's (Goyal et
+    al. 2017, arXiv 1706.02677).
     """
     ratio, rule = global_batch / DEFAULT_GLOBAL_BATCH, config.train.learning_rate_scaling
     rules = {"sqrt": (rate * math.sqrt(ratio), "sqrt"), "linear": (rate * ratio, "")}
@@ -282,8 +319,9 @@ def warmup(config: Config, steps: int | None) -> int | None:
         raise UserError(
             f"`train.warmup_steps` is {train.warmup_steps}, but the run has {plural(steps, 'step')}"
             + (", and `polynomial` needs one to decay" if spare else ""),
-            place="train.warmup_steps", hint=f"TRAIN_WARMUP_STEPS={min(-(-steps // 10), steps - spare)}, or leave it out",
-        )  # fmt: skip
+            place="train.warmup_steps",
+            hint=f"TRAIN_WARMUP_STEPS={min(-(-steps // 10), steps - spare)}, or leave it out",
+        )
     return train.warmup_steps
 
 
@@ -294,17 +332,21 @@ def check_schedule(config: Config, rate: float) -> None:
     if train.lr_scheduler_type == "polynomial" and rate <= (end := float(settings.get("lr_end", 1e-7))):
         raise UserError(
             f"`train.lr_scheduler_type` is `polynomial`, which ends at {end:g}, but the learning rate is {rate:g}",
-            place="train.lr_scheduler_type", hint="a larger TRAIN_LEARNING_RATE, or `lr_scheduler_kwargs: {lr_end: 0}`",
-        )  # fmt: skip
+            place="train.lr_scheduler_type",
+            hint="a larger TRAIN_LEARNING_RATE, or `lr_scheduler_kwargs: {lr_end: 0}`",
+        )
     if settings.get("min_lr") and "cosine" in train.lr_scheduler_type and not rate:
         raise UserError(
             f"`train.lr_scheduler_kwargs.min_lr` is {settings['min_lr']:g}, but the learning rate is 0",
-            place="train.lr_scheduler_kwargs", hint="a TRAIN_LEARNING_RATE above 0, or `min_lr_rate` instead",
-        )  # fmt: skip
+            place="train.lr_scheduler_kwargs",
+            hint="a TRAIN_LEARNING_RATE above 0, or `min_lr_rate` instead",
+        )
 
 
 def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"]:
-    """Return whose kernels compute norms, rotary embeddings and SwiGLU. Raise `HardwareError` where typed ones cannot run."""
+    """Return whose kernels compute norms, rotary embeddings and SwiGLU. Raise `HardwareError` where typed ones cannot
+    run.
+    """
     config, shape, kind = request.config, request.shape, request.hardware.kind
     wanted = config.train.kernels
     if wanted == "off":
@@ -323,7 +365,9 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
     elif importlib.util.find_spec("liger_kernel") is None:
         why = "the package `liger-kernel` is not installed"
     else:
-        reasons.append("kernels liger: norms, rotary embeddings and SwiGLU in one pass over memory each; planned as without them")
+        reasons.append(
+            "kernels liger: norms, rotary embeddings and SwiGLU in one pass over memory each; planned as without them"
+        )
         return "liger"
     if wanted == "liger":
         hint = (
@@ -338,15 +382,19 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
 
 
 def loader_workers(config: Config, kind: str) -> int:
-    """Return the processes per rank that load batches: on a GPU two, so that it does not wait while a step's batches are made."""
+    """Return the processes per rank that load batches: on a GPU two, so that it does not wait while a step's batches
+    are made.
+    """
     wanted = config.train.dataloader_num_workers
     return (2 if kind == "cuda" else 0) if wanted == "auto" else wanted
 
 
 CHUNK_BYTES = {"cuda": (768 * 2**20, 256 * 2**20), "cpu": (256 * 2**20,)}
-"""What the logits of a chunk may take, the first of which there is room for. Each chunk reads the whole head three times: on a GPU
-512 positions of 128,256 words are 512 operations a byte, where an RTX 4090 needs 164 and an H200 206 to be bound by computing; 128 are not
-enough (by arithmetic, unverified). A 4-bit 8B model in 7.5 GiB has no room for 1,024."""
+"""What the logits of a chunk may take, the first of which there is room for. Each chunk reads the whole head three
+times: on a GPU 512 positions of 128,256 words are 512 operations a byte, where an RTX 4090 needs 164 and an H200 206 to
+be bound by computing; 128 are not enough (by arithmetic, unverified). A 4-bit 8B model in 7.5 GiB has no room for
+1,024.
+"""
 LEAST_POSITIONS = 128
 """A chunk reads the whole head: with fewer positions that costs more than the arithmetic."""
 ALIGNED = 64
@@ -356,7 +404,9 @@ HEADS = frozenset({"lm_head", "embed_out"})
 def with_chunks(config: Config, shape: ModelShape, setup: Setup) -> Setup:
     """Return the setup with head and loss in chunks, where they can be."""
     least = CHUNK_BYTES[setup.device][-1]
-    return setup if _whole_because(config, shape, setup) else replace(setup, loss_chunk=_positions(config, shape, least))
+    return (
+        setup if _whole_because(config, shape, setup) else replace(setup, loss_chunk=_positions(config, shape, least))
+    )
 
 
 def settle_chunks(
@@ -384,7 +434,8 @@ def _positions(config: Config, shape: ModelShape, size: int) -> int:
     """Return the label positions of a chunk whose logits take `size` bytes."""
     chunk = max(LEAST_POSITIONS, size // (LOGIT_BYTES * shape.vocab_size))
     if config.tuning.mode == "full":
-        # Each chunk adds a gradient as large as the head: with h/4 positions its logits are half of that, and it is read seldom.
+        # Each chunk adds a gradient as large as the head: with h/4 positions its logits are half of that, and it is
+        # read seldom.
         chunk = max(chunk, shape.hidden_size // 4)
     return chunk // ALIGNED * ALIGNED
 
@@ -396,5 +447,9 @@ def _whole_because(config: Config, shape: ModelShape, setup: Setup) -> str | Non
     if shape.model_type not in CHUNKED_HEAD_MODEL_TYPES:
         return f"what `{shape.model_type}` does to its logits was not tried in chunks"
     targets = config.tuning.lora.target_modules
-    on_head = config.tuning.mode != "full" and not isinstance(targets, str) and any(t.split(".")[-1] in HEADS for t in targets)
+    on_head = (
+        config.tuning.mode != "full"
+        and not isinstance(targets, str)
+        and any(t.split(".")[-1] in HEADS for t in targets)
+    )
     return "ZeRO-3 gathers the head's adapters one by one" if on_head and setup.strategy == "zero3" else None

@@ -1,4 +1,6 @@
-"""`make gpu-info` and `make memory-check`: what this machine has, who holds its memory, and whether CONFIG fits into the rest."""
+"""`make gpu-info` and `make memory-check`: what this machine has, who holds its memory, and whether CONFIG fits into
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,13 @@ from sft_play.plan.sources import needs_several, parse_source, plan_for
 from sft_play.text import gib
 
 LINKS = {
-    10: "same board", 20: "one PCIe switch", 30: "several PCIe switches", 40: "one PCIe host bridge", 50: "one CPU socket", 60: "across sockets",
-}  # fmt: skip
+    10: "same board",
+    20: "one PCIe switch",
+    30: "several PCIe switches",
+    40: "one PCIe host bridge",
+    50: "one CPU socket",
+    60: "across sockets",
+}
 """NVML's levels of `nvmlDeviceGetTopologyCommonAncestor`."""
 SHOWN_PROCESSES = 5
 
@@ -33,7 +40,9 @@ def gpu_info(call: Call) -> int:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Return `{"count", "driver", "cuda", "visible_devices", "gpus": [...], "links": [...], "cpu": {...}, "reason"}`."""
+    """Return `{"count", "driver", "cuda", "visible_devices", "gpus": [...], "links": [...], "cpu": {...},
+    "reason"}`.
+    """
     hardware = cpu_only()
     (device,) = hardware.devices
     cpu = {
@@ -44,9 +53,15 @@ def gpu_facts() -> dict[str, Any]:
     }
     cpu["bf16"] = device.bf16
     facts: dict[str, Any] = {
-        "count": 0, "driver": None, "cuda": None, "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus": [], "links": [],
-        "cpu": cpu, "reason": None,
-    }  # fmt: skip
+        "count": 0,
+        "driver": None,
+        "cuda": None,
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "gpus": [],
+        "links": [],
+        "cpu": cpu,
+        "reason": None,
+    }
     with nvml_session() as nvml:
         if nvml is None:
             return facts | {"reason": other_gpu() or "no NVIDIA driver answers on this machine"}
@@ -61,10 +76,15 @@ def gpu_facts() -> dict[str, Any]:
 
 def _gpu(nvml: Any, gpu: Shown, device: Device) -> dict[str, Any]:
     return {
-        "index": device.number, "name": device.name, "uuid": nvml.nvmlDeviceGetUUID(gpu.handle), "memory_bytes": device.memory_bytes,
-        "free_bytes": device.free_bytes, "compute_capability": ".".join(map(str, device.compute_capability or ())), "bf16": device.bf16,
+        "index": device.number,
+        "name": device.name,
+        "uuid": nvml.nvmlDeviceGetUUID(gpu.handle),
+        "memory_bytes": device.memory_bytes,
+        "free_bytes": device.free_bytes,
+        "compute_capability": ".".join(map(str, device.compute_capability or ())),
+        "bf16": device.bf16,
         "fp8": device.fp8,
-    }  # fmt: skip
+    }
 
 
 def _links(nvml: Any, gpus: list[Shown]) -> list[dict[str, Any]]:
@@ -110,14 +130,17 @@ def _gpu_lines(facts: dict[str, Any]) -> str:
     for gpu in facts["gpus"]:
         bf16, fp8 = ("yes" if gpu[kind] else "no" for kind in ("bf16", "fp8"))
         lines.append(
-            f"  {gpu['index']}: {gpu['name']}, {room(gpu)}, compute capability {gpu['compute_capability']}, bf16 {bf16}, fp8 {fp8}"
+            f"  {gpu['index']}: {gpu['name']}, {room(gpu)}, compute capability {gpu['compute_capability']}, bf16"
+            f" {bf16}, fp8 {fp8}"
         )
     lines += [f"  {link['from']} - {link['to']}: {link['link']}" for link in facts["links"]]
     return "\n".join([*lines, f"CPU: {facts['cpu']['name']}, {facts['cpu']['threads']} threads, {room(facts['cpu'])}"])
 
 
 def memory_check(call: Call) -> int:
-    """Print the memory and return 0; 3 when CONFIG would not fit. Raise `DoesNotFitError` after it where not even one row does."""
+    """Print the memory and return 0; 3 when CONFIG would not fit. Raise `DoesNotFitError` after it where not even one
+    row does.
+    """
     facts: dict[str, Any] = {"devices": _devices_now(), "need": None}
     refusal: UserError | None = None
     if call.options.get("CONFIG") or call.options.get("RUN"):
@@ -130,7 +153,9 @@ def memory_check(call: Call) -> int:
 
 
 def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
-    """Return what CONFIG would need of each rank, part by part; where it does not fit, of the first row, with the ways out."""
+    """Return what CONFIG would need of each rank, part by part; where it does not fit, of the first row, with the ways
+    out.
+    """
     loaded, hardware = call.load_config(), detect()
     launch = LaunchRequest(num_gpus=call.integer("NUM_GPUS", minimum=1))
     launch = replace(launch, command_strategy="auto" if needs_several(loaded, hardware, launch) else "single")
@@ -150,16 +175,28 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
         kind, _, index = one.device.partition(":")  # by the driver's number, as the list of what is in use has it
         device = f"{kind}:{hardware.devices[int(index)].number}" if kind == "cuda" else kind
         ranks.append(_need_of_rank(one.rank, device, one.micro_batch, one.memory_bytes, one.capacity_bytes))
-    found = {"strategy": plan.strategy, "global_batch_size": plan.global_batch_size, "source": plan.source, "ranks": ranks}
+    found = {
+        "strategy": plan.strategy,
+        "global_batch_size": plan.global_batch_size,
+        "source": plan.source,
+        "ranks": ranks,
+    }
     return found | {"remedies": list(plan.remedies)}, None
 
 
-def _need_of_rank(rank: int | None, device: str, micro_batch: int, parts: Mapping[str, int], capacity: int) -> dict[str, Any]:
+def _need_of_rank(
+    rank: int | None, device: str, micro_batch: int, parts: Mapping[str, int], capacity: int
+) -> dict[str, Any]:
     peak = sum(size for name, size in parts.items() if name != "free")
     return {
-        "rank": rank, "device": device, "micro_batch": micro_batch, "peak_bytes": peak, "capacity_bytes": capacity,
-        "memory_bytes": dict(parts), "fits": peak <= capacity,
-    }  # fmt: skip
+        "rank": rank,
+        "device": device,
+        "micro_batch": micro_batch,
+        "peak_bytes": peak,
+        "capacity_bytes": capacity,
+        "memory_bytes": dict(parts),
+        "fits": peak <= capacity,
+    }
 
 
 def _devices_now() -> list[dict[str, Any]]:
@@ -172,7 +209,9 @@ def _devices_now() -> list[dict[str, Any]]:
 
     processes = [one.info for one in psutil.process_iter(["pid", "name", "memory_info"])]
     holders = [
-        {"pid": one["pid"], "name": one["name"], "bytes": int(one["memory_info"].rss)} for one in processes if one["memory_info"]
+        {"pid": one["pid"], "name": one["name"], "bytes": int(one["memory_info"].rss)}
+        for one in processes
+        if one["memory_info"]
     ]
     return [_in_use("cpu", cpu_only().devices[0], holders)]
 
@@ -201,18 +240,26 @@ def _memory_lines(facts: dict[str, Any]) -> str:
     lines = []
     for device in facts["devices"]:
         total, free = device["memory_bytes"], device["free_bytes"]
-        lines.append(f"{device['device']}  {device['name']}: {gib(total - free)} of {gib(total)} used, {gib(free)} free")
+        lines.append(
+            f"{device['device']}  {device['name']}: {gib(total - free)} of {gib(total)} used, {gib(free)} free"
+        )
         lines += [f"  {gib(p['bytes']):>10}  {p['name']} (pid {p['pid']})" for p in device["processes"]]
     if need := facts["need"]:
         rows = f", {need['global_batch_size']} rows a step" if need["global_batch_size"] else ""
         lines.append(f"this configuration, {need['strategy']}{rows}:")
         for rank in need["ranks"]:
-            who = f"rank {rank['rank']} on {rank['device']}" if rank["rank"] is not None else f"a rank on {rank['device']}"
+            who = (
+                f"rank {rank['rank']} on {rank['device']}"
+                if rank["rank"] is not None
+                else f"a rank on {rank['device']}"
+            )
             lines.append(
                 f"  {who}: {gib(rank['peak_bytes'])} with micro-batch {rank['micro_batch']}, "
                 f"{gib(rank['capacity_bytes'])} may be used: {'fits' if rank['fits'] else 'does NOT fit'}"
             )
-            parts = sorted(((size, name) for name, size in rank["memory_bytes"].items() if size and name != "free"), reverse=True)
+            parts = sorted(
+                ((size, name) for name, size in rank["memory_bytes"].items() if size and name != "free"), reverse=True
+            )
             lines += [f"    {gib(size):>10}  {name}" for size, name in parts]
         if need["remedies"]:
             lines += ["to make it fit:", *(f"  {remedy}" for remedy in need["remedies"])]

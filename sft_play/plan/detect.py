@@ -1,4 +1,6 @@
-"""Looks at this machine (acts): GPUs by NVML, else the CPU; and whether torch can use them, asked of a separate process. Never imports torch."""
+"""Looks at this machine (acts): GPUs by NVML, else the CPU; and whether torch can use them, asked of a separate
+process. Never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ WITHOUT = "`CUDA_VISIBLE_DEVICES=` continues without GPUs"
 
 
 def detect() -> Hardware:
-    """Return this machine's hardware; GPUs that `CUDA_VISIBLE_DEVICES` hides are left out. Raise `HardwareError` for broken ones."""
+    """Return this machine's hardware; GPUs that `CUDA_VISIBLE_DEVICES` hides are left out. Raise `HardwareError` for
+    broken ones.
+    """
     if all_hidden():
         return replace(cpu_only(), unused=other_gpu())
     with nvml_session() as nvml:
@@ -35,8 +39,13 @@ def detect() -> Hardware:
     if not devices:
         return cpu_only()
     return Hardware(
-        kind="cuda", devices=tuple(devices), cpu_threads=cpu_threads(), ram_bytes=ram_bytes()[0], driver=driver, driver_cuda=cuda
-    )  # fmt: skip
+        kind="cuda",
+        devices=tuple(devices),
+        cpu_threads=cpu_threads(),
+        ram_bytes=ram_bytes()[0],
+        driver=driver,
+        driver_cuda=cuda,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,8 @@ def open_nvml() -> Any | None:
         if error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
             return None
         raise HardwareError(
-            f"the NVIDIA driver fails: {error}", hint=f"reinstall the NVIDIA driver, or reboot after its update; {WITHOUT}"
+            f"the NVIDIA driver fails: {error}",
+            hint=f"reinstall the NVIDIA driver, or reboot after its update; {WITHOUT}",
         ) from error
     return pynvml
 
@@ -96,8 +106,9 @@ def all_hidden() -> bool:
 def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
     """Return what `CUDA_VISIBLE_DEVICES` shows, in its order, and how many GPUs there are.
 
-    A process sees whole GPUs, or one MIG slice: the first that is named, else the largest of the first card. Raise `HardwareError`
-    where a GPU does not answer (fallen off the bus, or taken away), where its slices may not be used, and for names that nothing has.
+    A process sees whole GPUs, or one MIG slice: the first that is named, else the largest of the first card. Raise
+    `HardwareError` where a GPU does not answer (fallen off the bus, or taken away), where its slices may not be used,
+    and for names that nothing has.
     """
     count = int(nvml.nvmlDeviceGetCount())
     cards, uuids, lost = dict[int, Shown](), dict[int, str](), dict[int, Exception]()
@@ -134,7 +145,9 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
 
 
 def _together(nvml: Any, shown: list[Shown]) -> list[Shown]:
-    """Return what of these a process sees at once: whole GPUs, or the first slice that is named, or the largest of the first card."""
+    """Return what of these a process sees at once: whole GPUs, or the first slice that is named, or the largest of the
+    first card.
+    """
     whole = [gpu for gpu in shown if not gpu.mig_uuid and not _is_split(nvml, gpu)]
     named = [gpu for gpu in shown if gpu.mig_uuid]
     if whole or named or not shown:
@@ -162,15 +175,20 @@ def _slices(nvml: Any, card: Shown) -> list[Shown]:
             reason = reason if error.value == nvml.NVML_ERROR_NOT_FOUND else str(error)
     if not found:
         raise HardwareError(
-            f"GPU {card.number} ({nvml.nvmlDeviceGetName(card.handle)}) is split by MIG, and none of its slices can be used here: {reason}",
-            hint="`nvidia-smi -L` lists slices; a container needs one by its name (`--gpus '\"device=MIG-...\"'`), and `nvidia-smi mig -cgi` "
-            f"makes them; {WITHOUT}",
+            f"GPU {card.number} ({nvml.nvmlDeviceGetName(card.handle)}) is split by MIG, and none of its slices can be"
+            f" used here: {reason}",
+            hint=(
+                "`nvidia-smi -L` lists slices; a container needs one by its name (`--gpus '\"device=MIG-...\"'`), and"
+                f" `nvidia-smi mig -cgi` makes them; {WITHOUT}"
+            ),
         )
     return found
 
 
 def gpu_memory(nvml: Any, gpu: Shown) -> tuple[int, int]:
-    """Return (memory, free memory) of a GPU; the machine's where a GPU has none of its own (GB10, Jetson). Raise `HardwareError`."""
+    """Return (memory, free memory) of a GPU; the machine's where a GPU has none of its own (GB10, Jetson). Raise
+    `HardwareError`.
+    """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
     except nvml.NVMLError as error:
@@ -202,14 +220,26 @@ def _device(nvml: Any, gpu: Shown) -> Device:
     if found := find_card(name.partition(" MIG ")[0]):
         card = found[1]
         flops, bandwidth = card.bf16_tflops * 1e12, card.bandwidth_gb_s * 1e9
-        if profile := re.search(r" MIG (?:\dc\.)?(\d)g\.", name):  # a slice has so many sevenths, and its share of the memory
+        if profile := re.search(
+            r" MIG (?:\dc\.)?(\d)g\.", name
+        ):  # a slice has so many sevenths, and its share of the memory
             flops, bandwidth = flops * int(profile[1]) / 7, bandwidth * total / (card.memory_gib * GIB)
     with suppress(nvml.NVMLError):  # many laptops and Jetson do not tell
         watts = float(nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle)) / 1000
     return Device(
-        name=name, memory_bytes=total, free_bytes=free, bf16=capability >= (8, 0), fp8=capability >= (8, 9), compute_capability=capability,
-        peak_flops=flops, bandwidth=bandwidth, power_watts=watts, number=gpu.number, mig_uuid=gpu.mig_uuid, expandable_segments=not is_wsl(),
-    )  # fmt: skip
+        name=name,
+        memory_bytes=total,
+        free_bytes=free,
+        bf16=capability >= (8, 0),
+        fp8=capability >= (8, 9),
+        compute_capability=capability,
+        peak_flops=flops,
+        bandwidth=bandwidth,
+        power_watts=watts,
+        number=gpu.number,
+        mig_uuid=gpu.mig_uuid,
+        expandable_segments=not is_wsl(),
+    )
 
 
 def _no_answer(index: int, count: int, error: Exception) -> HardwareError:
@@ -245,11 +275,15 @@ if torch.version.cuda:
             facts["failures"][index] = str(error).strip().splitlines()[0]
 print(json.dumps(facts))
 """
-"""One number on each GPU: that is a context, an allocation and a kernel, so what no list of versions tells is found too."""
+"""One number on each GPU: that is a context, an allocation and a kernel, so what no list of versions tells is found
+too.
+"""
 ASKING_SECONDS = 180
 OLDEST = {13: "75"}
 """CUDA's major version -> the oldest compute capability that its compiler still knows."""
-LACKING_REMEDY = "install a torch build for this GPU: a newer one for new cards, an older one for cards that were dropped"
+LACKING_REMEDY = (
+    "install a torch build for this GPU: a newer one for new cards, an older one for cards that were dropped"
+)
 
 
 def gpus_here(count: int) -> str:
@@ -260,7 +294,8 @@ def gpus_here(count: int) -> str:
 def problems(
     facts: Mapping[str, Any] | str, devices: Sequence[Device], driver: str | None, driver_cuda: str | None
 ) -> list[Finding]:
-    """Return why torch cannot use some of `devices`; `facts` are what `TORCH_FACTS` prints, or the error of importing torch.
+    """Return why torch cannot use some of `devices`; `facts` are what `TORCH_FACTS` prints, or the error of importing
+    torch.
 
     Without `failures` torch was not asked, and versions alone are compared.
     """
@@ -276,13 +311,19 @@ def problems(
     # Minor versions of CUDA are compatible within a major one.
     if driver_cuda and number(cuda)[0] > number(driver_cuda)[0]:
         text = f"torch {version} is built for CUDA {cuda}, driver {driver} is for {driver_cuda}"
-        return [Finding("driver-too-old", "error", text, "update the NVIDIA driver, or install a torch built for an older CUDA")]
+        return [
+            Finding(
+                "driver-too-old", "error", text, "update the NVIDIA driver, or install a torch built for an older CUDA"
+            )
+        ]
     capabilities = [".".join(map(str, device.compute_capability or ())) for device in devices]
     built = facts["architectures"] or [f"compute_{OLDEST.get(number(cuda)[0], '00')}"]
     without = {capability for capability in capabilities if not supports(built, capability)}
     faults = []
     for capability in sorted(without):
-        names = ", ".join(sorted({device.name for device, own in zip(devices, capabilities, strict=True) if own == capability}))
+        names = ", ".join(
+            sorted({device.name for device, own in zip(devices, capabilities, strict=True) if own == capability})
+        )
         faults.append(
             Finding(
                 "torch-lacks-architecture",
@@ -293,7 +334,12 @@ def problems(
         )
     look = "look at `nvidia-smi`: its processes, compute mode and errors; then restart the machine"
     faults += [
-        Finding("gpu-unusable", "error", f"torch {version} cannot use GPU {index} ({devices[int(index)].name}): {error}", look)
+        Finding(
+            "gpu-unusable",
+            "error",
+            f"torch {version} cannot use GPU {index} ({devices[int(index)].name}): {error}",
+            look,
+        )
         for index, error in (failures or {}).items()
         if capabilities[int(index)] not in without
     ]
@@ -302,12 +348,18 @@ def problems(
 
 @cache
 def _torch_facts(count: int, environment: tuple[tuple[str, str], ...]) -> dict[str, Any] | str:
-    """Ask the installed torch, once, about the first `count` GPUs; return what `TORCH_FACTS` prints, or the error of importing it."""
+    """Ask the installed torch, once, about the first `count` GPUs; return what `TORCH_FACTS` prints, or the error of
+    importing it.
+    """
     try:
         process = subprocess.run(
             [sys.executable, "-c", TORCH_FACTS, str(count)],
-            capture_output=True, text=True, timeout=ASKING_SECONDS, check=False, env=dict(environment),
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=ASKING_SECONDS,
+            check=False,
+            env=dict(environment),
+        )
     except subprocess.TimeoutExpired:
         return f"it does not answer within {ASKING_SECONDS} s"
     if process.returncode:

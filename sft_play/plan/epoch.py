@@ -1,13 +1,16 @@
-"""Which rows an epoch has, in which order (every row once, or sources mixed by weights), and how they are packed; the same on every world size.
+"""Which rows an epoch has, in which order (every row once, or sources mixed by weights), and how they are packed; the
+same on every world size.
 
-An epoch of a mixture. Source s has R rows, T tokens and weight w; its size is T (`data.mix_by: tokens`) or R (`rows`). An epoch of
-size E takes E * w / sum(w) of each source. `data.exhausted: repeat` chooses the E at which the last source has been seen once, so
-smaller ones (for their weight) begin again; `stop` the E at which the first source runs dry, so none is seen twice. In rows: the
-source that decides gives exactly R, the others E * w / sum(w) divided by their tokens per row, rounded, 1 at least.
+An epoch of a mixture. Source s has R rows, T tokens and weight w; its size is T (`data.mix_by: tokens`) or R (`rows`).
+An epoch of size E takes E * w / sum(w) of each source. `data.exhausted: repeat` chooses the E at which the last source
+has been seen once, so smaller ones (for their weight) begin again; `stop` the E at which the first source runs dry, so
+none is seen twice. In rows: the source that decides gives exactly R, the others E * w / sum(w) divided by their tokens
+per row, rounded, 1 at least.
 
-Each source is an endless sequence of permutations of its rows, made from seed, source and pass; epoch e takes its next rows. So a
-source that gives half of its rows per epoch has given all after two, and none twice before each was given once. Within an epoch
-the next row comes from the source that has given least for its weight, so every prefix is near the weights, by a row.
+Each source is an endless sequence of permutations of its rows, made from seed, source and pass; epoch e takes its next
+rows. So a source that gives half of its rows per epoch has given all after two, and none twice before each was given
+once. Within an epoch the next row comes from the source that has given least for its weight, so every prefix is near
+the weights, by a row.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ class Mixture:
     def epoch_rows(self) -> tuple[int, ...]:
         """Rows that each source gives to an epoch."""
         sizes = self.tokens if self.by == "tokens" else self.rows
-        shares = [(size / share, index) for index, (size, share) in enumerate(zip(sizes, self.weights, strict=True)) if share]
+        shares = [
+            (size / share, index) for index, (size, share) in enumerate(zip(sizes, self.weights, strict=True)) if share
+        ]
         epoch, decides = max(shares) if self.exhausted == "repeat" else min(shares)
         found = []
         for index, (rows, size, share) in enumerate(zip(self.rows, sizes, self.weights, strict=True)):
@@ -107,17 +112,20 @@ class Mixture:
 
     def describe(self) -> list[str]:
         """Return an epoch of each source in words."""
-        given = [rows * size / max(1, whole) for rows, size, whole in zip(self.epoch_rows, self.tokens, self.rows, strict=True)]
+        given = [
+            rows * size / max(1, whole)
+            for rows, size, whole in zip(self.epoch_rows, self.tokens, self.rows, strict=True)
+        ]
         found = []
         for name, rows, whole, tokens in zip(self.names, self.epoch_rows, self.rows, given, strict=True):
             share = tokens / max(1.0, sum(given)) if self.by == "tokens" else rows / max(1, sum(self.epoch_rows))
             found.append(
-                f"{name}: {rows:,} rows an epoch ({rows / max(1, whole):.3g} x its {whole:,}), about {tokens:,.0f} tokens, "
-                f"{share:.1%} of the {self.by}"
+                f"{name}: {rows:,} rows an epoch ({rows / max(1, whole):.3g} x its {whole:,}), about {tokens:,.0f}"
+                f" tokens, {share:.1%} of the {self.by}"
             )
         found += [
-            f"warning: every row of {name} comes {times:.0f} times an epoch and may be learnt by heart: lower its weight, or set "
-            "`data.exhausted: stop`"
+            f"warning: every row of {name} comes {times:.0f} times an epoch and may be learnt by heart: lower its"
+            " weight, or set `data.exhausted: stop`"
             for name, times in zip(self.names, self.repeats, strict=True)
             if times >= MANY_TIMES
         ]
@@ -125,7 +133,9 @@ class Mixture:
 
 
 def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | None:
-    """Return how the sources are mixed, `None` where they have no weights. Raise `DataError` for an empty source with a weight."""
+    """Return how the sources are mixed, `None` where they have no weights. Raise `DataError` for an empty source with a
+    weight.
+    """
     weights = [source.weight for source in sources]
     if not weights or any(weight is None for weight in weights):
         return None
@@ -140,10 +150,13 @@ def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | No
     if total <= 0:
         raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="leave them out")
     return Mixture(
-        names=tuple(source.name for source in sources), rows=tuple(source.rows for source in sources),
-        tokens=tuple(source.tokens for source in sources), weights=tuple(share / total for share in shares),
-        by=data.mix_by, exhausted=data.exhausted,
-    )  # fmt: skip
+        names=tuple(source.name for source in sources),
+        rows=tuple(source.rows for source in sources),
+        tokens=tuple(source.tokens for source in sources),
+        weights=tuple(share / total for share in shares),
+        by=data.mix_by,
+        exhausted=data.exhausted,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +178,9 @@ class RowOrder:
 
 
 def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
-    """Return the order of a prepared split. Raise `DataError` for a mixture whose rows do not say where they are from."""
+    """Return the order of a prepared split. Raise `DataError` for a mixture whose rows do not say where they are
+    from.
+    """
     mixture = mixture_of(data, split.sources)
     if mixture is None:
         return RowOrder(rows=split.rows, seed=seed)
@@ -173,13 +188,16 @@ def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
     if sources is None or lengths is None:
         raise DataError(
             "sources have weights, but these rows were prepared by a version that did not keep where each is from",
-            place=split.path, hint="remove this folder, so that they are prepared again",
-        )  # fmt: skip
+            place=split.path,
+            hint="remove this folder, so that they are prepared again",
+        )
     return RowOrder(rows=sum(mixture.epoch_rows), seed=seed, mixture=mixture, source_of_row=sources, lengths=lengths)
 
 
 def label_share(split: PreparedSplit | None) -> float:
-    """Return labels beside tokens of a micro-batch that is worse than any: its rows are the longest, and have most labels."""
+    """Return labels beside tokens of a micro-batch that is worse than any: its rows are the longest, and have most
+    labels.
+    """
     return min(1.0, (split.most_labels or split.longest) / split.longest) if split and split.longest else 1.0
 
 
@@ -207,7 +225,8 @@ def step_count(request: Request, global_batch: int, reasons: list[str]) -> tuple
         return None, None
     steps = max(1, math.ceil(config.train.epochs * per_epoch))
     reasons.append(
-        f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {global_batch} global, rounded up)"
+        f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {global_batch} global,"
+        " rounded up)"
     )
     return steps, per_epoch
 
@@ -234,8 +253,9 @@ MOST_ROWS = 50_000
 def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Return packs of indices into `lengths`, none with more than `limit` tokens: best-fit decreasing (Johnson 1973).
 
-    The longest row comes first, each into the fullest pack that has room for it; equal ones in their order. O(n log n). Never more
-    packs than rows, and never twice the fewest there can be. Raise `ValueError` for a row that is longer than `limit`.
+    The longest row comes first, each into the fullest pack that has room for it; equal ones in their order. O(n log n).
+    Never more packs than rows, and never twice the fewest there can be. Raise `ValueError` for a row that is longer
+    than `limit`.
     """
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, pack), ascending
@@ -256,7 +276,9 @@ def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def most_packs(rows: int, tokens: int, limit: int) -> int:
-    """Return the most packs that best fit makes of `rows` rows with `tokens` tokens: any two together overflow a pack."""
+    """Return the most packs that best fit makes of `rows` rows with `tokens` tokens: any two together overflow a
+    pack.
+    """
     return max(1, min(rows, ceil(2 * tokens / limit) - 1))
 
 
@@ -301,7 +323,9 @@ def packs_of(request: Request, global_batch: int) -> Packs | None:
     config, split = request.config, request.train_split
     if split is None or not split.rows:
         return None
-    return _packs(split, config.data.mix_by, config.data.exhausted, config.train.seed, config.model.max_seq_len, global_batch)
+    return _packs(
+        split, config.data.mix_by, config.data.exhausted, config.train.seed, config.model.max_seq_len, global_batch
+    )
 
 
 @lru_cache(maxsize=32)
@@ -317,7 +341,11 @@ def _packs(split: PreparedSplit, by: Any, exhausted: Any, seed: int, limit: int,
     # With weights a small source may come twice in a step, so its longest row too.
     largest = [max(lengths)] * global_batch if order.mixture else sorted(lengths, reverse=True)[:global_batch]
     labels = row_integers(split, "labels.i32")
-    share = max((count / max(1, length) for count, length in zip(labels, lengths, strict=True)), default=1.0) if labels else 1.0
+    share = (
+        max((count / max(1, length) for count, length in zip(labels, lengths, strict=True)), default=1.0)
+        if labels
+        else 1.0
+    )
     return Packs(
         limit=limit,
         counts=tuple(len(best_fit(step, limit)) for step in steps),
@@ -358,7 +386,8 @@ class Division:
         if self.packs is None or not self.batch.own_steps:
             return self.batch.own_steps
         return tuple(
-            max(1, -(-packs // max(1, micro))) for packs, micro in zip(self.shares, self.batch.micro_batches, strict=True)
+            max(1, -(-packs // max(1, micro)))
+            for packs, micro in zip(self.shares, self.batch.micro_batches, strict=True)
         )
 
     @property
@@ -381,7 +410,11 @@ def rows_data(request: Request, division: Division) -> Data:
         return Data(row_tokens=longest, longest=longest, label_share=1.0)
     rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
     if mixture := mixture_of(request.config.data, split.sources):
-        taken = [(count / source.rows, source) for count, source in zip(mixture.epoch_rows, split.sources, strict=True) if count]
+        taken = [
+            (count / source.rows, source)
+            for count, source in zip(mixture.epoch_rows, split.sources, strict=True)
+            if count
+        ]
         rows = float(sum(mixture.epoch_rows))
         tokens = sum(times * source.tokens for times, source in taken)
         labels = sum(times * source.label_tokens for times, source in taken)
@@ -392,7 +425,9 @@ def rows_data(request: Request, division: Division) -> Data:
 
 
 def pack_if_typed(request: Request, setup: Setup) -> Setup:
-    """Return the setup with packs for `train.packing: on`, so that everything is planned for them. Raise `UserError`."""
+    """Return the setup with packs for `train.packing: on`, so that everything is planned for them. Raise
+    `UserError`.
+    """
     config = request.config
     if config.train.packing != "on":
         return setup
@@ -429,7 +464,11 @@ def choose_packing(
         if request.launch.unpack:
             return off("memory ran out with it")
         if packs is None:
-            return off("the lengths of these rows are not known" if request.train_split else "decided when the data are prepared")
+            return off(
+                "the lengths of these rows are not known"
+                if request.train_split
+                else "decided when the data are prepared"
+            )
         if why := _unpackable(request, setup, packs.longest):
             return off(why)
     setup = packed_setup(setup, config.model.max_seq_len, packs)
@@ -451,7 +490,10 @@ def choose_packing(
     if packs:
         before, after = plain.accumulation, packs.micro_steps(slots)
         saved = 1 - after / before
-        arithmetic = f"{packs.rows} rows in {packs.mean:.1f} packs of {packs.limit} tokens, {packs.efficiency:.0%} full; {after:.1f} micro-steps "
+        arithmetic = (
+            f"{packs.rows} rows in {packs.mean:.1f} packs of {packs.limit} tokens, {packs.efficiency:.0%} full;"
+            f" {after:.1f} micro-steps "
+        )
         arithmetic += f"instead of {before}" + (f" = {saved:.0%} fewer" if saved > 0 else "")
         if wish == "auto" and saved <= WORTH:
             return off(f"{arithmetic}; worth it from {WORTH:.0%} fewer")
@@ -461,15 +503,17 @@ def choose_packing(
     reasons.extend([*plain.reasons[:1], f"packing on: {arithmetic}" + (", as configured" if wish == "on" else "")])
     micro = in_words(micros)
     reasons.append(
-        f"micro-batch {micro} {'pack' if micro == '1' else 'packs'} of up to {setup.row_tokens} tokens per {request.unit}: "
-        f"{plural(min(fitting), 'pack')} would fit; accumulation {accumulation} = at most {plural(bound, 'pack')} / {slots}, and "
-        "micro-steps without any are skipped"
+        f"micro-batch {micro} {'pack' if micro == '1' else 'packs'} of up to {setup.row_tokens} tokens per"
+        f" {request.unit}: {plural(min(fitting), 'pack')} would fit; accumulation {accumulation} = at most"
+        f" {plural(bound, 'pack')} / {slots}, and micro-steps without any are skipped"
     )
     return chosen
 
 
 def _unpackable(request: Request, setup: Setup, longest: int) -> str:
-    """Return why rows cannot be packed, if they cannot: a pack is several rows in one line, as two of half its length."""
+    """Return why rows cannot be packed, if they cannot: a pack is several rows in one line, as two of half its
+    length.
+    """
     why: list[str] = []
     tokens = -(-longest // 2)
     layout = choices.choose_layout(request, setup, 2, tokens, why)

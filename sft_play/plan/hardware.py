@@ -1,4 +1,6 @@
-"""Devices as the plan sees them: this machine's CPU, what `HARDWARE=2x24GB` describes, and the catalogue of GPUs with its sources."""
+"""Devices as the plan sees them: this machine's CPU, what `HARDWARE=2x24GB` describes, and the catalogue of GPUs with
+its sources.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,16 @@ class Device:
     bandwidth: float | None = None
     """Bytes per second of device memory."""
     power_watts: float | None = None
-    """The limit that the driver enforces, or the card's by its data sheet; `None` when unknown (always so for a CPU)."""
+    """The limit that the driver enforces, or the card's by its data sheet; `None` when unknown (always so for a CPU).
+    """
     number: int | None = None
     """The driver's number, as `CUDA_VISIBLE_DEVICES` takes it; `None` for the CPU and for what is described."""
     mig_uuid: str | None = None
     """Of a MIG slice, as `CUDA_VISIBLE_DEVICES` takes it."""
     expandable_segments: bool = True
-    """Whether torch's allocator can grow its blocks in place there. Under WSL2 the first allocation would fail (pytorch#192330)."""
+    """Whether torch's allocator can grow its blocks in place there. Under WSL2 the first allocation would fail
+    (pytorch#192330).
+    """
 
     @property
     def full(self) -> bool:
@@ -92,7 +97,9 @@ NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Return described hardware: `2x24GB`, `12GB+8GB@1Gbit`, `2x8xH100` (machines first) or `cpu`. Raise `HardwareError`."""
+    """Return described hardware: `2x24GB`, `12GB+8GB@1Gbit`, `2x8xH100` (machines first) or `cpu`. Raise
+    `HardwareError`.
+    """
     body, at, network = text.partition("@")
     speed = network_speed(network, f"HARDWARE={text}") if at else None
     if body.strip().lower() == "cpu":
@@ -101,9 +108,16 @@ def parse_hardware(text: str) -> Hardware:
     parts = re.split("[+,]", body[machines.end() if machines else 0 :])
     devices = [device for part in parts for device in _devices(part.strip(), text)]
     return Hardware(
-        kind="cuda", devices=tuple(devices), cpu_threads=ASSUMED_THREADS, ram_bytes=ASSUMED_RAM, described=True,
-        network_bytes_per_second=speed, ram_known=False, listed=len(parts), nodes=int(machines.group(1)) if machines else 1,
-    )  # fmt: skip
+        kind="cuda",
+        devices=tuple(devices),
+        cpu_threads=ASSUMED_THREADS,
+        ram_bytes=ASSUMED_RAM,
+        described=True,
+        network_bytes_per_second=speed,
+        ram_known=False,
+        listed=len(parts),
+        nodes=int(machines.group(1)) if machines else 1,
+    )
 
 
 def network_speed(text: str, place: str, named: str = "`HARDWARE` names the network") -> float:
@@ -134,7 +148,9 @@ def _devices(part: str, text: str) -> list[Device]:
     device = device_of(*found)
     if written := re.search(r"(\d+)\s*Gi?B$", name, re.IGNORECASE):
         size = int(int(written.group(1)) * GIB * USABLE)
-        if abs(size - device.memory_bytes) > 0.1 * device.memory_bytes:  # another version of the card: `3080 12GB`, `4090 48GB`
+        if (
+            abs(size - device.memory_bytes) > 0.1 * device.memory_bytes
+        ):  # another version of the card: `3080 12GB`, `4090 48GB`
             device = replace(device, name=f"{device.name} {written.group(1)}GB", memory_bytes=size, free_bytes=size)
     return [device] * count
 
@@ -161,7 +177,8 @@ def _nonsense(part: str, text: str) -> HardwareError:
         f"`{part}` is not hardware that is known",
         place=f"HARDWARE={text}",
         hint=(f"did you mean `{meant}`? " if meant else "")
-        + f"write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, cpu, or a count and a name of docs/hardware.md, such as {', '.join(WELL_KNOWN)}",
+        + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, cpu, or a count and a name of docs/hardware.md, such as"
+        f" {', '.join(WELL_KNOWN)}",
     )
 
 
@@ -183,20 +200,30 @@ class Card:
 
 
 def _geforce(
-    memory_gib: float, multiprocessors: int, boost_ghz: float, bandwidth: float, capability: tuple[int, int], confirmed: bool = True
-) -> Card:  # fmt: skip
+    memory_gib: float,
+    multiprocessors: int,
+    boost_ghz: float,
+    bandwidth: float,
+    capability: tuple[int, int],
+    confirmed: bool = True,
+) -> Card:
     """Return a card whose speed follows from the rule of its family."""
     return Card(
-        memory_gib, round(multiprocessors * boost_ghz * FLOP_PER_CLOCK / 1000, 1), bandwidth, capability, confirmed,
-    )  # fmt: skip
+        memory_gib,
+        round(multiprocessors * boost_ghz * FLOP_PER_CLOCK / 1000, 1),
+        bandwidth,
+        capability,
+        confirmed,
+    )
 
 
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
 
 FP32_SHARES = {(7, 0): 1 / 8, (7, 5): 1 / 8, (8, 0): 1 / 16, (9, 0): 1 / 15, (9, 4): 1 / 8, (10, 0): 1 / 28}
-"""Compute capability -> fp32 speed outside of tensor cores as a share of bf16's (fp16's), by NVIDIA's data sheets: T4 8.1 of 65, V100
-15.7 of 125, A100 19.5 of 312, H100 67 of 989, MI300X 163 of
-1307, B200 80 of 2250. Others: half on GeForce cards, a quarter on L4, L40S, A10 and RTX A6000."""
+"""Compute capability -> fp32 speed outside of tensor cores as a share of bf16's (fp16's), by NVIDIA's data sheets: T4
+8.1 of 65, V100 15.7 of 125, A100 19.5 of 312, H100 67 of 989, MI300X 163 of 1307, B200 80 of 2250. Others: half on
+GeForce cards, a quarter on L4, L40S, A10 and RTX A6000.
+"""
 
 
 def fp32_share(name: str, capability: tuple[int, int] | None) -> float:
@@ -207,7 +234,9 @@ def fp32_share(name: str, capability: tuple[int, int] | None) -> float:
 
 
 NO_PEER_TO_PEER = re.compile(r"GeForce RTX (40|50)\d\d")
-"""Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang. `RTX 4000` is none."""
+"""Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang.
+`RTX 4000` is none.
+"""
 
 CATALOGUE: Mapping[str, Card] = {
     # GeForce, desktop.
@@ -227,8 +256,9 @@ CATALOGUE: Mapping[str, Card] = {
     "RTX4080Laptop": _geforce(11.8, 58, 2.28, 432, ADA), "RTX4090Laptop": _geforce(15.6, 76, 2.04, 576, ADA, False),
     # NVIDIA's 992 AI TOPS / 16, a rule that desktop cards obey; a boost clock near 2.2 GHz gives 52.
     "RTX5070TiLaptop": Card(11.8, 62.0, 672, BLACKWELL, False),
-    # Workstations and servers, by NVIDIA's data sheets, dense (V100 16 GB and T4: fp16, they have no bf16; A100, H100 and H200: SXM; GH200 96 GB;
-    # B200 180 GB), and by AMD's as Bekman's ml-engineering quotes it (matrix products reach 668 TFLOP/s there).
+    # Workstations and servers, by NVIDIA's data sheets, dense (V100 16 GB and T4: fp16, they have no bf16; A100, H100
+    # and H200: SXM; GH200 96 GB; B200 180 GB), and by AMD's as Bekman's ml-engineering quotes it (matrix products reach
+    # 668 TFLOP/s there).
     "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, False),
     "V100": Card(15.8, 125.0, 900, (7, 0)),
     "T4": Card(14.7, 65.0, 320, (7, 5)),
@@ -368,4 +398,8 @@ def fast_bf16() -> bool:
 
 def rate_in_words(bytes_per_second: float) -> str:
     """Return a speed as `118 MB/s` or `11.8 GB/s`."""
-    return f"{figure(bytes_per_second / 1e9)} GB/s" if bytes_per_second >= 1e9 else f"{figure(bytes_per_second / 1e6)} MB/s"
+    return (
+        f"{figure(bytes_per_second / 1e9)} GB/s"
+        if bytes_per_second >= 1e9
+        else f"{figure(bytes_per_second / 1e6)} MB/s"
+    )

@@ -1,4 +1,6 @@
-"""The plan as a pure function of what is asked for: every decision in the order in which it is made, each with its reason."""
+"""The plan as a pure function of what is asked for: every decision in the order in which it is made, each with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from sft_play.plan.architecture import check_length, label
 from sft_play.plan.batch import Cost, explain_global_batch, halve
 from sft_play.plan.epoch import Division, label_share, pack_if_typed, row_tokens, rows_data, step_count
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
-from sft_play.plan.memory import NF4_BYTES, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
+from sft_play.plan.memory import (
+    NF4_BYTES,
+    host_bytes,
+    loading_host_bytes,
+    nf4_experts,
+    rank_memory,
+    trainable_parameters,
+)
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
 from sft_play.plan.request import (
     MOST_ROWS,
@@ -31,11 +40,16 @@ from sft_play.plan.throughput import forecast
 from sft_play.text import figure, plural
 
 EXPANDABLE = (
-    "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
+    "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF"
+    " overrides it"
 )
-NATIVE = "allocator: no expandable_segments, for which WSL2's driver fails at the first allocation; more is lost between blocks"
+NATIVE = (
+    "allocator: no expandable_segments, for which WSL2's driver fails at the first allocation; more is lost between"
+    " blocks"
+)
 ROUTER_LOSS = (
-    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is no sum over micro-batches"
+    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is no sum over"
+    " micro-batches"
 )
 LONGEST_ROW = 2**22
 """Where the search for the longest row ends, for models that know no limit of positions."""
@@ -118,7 +132,8 @@ def _decide(request: Request) -> Plan:
         warnings.append(ROUTER_LOSS)
     if config.train.optim not in ("auto", setup.optim):
         warnings.append(
-            f"`train.optim: {config.train.optim}` does not run: its states cannot be sharded by {setup.strategy}; {setup.optim} does"
+            f"`train.optim: {config.train.optim}` does not run: its states cannot be sharded by {setup.strategy};"
+            f" {setup.optim} does"
         )
     return Plan(
         **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.nodes if len(set(ranks.nodes)) > 1 else (), backend=cast(Any, backend),
@@ -140,20 +155,32 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
     dtype = choices.choose_weights_dtype(config, hardware.kind, precision, reasons)
     attention = choices.choose_attention(request, precision, reasons)
     setup = Setup(
-        device=hardware.kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=config.train.optim,
-        gradient_checkpointing=False, layout=choices.padded_layout(request), attn_implementation=attention,
-        label_share=label_share(request.train_split), row_tokens=row_tokens(request),
-        offload_optimizer=request.launch.offload_optimizer, offload_parameters=request.launch.offload_parameters,
-        expandable_segments=all(device.expandable_segments for device in devices), sequence_parallel=config.launch.sequence_parallel,
+        device=hardware.kind,
+        strategy=strategy,
+        world_size=len(devices),
+        precision=precision,
+        weights_dtype=dtype,
+        optim=config.train.optim,
+        gradient_checkpointing=False,
+        layout=choices.padded_layout(request),
+        attn_implementation=attention,
+        label_share=label_share(request.train_split),
+        row_tokens=row_tokens(request),
+        offload_optimizer=request.launch.offload_optimizer,
+        offload_parameters=request.launch.offload_parameters,
+        expandable_segments=all(device.expandable_segments for device in devices),
+        sequence_parallel=config.launch.sequence_parallel,
         tensor_parallel=config.launch.tensor_parallel,
-    )  # fmt: skip
+    )
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
     reasons += network.check_slow_network_keys(config, setup)
     return replace(setup, stages=network.stages_of(request, setup, reasons))
 
 
 def _choose_recomputation(request: Request, setup: Setup, reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:
-    """Turn recomputation on when asked for, or when the wanted rows do not fit without it. Return the rows that fit, too."""
+    """Turn recomputation on when asked for, or when the wanted rows do not fit without it. Return the rows that fit,
+    too.
+    """
     asked, wanted = request.config.train.gradient_checkpointing, request.wanted_rows
     plain, saving = request.largest(setup), replace(setup, gradient_checkpointing=True)
     if asked == "auto" and request.launch.force_checkpointing and min(plain) >= wanted:
@@ -183,13 +210,18 @@ def _rank_plans(request: Request, division: Division, costs: tuple[Cost, ...]) -
         peak, most = sum(parts.values()), max(1, min(MOST_ROWS, largest[group]))
         found.append(
             RankPlan(
-                rank=rank, device="cpu" if request.hardware.kind == "cpu" else f"cuda:{request.ranks.places[rank]}",
-                device_name=request.ranks.devices[rank].name, micro_batch=micro, accumulation=steps,
-                memory_bytes={**parts, "free": max(0, room - peak)}, peak_bytes=peak, capacity_bytes=room,
+                rank=rank,
+                device="cpu" if request.hardware.kind == "cpu" else f"cuda:{request.ranks.places[rank]}",
+                device_name=request.ranks.devices[rank].name,
+                micro_batch=micro,
+                accumulation=steps,
+                memory_bytes={**parts, "free": max(0, room - peak)},
+                peak_bytes=peak,
+                capacity_bytes=room,
                 most_rows=max(micro, halve(most, request.launch.halvings)),
                 cost=(costs[group].fixed_seconds, costs[group].row_seconds) if costs else (),
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 
@@ -211,13 +243,15 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
     if setup.strategy == "fsdp2" and micro_steps > 1:
         held = 4 * trainable_parameters(config, shape) / GIB
         found.append(
-            f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
+            f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {held:.1f} GiB of them"
+            " in fp32 until the last"
         )
     found += network.describe_waiting(request, setup, micro_steps)
     tightest = least_room(ranks)
     if tightest.peak_bytes > tightest.capacity_bytes:
         found.append(
-            f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of {tightest.capacity_bytes / GIB:.1f} GiB"
+            f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of"
+            f" {tightest.capacity_bytes / GIB:.1f} GiB"
         )
     found += describe_adapters(config, shape)
     if config.tuning.mode == "qlora" and shape.expert_parameters and not shape.quantized_bits:
@@ -225,10 +259,14 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
         found.append(
             "experts: nf4 like linear layers, and expanded a layer at a time"
             if nf4_experts(config, shape, setup.strategy)
-            else f"experts: {setup.weights_dtype}, {plain:.2f} GiB in all instead of {packed:.2f} in nf4: int8, FSDP2, ZeRO-3, adapters on "
-            "experts and unsloth leave them as they are"
+            else (
+                f"experts: {setup.weights_dtype}, {plain:.2f} GiB in all instead of {packed:.2f} in nf4: int8, FSDP2,"
+                " ZeRO-3, adapters on experts and unsloth leave them as they are"
+            )
         )
-    found.append(f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin")
+    found.append(
+        f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin"
+    )
     return found + ([EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else [])
 
 
@@ -247,15 +285,29 @@ def _on_the_host(request: Request, setup: Setup, reasons: list[str], warnings: l
 
 
 def _faster_alone(request: Request, seconds: float | None) -> list[str]:
-    """Return a warning where one of the devices alone would make the same step sooner than all of them, by the same forecast."""
+    """Return a warning where one of the devices alone would make the same step sooner than all of them, by the same
+    forecast.
+    """
     found: list[tuple[float, str]] = []
-    alike = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
+    alike = {
+        "launch.strategy": "auto",
+        "launch.stages": "auto",
+        "launch.tensor_parallel": 1,
+        "launch.sequence_parallel": 1,
+    }
     for device in dict.fromkeys(request.ranks.devices) if seconds else ():
         hardware = replace(request.hardware, devices=(device,), described=True)
         launch = replace(
-            request.launch, command_strategy="single", num_gpus=None, num_nodes=1, node_rank=0, node_devices=(),
-            zero_stage=None, offload_optimizer=False, offload_parameters=False,
-        )  # fmt: skip
+            request.launch,
+            command_strategy="single",
+            num_gpus=None,
+            num_nodes=1,
+            node_rank=0,
+            node_devices=(),
+            zero_stage=None,
+            offload_optimizer=False,
+            offload_parameters=False,
+        )
         alone = try_plan(request, replace(request, hardware=hardware, launch=launch).with_keys(alike), _decide)
         if isinstance(alone, Plan) and not alone.remedies and alone.seconds_per_step:
             found.append((alone.seconds_per_step, device.name))
@@ -271,15 +323,19 @@ def _check_loading(request: Request, setup: Setup) -> None:
     need = loading_host_bytes(config, request.shape, setup, processes)
     if hardware.ram_known and need > hardware.ram_bytes:
         raise HardwareError(
-            f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {plural(processes, 'process')} holds all weights "
-            f"{'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are shared out, {need / GIB:.1f} GiB of this machine's "
-            f"memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
+            f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {plural(processes, 'process')}"
+            f" holds all weights {'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are shared"
+            f" out, {need / GIB:.1f} GiB of this machine's memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
             hint="; or ".join(remedies.remedies_for_loading(request, _decide)) or "a machine with more memory",
         )
 
 
-def ways_out(config: Config, shape: ModelShape, plan: Plan, launch: LaunchRequest, rank: RankPlan) -> tuple[Remedy, ...]:
-    """Return what would need less than a rank of this plan, where memory ran out although it should have fitted; by formula."""
+def ways_out(
+    config: Config, shape: ModelShape, plan: Plan, launch: LaunchRequest, rank: RankPlan
+) -> tuple[Remedy, ...]:
+    """Return what would need less than a rank of this plan, where memory ran out although it should have fitted; by
+    formula.
+    """
     devices = devices_of(plan)
     here = devices[0][:1] if plan.device == "cpu" else devices[0]  # its processes share it
     free = sum(device.free_bytes for device in here)

@@ -1,8 +1,8 @@
 """Memory of one rank by closed formulas, in the parts that people ask about. Pure.
 
-Sources: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real models to
-0.1 % (docs/planning.md has the table); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari et al. 2019,
-arXiv 1910.02054, and the sources of the pinned DeepSpeed).
+Sources: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real
+models to 0.1 % (docs/planning.md has the table); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari
+et al. 2019, arXiv 1910.02054, and the sources of the pinned DeepSpeed).
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 INT8_BYTES = 1.0
 CUDA_BUILD = any("nvidia" in text for torch in distributions(name="torch") for text in torch.requires or ())
 CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB + CUDA_BUILD * 320 * MIB}
-"""CUDA context and kernels (a bare context took 526 MiB on an H100); Python and libraries on a CPU (475 MiB after the imports, 800 MiB with
-a CUDA build of torch, measured)."""
+"""CUDA context and kernels (a bare context took 526 MiB on an H100); Python and libraries on a CPU (475 MiB after the
+imports, 800 MiB with a CUDA build of torch, measured).
+"""
 NCCL_BYTES = 300 * MIB
-"""Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more (`request.SWITCHED_BYTES`)."""
+"""Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more
+(`request.SWITCHED_BYTES`).
+"""
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 """cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
 FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42, "by row": 0.22}
-"""Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it cannot fill: 0.33 to
-0.48 were measured with a mask over all rows, 0.0 to 0.28 with attention row by row (docs/memory.md). `native` is CUDA's without expandable segments:
-0.117 beside 0.074 with them in a trace of the quickstart (`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`)."""
+"""Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it
+cannot fill: 0.33 to 0.48 were measured with a mask over all rows, 0.0 to 0.28 with attention row by row
+(docs/memory.md). `native` is CUDA's without expandable segments: 0.117 beside 0.074 with them in a trace of the
+quickstart (`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`).
+"""
 MAPPED_FRAGMENTATION = 0.05
-"""With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are mapped one by one."""
+"""With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are
+mapped one by one.
+"""
 OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
     "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0, "adafactor": 0.1, "sgd": 0.0,
@@ -41,14 +48,17 @@ OPTIMIZER_BYTES = {
     "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
     "grokadamw": 12.0, "schedule_free_sgd": 4.0,
 }  # fmt: skip
-"""State per trained weight (bitsandbytes holds its 32-bit moments in fp32 whatever the weights are; AdEMAMix has three); everything
-else is taken for Adam: two moments in the type of the weights."""
+"""State per trained weight (bitsandbytes holds its 32-bit moments in fp32 whatever the weights are; AdEMAMix has
+three); everything else is taken for Adam: two moments in the type of the weights.
+"""
 ADAM_MOMENTS = 2
 AVERAGED_AT_A_TIME = 2**24
 """Numbers that local steps average by one message, at most, where a parameter is not larger: 64 MiB."""
 MICRO_STEP = ("activations", "recompute", "logits")
 FIRST_RETURNING = 2 / 3
-"""Of the gradients that a layer's backward pass holds at a time, those that exist before it lets go of what it saved (traced)."""
+"""Of the gradients that a layer's backward pass holds at a time, those that exist before it lets go of what it saved
+(traced).
+"""
 
 
 def trainable_parameters(config: Config, shape: ModelShape) -> int:
@@ -59,9 +69,13 @@ def trainable_parameters(config: Config, shape: ModelShape) -> int:
 
 
 def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-    """Return the bytes of every part on one rank at the worst moment of a step; of a pipeline, on the stage that is meant, or needs most."""
+    """Return the bytes of every part on one rank at the worst moment of a step; of a pipeline, on the stage that is
+    meant, or needs most.
+    """
     if setup.stages and setup.stage is None:
-        each = (rank_memory(config, shape, replace(setup, stage=stage), micro_batch) for stage in range(len(setup.stages)))
+        each = (
+            rank_memory(config, shape, replace(setup, stage=stage), micro_batch) for stage in range(len(setup.stages))
+        )
         return max(each, key=lambda parts: sum(parts.values()))
     return max(rank_moments(config, shape, setup, micro_batch).values(), key=lambda parts: sum(parts.values()))
 
@@ -85,10 +99,21 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
     native = setup.device == "cuda" and not setup.expandable_segments
-    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION["native" if native else "by row" if _by_row(setup) else setup.device]
+    lost = (
+        MAPPED_FRAGMENTATION
+        if mapped
+        else FRAGMENTATION["native" if native else "by row" if _by_row(setup) else setup.device]
+    )
     moments: dict[str, dict[str, int]] = {}
     for moment, parts in moving.items():
-        whole = states | parts | {"workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0), "context": context}
+        whole = (
+            states
+            | parts
+            | {
+                "workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0),
+                "context": context,
+            }
+        )
         whole["fragmentation"] = lost * sum(size for name, size in parts.items() if name != "dequantised")
         if not setup.autocast:
             whole.pop("casts", None)
@@ -97,7 +122,9 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
 
 
 def stage_of(shape: ModelShape, setup: Setup) -> tuple[ModelShape, Setup, int]:
-    """Return shape and setup of a stage, and how many micro-batches it has begun at most: one for each stage that follows, and its own."""
+    """Return shape and setup of a stage, and how many micro-batches it has begun at most: one for each stage that
+    follows, and its own.
+    """
     assert setup.stage is not None
     last = len(setup.stages) - 1
     stage = shape.take_stage(setup.stages[setup.stage], embeds=setup.stage == 0, predicts=setup.stage == last)
@@ -115,8 +142,16 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
     head = 2.0 * shape.vocab_size * shape.hidden_size if setup.autocast else 0.0
     layer = 2.0 * shape.layer_linear_parameters if setup.autocast else 0.0
     if not setup.gradient_checkpointing:
-        held = {"activations": saved * shape.layers, "recompute": 0.0, "logits": 0.0, "casts": head + layer * shape.layers}
-        return {"backward head": held | {"logits": logits}, "backward last": held | {"workspace": returning * FIRST_RETURNING}}
+        held = {
+            "activations": saved * shape.layers,
+            "recompute": 0.0,
+            "logits": 0.0,
+            "casts": head + layer * shape.layers,
+        }
+        return {
+            "backward head": held | {"logits": logits},
+            "backward last": held | {"workspace": returning * FIRST_RETURNING},
+        }
     residual = 4 if setup.autocast else setup.width
     kept = residual * shape.hidden_size + _int8_inputs(config, shape, setup)
     held = {"activations": kept * shape.layers * tokens, "recompute": 0.0, "logits": 0.0, "casts": layer}
@@ -161,7 +196,8 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
         gradients /= shards
     if setup.strategy in ("zero3", "fsdp2"):
         weights /= shards
-        # FSDP2 shards no integers, as which a base that comes quantised is stored, and no quantisation state, which is no parameter.
+        # FSDP2 shards no integers, as which a base that comes quantised is stored, and no quantisation state, which is
+        # no parameter.
         frozen /= 1 if setup.strategy == "fsdp2" and shape.quantized_bits else shards
     if setup.zero and setup.device == "cuda":
         if setup.offload_optimizer:
@@ -169,16 +205,20 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
         if setup.offload_parameters:
             frozen = quant_state = weights = 0.0
     return {
-        "frozen": frozen, "quant_state": quant_state, "trained" if full else "adapters": weights, "gradients": gradients,
-        "optimizer": optimizer, "buffers": buffers,
-    }  # fmt: skip
+        "frozen": frozen,
+        "quant_state": quant_state,
+        "trained" if full else "adapters": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "buffers": buffers,
+    }
 
 
 def trained_bytes(config: Config, setup: Setup) -> int:
     """Return the bytes of a trained weight.
 
-    Adapters are fp32, but bf16 over a base quantised into bf16 (see `model/load.py`). DeepSpeed casts what trains to the
-    computation's type, and accelerate's FSDP2 makes it fp32.
+    Adapters are fp32, but bf16 over a base quantised into bf16 (see `model/load.py`). DeepSpeed casts what trains to
+    the computation's type, and accelerate's FSDP2 makes it fp32.
     """
     if setup.precision != "fp32" and (setup.zero or setup.strategy == "fsdp2"):
         return 2 if setup.zero else 4
@@ -188,7 +228,9 @@ def trained_bytes(config: Config, setup: Setup) -> int:
 
 
 def gradient_bytes(config: Config, setup: Setup) -> int:
-    """Return the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up (`launch/deepspeed.py`)."""
+    """Return the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up
+    (`launch/deepspeed.py`).
+    """
     return 4 if setup.zero and setup.precision == "bf16" else trained_bytes(config, setup)
 
 
@@ -197,14 +239,17 @@ def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights:
     if setup.strategy in ("single", "ddp"):
         return 0.0  # DDP's buckets are where the gradients themselves are
     # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each.
-    bucket = min(shape.hidden_size**2, trained) * (2 * setup.width + (4 if setup.precision == "bf16" else 0))  # reduced in fp32
+    bucket = min(shape.hidden_size**2, trained) * (
+        2 * setup.width + (4 if setup.precision == "bf16" else 0)
+    )  # reduced in fp32
     if setup.strategy in ("zero1", "zero2"):
         return float(bucket)
     per_layer = weights * (shape.largest_layer_parameters / max(1, shape.parameters)) * gathered_share(setup)
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * setup.width
     if setup.strategy == "zero3":
         return 2 * per_layer + 0.9 * shape.hidden_size**2 * setup.width + ends + bucket
-    # FSDP2 holds this layer and the next one whole, embedding and head from the first layer to the last, and reduces in fp32.
+    # FSDP2 holds this layer and the next one whole, embedding and head from the first layer to the last, and reduces in
+    # fp32.
     return 2 * per_layer + ends + 4.0 * (shape.largest_layer_parameters if full else trained / shape.layers)
 
 
@@ -228,7 +273,9 @@ def _expanded_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
     Both passes expand one linear weight at a time; experts a layer's, which autograd keeps for the backward pass.
     """
-    linear = max((one.inputs * one.outputs for one in shape.matrices if one.quantised), default=0) * (setup.width + 4 / 64)
+    linear = max((one.inputs * one.outputs for one in shape.matrices if one.quantised), default=0) * (
+        setup.width + 4 / 64
+    )
     if not nf4_experts(config, shape, setup.strategy):
         return linear
     held = sum(
@@ -267,8 +314,8 @@ def _by_row(setup: Setup) -> bool:
 def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
     """Return the bytes that one layer keeps per token for its backward pass.
 
-    Norms compute in fp32 and keep their input so; attention keeps q, k, v, its output and fp32 sums; the feed-forward part gate,
-    activation and up. A linear layer's input is kept only for a weight that trains.
+    Norms compute in fp32 and keep their input so; attention keeps q, k, v, its output and fp32 sums; the feed-forward
+    part gate, activation and up. A linear layer's input is kept only for a weight that trains.
     """
     h, w = shape.hidden_size, setup.width
     ffn = shape.ffn_size * max(1, shape.experts_per_token)
@@ -288,8 +335,8 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
 def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Return the bytes per token of the gradients that a layer's backward pass holds at a time.
 
-    The most are three as wide as the feed-forward part; two where layer and adapter are one function, and two in fp32 where PEFT
-    casts (traced).
+    The most are three as wide as the feed-forward part; two where layer and adapter are one function, and two in fp32
+    where PEFT casts (traced).
     """
     ffn, width = shape.ffn_size * max(1, shape.experts_per_token), setup.width
     adapters, narrow = config.tuning.mode != "full", setup.precision != "fp32"
@@ -299,7 +346,9 @@ def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Inputs that adapters keep: shared ones in the computation's type; where fp32 ones are cast for each multiplication, a copy each."""
+    """Inputs that adapters keep: shared ones in the computation's type; where fp32 ones are cast for each
+    multiplication, a copy each.
+    """
     settings, w = config.tuning.lora, setup.width
     maps = shape.linear_maps()
     names = [one.typed for one in shape.adapter_targets(settings.target_modules) if one.typed in maps]
@@ -311,14 +360,17 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     if setup.precision == "fp32" and trained_bytes(config, setup) != w:
         return 4 * per_target + ranks + masks
     shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
-    read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}  # o_proj reads what attention keeps
+    read = {
+        shared.get(name, name): maps[name][0] for name in names if name != "o_proj"
+    }  # o_proj reads what attention keeps
     return w * sum(read.values()) + ranks + masks
 
 
 def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Return the bytes per token and layer of what bitsandbytes' int8 layers read and recomputation cannot let go of.
 
-    Its autograd function keeps the input as an attribute, which checkpointing's hooks do not see (bitsandbytes 0.50, traced).
+    Its autograd function keeps the input as an attribute, which checkpointing's hooks do not see (bitsandbytes 0.50,
+    traced).
     """
     if _bits(config, shape) != 8:
         return 0.0
@@ -330,8 +382,9 @@ def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
 def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
     """Return what telling rows apart keeps, per token and layer.
 
-    Eager attention keeps scores. SDPA keeps the mask in the computation's type, and with a mask transformers repeats grouped keys
-    and values for every head: for rows in one line, under padding, or in windows. Attention by lengths needs neither.
+    Eager attention keeps scores. SDPA keeps the mask in the computation's type, and with a mask transformers repeats
+    grouped keys and values for every head: for rows in one line, under padding, or in windows. Attention by lengths
+    needs neither.
     """
     length = tokens if setup.layout == "flattened" else setup.row_tokens
     if setup.attn_implementation == "eager":
@@ -344,8 +397,12 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
 
 
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels none."""
-    if setup.device != "cuda" or setup.optim != "adamw_torch" or (setup.zero and setup.offload_optimizer):  # then on the host
+    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels
+    none.
+    """
+    if (
+        setup.device != "cuda" or setup.optim != "adamw_torch" or (setup.zero and setup.offload_optimizer)
+    ):  # then on the host
         return 0.0
     shards = setup.world_size // setup.tensor_parallel if setup.strategy not in ("single", "ddp") else 1
     return trainable_parameters(config, shape) * 4 / shards
@@ -357,19 +414,24 @@ def slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -
     if setup.strategy != "ddp" or setup.world_size == 1:
         return 0.0
     if launch.local_steps > 1:
-        return 8.0 * trained + 8.0 * min(trained, AVERAGED_AT_A_TIME)  # anchor and momentum in fp32; differences on their way
+        return 8.0 * trained + 8.0 * min(
+            trained, AVERAGED_AT_A_TIME
+        )  # anchor and momentum in fp32; differences on their way
     return 2.0 * trained if launch.compression != "none" and width > 2 else 0.0
 
 
 LOGIT_BYTES = 12
-"""Of a label position and word at the worst moment of the backward pass: fp32 log-softmax, its gradient and that of the logits."""
+"""Of a label position and word at the worst moment of the backward pass: fp32 log-softmax, its gradient and that of the
+logits.
+"""
 
 
 def logit_bytes(config: Config, shape: ModelShape, setup: Setup, labels: float) -> float:
     """Return the bytes of the logits of `labels` positions, with what chunks need beside, at the worst moment.
 
-    In chunks (`model/kernels.py`) only the logits of one chunk exist; for that, the gradient of all positions' hidden states is held
-    from the forward pass on, and a trained head's gradient is summed in a buffer. Where that needs more than the whole, the whole counts.
+    In chunks (`model/kernels.py`) only the logits of one chunk exist; for that, the gradient of all positions' hidden
+    states is held from the forward pass on, and a trained head's gradient is summed in a buffer. Where that needs more
+    than the whole, the whole counts.
     """
     whole = labels * shape.vocab_size * LOGIT_BYTES
     if not setup.loss_chunk or labels <= setup.loss_chunk:
@@ -393,8 +455,9 @@ def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
 def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:
     """Return the bytes of a machine's memory that its processes take while they load, beside files that are mapped.
 
-    Under FSDP2 each process makes what trains fp32 there, or quantises a base there, before it is shared out. Frozen weights in the type
-    of their file stay in the file's pages (2 of 237 MiB, measured with /proc/self/smaps_rollup); other strategies read onto the card.
+    Under FSDP2 each process makes what trains fp32 there, or quantises a base there, before it is shared out. Frozen
+    weights in the type of their file stay in the file's pages (2 of 237 MiB, measured with /proc/self/smaps_rollup);
+    other strategies read onto the card.
     """
     if setup.device != "cuda" or setup.strategy != "fsdp2" or shape.quantized_bits or config.tuning.mode == "lora":
         return 0

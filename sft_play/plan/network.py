@@ -1,10 +1,11 @@
-"""What ranks send each other in a step, over which links and for how long; which ways to share a step a network does not carry; and what
-ranks that train the same rows together (slices of lines or layers, stages of the model) can cut, and where. Pure.
+"""What ranks send each other in a step, over which links and for how long; which ways to share a step a network does
+not carry; and what ranks that train the same rows together (slices of lines or layers, stages of the model) can cut,
+and where. Pure.
 
-An all-reduce around a ring takes 2(N-1)/N x bytes / bandwidth: of 33.6 MB (8.4 million fp32 adapter weights) on 3 ranks at 1 Gbit/s
-0.38 s, of 1.6 GB 18 s. Gathering weights takes (N-1)/N x bytes / bandwidth in each pass: of a frozen bf16 7B model 153 s a micro-step.
-Around each layer's attention two all-to-alls change slices with all heads into whole lines with a share of the heads, and back
-(Ulysses, arXiv 2309.14509); the backward pass sends as much again.
+An all-reduce around a ring takes 2(N-1)/N x bytes / bandwidth: of 33.6 MB (8.4 million fp32 adapter weights) on 3 ranks
+at 1 Gbit/s 0.38 s, of 1.6 GB 18 s. Gathering weights takes (N-1)/N x bytes / bandwidth in each pass: of a frozen bf16
+7B model 153 s a micro-step. Around each layer's attention two all-to-alls change slices with all heads into whole lines
+with a share of the heads, and back (Ulysses, arXiv 2309.14509); the backward pass sends as much again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from sft_play.plan.memory import (
 )
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request, global_rows
-from sft_play.plan.shape import NOT_STAGED_MODEL_TYPES, SLICED_MODEL_TYPES, TENSOR_PARALLEL_MODEL_TYPES, VARLEN, ModelShape
+from sft_play.plan.shape import (
+    NOT_STAGED_MODEL_TYPES,
+    SLICED_MODEL_TYPES,
+    TENSOR_PARALLEL_MODEL_TYPES,
+    VARLEN,
+    ModelShape,
+)
 from sft_play.text import figure, plural
 
 SLOW_NETWORK = 10e9
@@ -52,11 +59,14 @@ GATHERING = ("zero3", "fsdp2")
 REDUCING = ("zero2", *GATHERING)
 """Strategies that reduce gradients in every micro-step, since no rank holds all of them until the next one."""
 BUCKET_MIB = 25
-"""Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is a separate all-reduce with its own latency."""
+"""Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is a separate all-reduce with its own latency.
+"""
 KEY = "launch.sequence_parallel"
 TENSOR_KEY = "launch.tensor_parallel"
 FILLS = 4
-"""Micro-batches for each stage where the data allow it: then at most a fifth of a step is spent on filling and emptying the pipeline."""
+"""Micro-batches for each stage where the data allow it: then at most a fifth of a step is spent on filling and emptying
+the pipeline.
+"""
 
 
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
@@ -69,7 +79,9 @@ def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) ->
     return (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
 
 
-def link_of(hardware: Hardware, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None) -> Link | None:
+def link_of(
+    hardware: Hardware, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None
+) -> Link | None:
     """Return the slowest link between ranks, as measured where it was; `None` for a network of unknown speed."""
     speed = link_bytes_per_second(hardware, devices, nodes)
     if speed is None:
@@ -83,7 +95,9 @@ def _link(bytes_per_second: float) -> Link:
 
 
 def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
-    """Return the speed of the slowest link between ranks; `None` where machines meet over a network of unknown speed."""
+    """Return the speed of the slowest link between ranks; `None` where machines meet over a network of unknown
+    speed.
+    """
     if hardware.network_bytes_per_second:
         return hardware.network_bytes_per_second
     if nodes > 1:
@@ -95,7 +109,8 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
 
 
 def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes of gradients that a rank has to share in a step, as `launch.compression` and `launch.local_steps` leave them.
+    """Return the bytes of gradients that a rank has to share in a step, as `launch.compression` and
+    `launch.local_steps` leave them.
 
     With local steps the trained weights travel instead, once in so many steps.
     """
@@ -108,7 +123,9 @@ def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def local_bytes(config: Config, shape: ModelShape, steps: int) -> float:
-    """Return the bytes of an average of the trained weights (fp32, or as `launch.compression` narrows them), once in `steps` steps."""
+    """Return the bytes of an average of the trained weights (fp32, or as `launch.compression` narrows them), once in
+    `steps` steps.
+    """
     width = 2 if config.launch.compression in ("fp16", "bf16") else 4
     return trainable_parameters(config, shape) * width / steps
 
@@ -122,8 +139,9 @@ def compressed_bytes(config: Config, shape: ModelShape, width: int, compression:
 def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: Link) -> float:
     """Return the time of an optimizer step's communication, with the latencies of its messages.
 
-    Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce and scatter them in
-    every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather what the update made of them.
+    Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce
+    and scatter them in every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather
+    what the update made of them.
     """
     config, shape, ranks, speed = request.config, request.shape, setup.world_size // setup.copies, link.bytes_per_second
     gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / max(1, len(setup.stages))
@@ -155,12 +173,16 @@ def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def gathering_passes(setup: Setup) -> int:
-    """Return how often a micro-step needs the shared-out weights: forward, backward, and forward again where that is recomputed."""
+    """Return how often a micro-step needs the shared-out weights: forward, backward, and forward again where that is
+    recomputed.
+    """
     return 3 if setup.gradient_checkpointing else 2
 
 
 def _messages(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return how many messages share a step's gradients: one for each bucket; local steps a few once in so many steps."""
+    """Return how many messages share a step's gradients: one for each bucket; local steps a few once in so many
+    steps.
+    """
     launch, trained = config.launch, trainable_parameters(config, shape)
     if setup.strategy == "ddp" and launch.local_steps > 1:
         return math.ceil(trained / AVERAGED_AT_A_TIME) / launch.local_steps
@@ -171,16 +193,23 @@ def _messages(config: Config, shape: ModelShape, setup: Setup) -> float:
 def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -> tuple[Mapping[str, Any], ...]:
     """Return what each way to share gradients under DDP would cost over a network whose speed was given.
 
-    `choice`: what to type; `bytes` and `seconds` of an optimizer step, on the slowest link; `share` of a step, unless computation
-    hides it (`None` where the devices' speed is not known).
+    `choice`: what to type; `bytes` and `seconds` of an optimizer step, on the slowest link; `share` of a step, unless
+    computation hides it (`None` where the devices' speed is not known).
     """
-    config, shape, ranks, link = request.config, request.shape, setup.world_size, request.hardware.network_bytes_per_second
+    config, shape, ranks, link = (
+        request.config,
+        request.shape,
+        setup.world_size,
+        request.hardware.network_bytes_per_second,
+    )
     if setup.strategy != "ddp" or ranks < 2 or not link or setup.copies > 1:
         return ()
     launch, width = config.launch, trained_bytes(config, setup)
     names = {
-        "none": f"none ({'fp32' if width == 4 else '16 bits'})", "fp16": "fp16", "bf16": "bf16",
-    }  # fmt: skip
+        "none": f"none ({'fp32' if width == 4 else '16 bits'})",
+        "fp16": "fp16",
+        "bf16": "bf16",
+    }
     local = launch.local_steps > 1
     steps = launch.local_steps if local else EXAMPLE_LOCAL_STEPS
 
@@ -191,7 +220,11 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
 
     return (
         *(
-            row(f"compression: {name}", launch.compression == kind and not local, compressed_bytes(config, shape, width, kind))
+            row(
+                f"compression: {name}",
+                launch.compression == kind and not local,
+                compressed_bytes(config, shape, width, kind),
+            )
             for kind, name in names.items()
         ),
         row(f"local_steps: {steps}", local, local_bytes(config, shape, steps)),
@@ -201,11 +234,15 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
 def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table of `exchanges`."""
     timed = any(row["share"] is not None for row in rows)
-    lines = [f"  {'to share a step, without latency':<34}{'MB':>10}{'s a step':>10}" + (f"{'of it':>8}" if timed else "")]
+    lines = [
+        f"  {'to share a step, without latency':<34}{'MB':>10}{'s a step':>10}" + (f"{'of it':>8}" if timed else "")
+    ]
     for row in rows:
         share = f"{row['share']:>8.1%}" if row["share"] is not None else ""
         mark = "  <- this run" if row["chosen"] else ""
-        lines.append(f"  {row['choice']:<34}{figure(row['bytes'] / 1e6):>10}{figure(row['seconds'], 2):>10}{share}{mark}")
+        lines.append(
+            f"  {row['choice']:<34}{figure(row['bytes'] / 1e6):>10}{figure(row['seconds'], 2):>10}{share}{mark}"
+        )
     return lines
 
 
@@ -219,12 +256,14 @@ def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> list[s
     if config.launch.local_steps > 1:
         what = f"trained weights, once in {config.launch.local_steps} steps,"
     return [
-        f"a step waits {figure(seconds, 2)} s for {what} over the network of {rate_in_words(speed)}, unless computation hides it"
+        f"a step waits {figure(seconds, 2)} s for {what} over the network of {rate_in_words(speed)}, unless computation"
+        " hides it"
     ]
 
 
 def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
-    """Return which keys of slow networks have no effect with one process. Raise `UserError` for those that fp16 rules out.
+    """Return which keys of slow networks have no effect with one process. Raise `UserError` for those that fp16 rules
+    out.
 
     With local steps each rank would scale its loss by itself.
     `config.rules` says the same of a typed `train.fp16` before any hardware is looked at.
@@ -235,7 +274,8 @@ def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
     exact = "cards with bf16, or TRAIN_BF16=false to compute in fp32 (slower, more memory)"
     if setup.precision == "fp16" and launch.local_steps > 1:
         raise UserError(
-            f"`launch.local_steps` is {launch.local_steps}, but these cards compute in fp16, where each rank would skip other steps",
+            f"`launch.local_steps` is {launch.local_steps}, but these cards compute in fp16, where each rank would skip"
+            " other steps",
             hint=f"LAUNCH_LOCAL_STEPS=1 LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
         )
     return []
@@ -263,16 +303,16 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     weights = sent_weights(request.config, request.shape, setup)
     seconds = gathering_seconds(request.config, request.shape, setup, world, speed)
     return (
-        f"every micro-step waits {figure(seconds)} s for weights = {gathering_passes(setup)} x {figure(weights / 1e9)} GB x {world - 1}/{world} / "
-        f"{rate_in_words(speed)}" + ("" if stated else ", if it is 1 Gbit/s")
+        f"every micro-step waits {figure(seconds)} s for weights = {gathering_passes(setup)} x {figure(weights / 1e9)}"
+        f" GB x {world - 1}/{world} / {rate_in_words(speed)}" + ("" if stated else ", if it is 1 Gbit/s")
     )
 
 
 def check_gathering(request: Request, setup: Setup, micro_steps: int, computing_seconds: float | None) -> None:
     """Raise `UserError` for shared-out weights over a stated network on which waiting for them takes most of a step.
 
-    `computing_seconds` is the forecast of a step's computing, with the speed of typical cards where theirs is not known.
-    `launch.slow_network: allow` lets it pass.
+    `computing_seconds` is the forecast of a step's computing, with the speed of typical cards where theirs is not
+    known. `launch.slow_network: allow` lets it pass.
     """
     config, speed = request.config, request.hardware.network_bytes_per_second
     slow = speed is not None and slow_network(request)  # a fast one hides behind computing what it takes
@@ -285,8 +325,10 @@ def check_gathering(request: Request, setup: Setup, micro_steps: int, computing_
     raise UserError(
         f"{setup.strategy} over {slow} would wait for weights {waits / (waits + computing_seconds):.0%} of each step: "
         f"{gathering_arithmetic(request, setup)}, {figure(waits)} s in the {micro_steps} of a step",
-        hint=f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or a smaller model make "
-        "them fit; LAUNCH_SLOW_NETWORK=allow runs it all the same",
+        hint=(
+            f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or a"
+            " smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it all the same"
+        ),
     )
 
 
@@ -294,22 +336,31 @@ def check_gathering(request: Request, setup: Setup, micro_steps: int, computing_
 
 
 def check_slices(request: Request) -> list[str]:
-    """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError` for unlike devices."""
+    """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError`
+    for unlike devices.
+    """
     shape, size, world, launch = request.shape, request.group_size, len(request.ranks.devices), request.config.launch
     if size == 1 or request.stages > 1:
         return []
     key = KEY if launch.sequence_parallel > 1 else TENSOR_KEY
     variable = key.upper().replace(".", "_")
     given = f"`{key}` is {size}"
-    # Queries are repeated over keys and values, of which a slice of the layers needs its own; a slice of a line sends copies.
+    # Queries are repeated over keys and values, of which a slice of the layers needs its own; a slice of a line sends
+    # copies.
     heads = shape.heads if key == KEY else math.gcd(shape.heads, shape.kv_heads)
     what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
     fitting = max(number for number in range(1, world + 1) if world % number == 0 and heads % number == 0)
     other = f" NUM_GPUS={size}, or a number that divides {world}" if world > 1 else ""
     refusals = (
-        (world % size > 0, f", which does not divide {plural(world, 'process')}", f"make train-distributed{other}; {variable}=1 cuts nothing"),
         (
-            heads % size > 0, f", but {shape.heads} {what} cannot be shared out evenly among so many ranks", f"{variable}={fitting}",
+            world % size > 0,
+            f", which does not divide {plural(world, 'process')}",
+            f"make train-distributed{other}; {variable}=1 cuts nothing",
+        ),
+        (
+            heads % size > 0,
+            f", but {shape.heads} {what} cannot be shared out evenly among so many ranks",
+            f"{variable}={fitting}",
         ),
         (
             key == KEY and shape.moving_rope,
@@ -323,9 +374,10 @@ def check_slices(request: Request) -> list[str]:
         ),
         (
             key == TENSOR_KEY and shape.ffn_size % size > 0,
-            f", which does not divide the feed-forward size, {shape.ffn_size}", f"{variable}=1",
+            f", which does not divide the feed-forward size, {shape.ffn_size}",
+            f"{variable}=1",
         ),
-    )  # fmt: skip
+    )
     for refused, why, hint in refusals:
         if refused:
             raise UserError(given + why, hint=hint)
@@ -336,18 +388,24 @@ def check_slices(request: Request) -> list[str]:
     network = slow_network(request)
     if _apart(request) and network and launch.slow_network != "allow":
         raise UserError(
-            f"{given}, but that joins ranks of several machines over {network}, which send each other every layer's states",
+            f"{given}, but that joins ranks of several machines over {network}, which send each other every layer's"
+            " states",
             hint=f"a number that divides the ranks of each machine ({', '.join(map(str, request.ranks.nodes))})",
         )
     if key == TENSOR_KEY:
-        return [f"each layer in {size} slices: a rank computes {shape.heads // size} of {shape.heads} heads, for all tokens"]
+        return [
+            f"each layer in {size} slices: a rank computes {shape.heads // size} of {shape.heads} heads, for all tokens"
+        ]
     return [
-        f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {shape.heads // size} of {shape.heads} heads"
+        f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {shape.heads // size} of"
+        f" {shape.heads} heads"
     ]
 
 
 def attention_for_slices(request: Request, why: str | None) -> str:
-    """Return the attention that computes slices. Raise `UserError` where the family has others, or `why` says that it cannot run."""
+    """Return the attention that computes slices. Raise `UserError` where the family has others, or `why` says that it
+    cannot run.
+    """
     family = request.shape.model_type
     if family not in SLICED_MODEL_TYPES:
         why = f"`{family}` is not among the families whose tokens meet in attention alone, computed by lengths"
@@ -359,12 +417,14 @@ def attention_for_slices(request: Request, why: str | None) -> str:
 def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
     """Return what a rank sends in a step of `tokens` of its group.
 
-    Of lines: queries, keys, values and attention's output, keys repeated for each. Of layers: two all-reduces of the hidden states in each
-    pass, which send 2 (N - 1) / N times their size.
+    Of lines: queries, keys, values and attention's output, keys repeated for each. Of layers: two all-reduces of the
+    hidden states in each pass, which send 2 (N - 1) / N times their size.
     """
     shape, size = request.shape, request.group_size
     if setup.stages:
-        both = shape.tied and request.config.tuning.mode == "full"  # of what first and last stage hold, the gradient is summed
+        both = (
+            shape.tied and request.config.tuning.mode == "full"
+        )  # of what first and last stage hold, the gradient is summed
         table = shape.vocab_size * shape.hidden_size * trained_bytes(request.config, setup) if both else 0
         return 2 * tokens * shape.hidden_size * setup.width + table
     if setup.tensor_parallel > 1:
@@ -374,7 +434,9 @@ def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
 
 
 def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: int) -> float:
-    """Return the seconds of what slices send in a step of so many micro-steps; 0 without them, or over a network of unknown speed."""
+    """Return the seconds of what slices send in a step of so many micro-steps; 0 without them, or over a network of
+    unknown speed.
+    """
     hardware, apart = request.hardware, _apart(request)
     near = hardware if apart else replace(hardware, network_bytes_per_second=None)
     link = link_of(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1, request.calibration)
@@ -391,7 +453,8 @@ def describe_traffic(request: Request, setup: Setup, tokens: float, micro_steps:
     sent, seconds = slices_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens, micro_steps)
     what = "hidden states" if setup.copies > 1 else "queries, keys, values and outputs"
     return [
-        f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step, {figure(seconds, 2)} s by forecast"
+        f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step,"
+        f" {figure(seconds, 2)} s by forecast"
     ]
 
 
@@ -400,7 +463,9 @@ def _passes(request: Request, setup: Setup) -> int:
 
 
 def _apart(request: Request) -> bool:
-    """Whether a network lies between the ranks of a group: of several machines, or of one that is described so (`8GB+8GB@1Gbit`)."""
+    """Whether a network lies between the ranks of a group: of several machines, or of one that is described so
+    (`8GB+8GB@1Gbit`).
+    """
     nodes = request.ranks.nodes
     joined = len(nodes) == 1 and request.hardware.network_bytes_per_second is not None
     return joined or any(ranks % request.group_size for ranks in nodes)
@@ -409,7 +474,8 @@ def _apart(request: Request) -> bool:
 def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, ...]:
     """Return the layers of each stage; empty without a pipeline. Raise `UserError` for what cannot be staged.
 
-    A stage takes layers by its device's speed, as far as its memory holds them with one row; the head counts as layers of as many weights.
+    A stage takes layers by its device's speed, as far as its memory holds them with one row; the head counts as layers
+    of as many weights.
     """
     if request.config.launch.strategy != "pipeline":
         return ()
@@ -420,12 +486,17 @@ def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, 
             if world < 2
             else "LAUNCH_STAGES=auto puts all of them into one pipeline"
         )
-        raise UserError(f"`launch.strategy: pipeline` with {plural(stages, 'stage')} on {plural(world, 'process')}", hint=hint)
+        raise UserError(
+            f"`launch.strategy: pipeline` with {plural(stages, 'stage')} on {plural(world, 'process')}", hint=hint
+        )
     if stages > shape.layers:
-        raise UserError(f"{stages} stages, but the model has {shape.layers} layers", hint=f"LAUNCH_STAGES={shape.layers}")
+        raise UserError(
+            f"{stages} stages, but the model has {shape.layers} layers", hint=f"LAUNCH_STAGES={shape.layers}"
+        )
     if shape.model_type in NOT_STAGED_MODEL_TYPES:
         raise UserError(
-            f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be stages, since they read more than the layer before",
+            f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be stages, since they read more"
+            " than the layer before",
             hint="`make train-fsdp` shares out the weights of any model",
         )
     devices = request.ranks.devices[:stages]
@@ -435,7 +506,11 @@ def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, 
         )
     most = [_most_layers(request, setup, stage, stages) for stage in range(stages)]
     head = _head(shape)
-    speeds = [device.peak_flops or 1.0 for device in devices] if all(device.peak_flops for device in devices) else [1.0] * stages
+    speeds = (
+        [device.peak_flops or 1.0 for device in devices]
+        if all(device.peak_flops for device in devices)
+        else [1.0] * stages
+    )
     layers = [1] * stages
     while sum(layers) < shape.layers:
         # Where memory holds no more they are dealt out all the same: the plan then says what is lacking.
@@ -469,7 +544,9 @@ def _most_layers(request: Request, setup: Setup, stage: int, stages: int) -> int
 
 
 def fill_stages(request: Request, setup: Setup, fitting: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the rows of a micro-batch at most, one at least: of a pipeline so few that a step has micro-batches to keep all stages busy."""
+    """Return the rows of a micro-batch at most, one at least: of a pipeline so few that a step has micro-batches to
+    keep all stages busy.
+    """
     fitting = tuple(max(1, rows) for rows in fitting)
     if not setup.stages or not request.divides:
         return fitting

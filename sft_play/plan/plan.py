@@ -36,13 +36,16 @@ class RankPlan:
     accumulation: int
     """Micro-steps per optimizer step; with packing the most there can be, and empty ones are skipped."""
     memory_bytes: Mapping[str, int]
-    """Parts: frozen, quant_state, adapters, gradients, optimizer, buffers, activations, recompute, logits, context, ..."""
+    """Parts: frozen, quant_state, adapters, gradients, optimizer, buffers, activations, recompute, logits, context, ...
+    """
     peak_bytes: int
     capacity_bytes: int
     most_rows: int = 0
     """The largest micro-batch that fits this rank; 0 in plans of earlier versions."""
     cost: tuple[float, float] | tuple[()] = ()
-    """(seconds of a micro-step however few its rows, seconds of each row or pack), measured or by prior; `()` when unknown."""
+    """(seconds of a micro-step however few its rows, seconds of each row or pack), measured or by prior; `()` when
+    unknown.
+    """
 
     @property
     def worst_rows(self) -> int:
@@ -127,8 +130,12 @@ class Setup:
 
     @property
     def autocast(self) -> bool:
-        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of them."""
-        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
+        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of
+        them.
+        """
+        return (
+            self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
+        )
 
     @property
     def zero(self) -> bool:
@@ -183,7 +190,9 @@ class Plan(Setup):
     node_ranks: tuple[int, ...] = ()
     """Ranks of each node; empty where all have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()
-    """What each way to share gradients costs over the given network (`plan.network.exchanges`); empty where none was given."""
+    """What each way to share gradients costs over the given network (`plan.network.exchanges`); empty where none was
+    given.
+    """
     kernels: Literal["off", "liger"] = "off"
     """Whose kernels compute norms, rotary embeddings and SwiGLU: transformers' own, or Liger's."""
     most_rows: int = 0
@@ -193,7 +202,9 @@ class Plan(Setup):
     peak_at: str | None = None
     """Where in a step the peak stands, in words."""
     peak_remedy: str | None = None
-    """Its largest part that can shrink, what would do that, and by how much the whole peak falls; `None` where nothing would."""
+    """Its largest part that can shrink, what would do that, and by how much the whole peak falls; `None` where nothing
+    would.
+    """
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """What was changed because memory ran out, oldest first (`launch.recovery.facts`)."""
     reasons: tuple[str, ...]
@@ -250,7 +261,9 @@ class LaunchRequest:
     num_nodes: int = 1
     node_rank: int = 0
     node_devices: tuple[tuple[Device, ...], ...] = ()
-    """The devices of every node's ranks, in the order of the nodes; empty when nodes have not met: then each has those of this one."""
+    """The devices of every node's ranks, in the order of the nodes; empty when nodes have not met: then each has those
+    of this one.
+    """
     zero_stage: int | None = None
     """Stage of a user's own DeepSpeed JSON."""
     offload_optimizer: bool = False
@@ -268,8 +281,12 @@ class LaunchRequest:
 
 
 COMMANDS: Mapping[str, str] = {
-    "single": "train", "ddp": "train-distributed", "auto": "train-distributed", "fsdp2": "train-fsdp", "zero": "train-deepspeed",
-}  # fmt: skip
+    "single": "train",
+    "ddp": "train-distributed",
+    "auto": "train-distributed",
+    "fsdp2": "train-fsdp",
+    "zero": "train-deepspeed",
+}
 """What a command stands for -> its name."""
 
 
@@ -293,7 +310,9 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
     return Stamp(
         backend=tuning.backend,
         mode=tuning.mode,
-        quantization="none" if tuning.mode != "qlora" else tuning.quantization + (" with experts" if plan.nf4_experts else ""),
+        quantization=(
+            "none" if tuning.mode != "qlora" else tuning.quantization + (" with experts" if plan.nf4_experts else "")
+        ),
         base_model=prepared.model.name,
         base_revision=prepared.model.revision,
         base_fingerprint=prepared.model.fingerprint,
@@ -316,7 +335,10 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
         plan={name: getattr(plan, name) for name in PLANNED} | {"batches": describe_batches(plan.ranks)},
         settings=kept_settings(config),
         data_files={
-            f"{name}:{source.name}": source.content for name, split in splits.items() if split for source in split.sources
+            f"{name}:{source.name}": source.content
+            for name, split in splits.items()
+            if split
+            for source in split.sources
         },
         code=code_sha256(),
         git=git_state(),
@@ -325,9 +347,21 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
 
 
 PLANNED = (
-    "device", "num_nodes", "backend", "optim", "learning_rate", "attn_implementation", "layout", "gradient_checkpointing",
-    "steps", "warmup_steps", "loss_chunk", "pack_tokens", "offload_optimizer", "offload_parameters",
-)  # fmt: skip
+    "device",
+    "num_nodes",
+    "backend",
+    "optim",
+    "learning_rate",
+    "attn_implementation",
+    "layout",
+    "gradient_checkpointing",
+    "steps",
+    "warmup_steps",
+    "loss_chunk",
+    "pack_tokens",
+    "offload_optimizer",
+    "offload_parameters",
+)
 """Facts of a plan that a repeated run must come to again."""
 
 

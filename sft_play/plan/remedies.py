@@ -1,4 +1,6 @@
-"""Ways to need less memory, each planned as if it were typed; and where in a step the peak stands and what it is made of. Pure."""
+"""Ways to need less memory, each planned as if it were typed; and where in a step the peak stands and what it is made
+of. Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MOST_REMEDIES = 6
 
 
 def with_remedies(request: Request, decide: Decide, error: DoesNotFitError) -> DoesNotFitError:
-    """Return the error with what would make it fit, in the order that this hardware calls for: quantise before sharing out weights."""
+    """Return the error with what would make it fit, in the order that this hardware calls for: quantise before sharing
+    out weights.
+    """
     need, slow = error.need_bytes, slow_network(request)
 
     def order(remedy: Remedy) -> tuple[bool, bool, bool]:
@@ -33,22 +37,33 @@ def with_remedies(request: Request, decide: Decide, error: DoesNotFitError) -> D
         f"other programs hold {(device.memory_bytes - device.free_bytes) / GIB:.1f} of GPU {device.number}'s "
         f"{device.memory_bytes / GIB:.1f} GiB (`make memory-check` names them); without them it would fit"
         for device in request.hardware.devices
-        if device.number is not None and HEADROOM["cuda"] * device.free_bytes < need <= HEADROOM["cuda"] * device.memory_bytes
+        if device.number is not None
+        and HEADROOM["cuda"] * device.free_bytes < need <= HEADROOM["cuda"] * device.memory_bytes
     )
     found = remedies(request, decide, error.setup, error.micro_batch, need)
     return error.add(tuple(sorted(found, key=order)), notes=in_use)
 
 
 def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:
-    """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then the cheapest in speed."""
+    """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then the
+    cheapest in speed.
+    """
 
     def remedy_of(text: str, changed: Request) -> Remedy | None:
-        """Return what an override comes to; `None` where it is refused for another reason, needs no less, or more host memory than there is."""
+        """Return what an override comes to; `None` where it is refused for another reason, needs no less, or more host
+        memory than there is.
+        """
         plan = try_plan(request, changed, decide)
         if plan is None:
             return None
         if isinstance(plan, DoesNotFitError):
-            need, capacity, other, each, fits = plan.need_bytes, plan.capacity_bytes, plan.setup, plan.micro_batch, False
+            need, capacity, other, each, fits = (
+                plan.need_bytes,
+                plan.capacity_bytes,
+                plan.setup,
+                plan.micro_batch,
+                False,
+            )
         else:
             rank = least_room(plan.ranks)
             need, capacity, other, each, fits = rank.peak_bytes, rank.capacity_bytes, plan, rows, not plan.remedies
@@ -56,7 +71,11 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
         if need >= before or (request.hardware.ram_known and host > request.hardware.ram_bytes):
             return None
         slower = None
-        alike = (other.strategy, other.copies, other.sequence_parallel) == (setup.strategy, setup.copies, setup.sequence_parallel)
+        alike = (other.strategy, other.copies, other.sequence_parallel) == (
+            setup.strategy,
+            setup.copies,
+            setup.sequence_parallel,
+        )
         if alike and not other.offload_parameters:
             device = min(request.hardware.devices, key=lambda one: one.peak_flops or 0.0)
             now = token_cost(request.config, request.shape, setup, each, device)
@@ -111,7 +130,9 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
     if request.divides:  # the micro-batch whose memory is compared
         halved, pinned = whole, {"train.batch_size": rows}
         if train.global_batch_size != "auto" and rows > rows_each(train.global_batch_size, setup.data_world):
-            pinned["train.global_batch_size"] = rows * setup.data_world  # of unequal ranks the largest micro-batch is not for all
+            pinned["train.global_batch_size"] = (
+                rows * setup.data_world
+            )  # of unequal ranks the largest micro-batch is not for all
     found: list[tuple[str, Request]] = []
 
     def add(keys: dict[str, Any], command: str = "", **launched: Any) -> None:
@@ -154,7 +175,9 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
 
 
 def _price(remedy: Remedy) -> float:
-    """Return what orders remedies whose price arithmetic does not give: sharding costs some communication, offloading much."""
+    """Return what orders remedies whose price arithmetic does not give: sharding costs some communication, offloading
+    much.
+    """
     if remedy.slower is not None:
         return max(1.0, remedy.slower)
     if "train-distributed" in remedy.override:  # slices and stages are for what nothing simpler makes fit
@@ -165,11 +188,16 @@ def _price(remedy: Remedy) -> float:
 WORTH_SAYING = GIB // 50
 CHANGEABLE = {"update": ("optimizer", "gradients", "workspace"), "": ("activations", "recompute", "logits", "casts")}
 """Parts of which one is named as what the peak is made of: at the update, and at any other moment."""
-NAMES = {"recompute": "the layer that is computed again", "casts": "the cast weights", "optimizer": "the optimizer's states"}
+NAMES = {
+    "recompute": "the layer that is computed again",
+    "casts": "the cast weights",
+    "optimizer": "the optimizer's states",
+}
 
 
 def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", operation: str = "") -> Plan:
-    """Return the plan with its peak in words, what it is mostly made of, and what would lower it, with the saving by formula.
+    """Return the plan with its peak in words, what it is mostly made of, and what would lower it, with the saving by
+    formula.
 
     `moment` and `operation`: as a trace found them; else the formula's worst moment.
     """
@@ -197,7 +225,9 @@ def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", o
 def _changes(config: Config, shape: ModelShape, setup: Setup, rows: int, part: str) -> list[tuple[str, Setup, int]]:
     """Return (words, setup, rows) of what makes a part smaller, what costs least first."""
     found: list[tuple[str, Setup, int]] = []
-    bf16_on_gpu = setup.device == "cuda" and setup.precision == "bf16" and config.tuning.mode == "full" and not setup.zero
+    bf16_on_gpu = (
+        setup.device == "cuda" and setup.precision == "bf16" and config.tuning.mode == "full" and not setup.zero
+    )
     if part in ("optimizer", "gradients", "workspace"):
         if bf16_on_gpu and setup.optim not in OPTIMIZER_BYTES:
             found.append(("TRAIN_OPTIM=adamw_bnb_8bit", replace(setup, optim="adamw_bnb_8bit"), rows))
@@ -215,9 +245,13 @@ def _changes(config: Config, shape: ModelShape, setup: Setup, rows: int, part: s
 
 
 MOMENTS = {
-    "forward first": "in the first layer's forward pass", "forward middle": "in the forward pass",
-    "forward last": "in the last layer's forward pass", "forward head": "where the logits and the loss are computed",
-    "backward head": "where the gradient of the logits is computed", "backward last": "in the last layer's backward pass, all activations held",
-    "backward middle": "in the backward pass", "backward first": "at the end of the backward pass, all gradients held",
+    "forward first": "in the first layer's forward pass",
+    "forward middle": "in the forward pass",
+    "forward last": "in the last layer's forward pass",
+    "forward head": "where the logits and the loss are computed",
+    "backward head": "where the gradient of the logits is computed",
+    "backward last": "in the last layer's backward pass, all activations held",
+    "backward middle": "in the backward pass",
+    "backward first": "at the end of the backward pass, all gradients held",
     "update": "in the optimizer's update",
-}  # fmt: skip
+}

@@ -1,7 +1,8 @@
-"""What a plan is asked for: configuration, machines with their devices and network, model, data; and what of it fits into a rank's memory. Pure.
+"""What a plan is asked for: configuration, machines with their devices and network, model, data; and what of it fits
+into a rank's memory. Pure.
 
-Nodes that have met (`launch/rendezvous.py`) plan from the same list of all their devices, and all train by node 0's plan; without it each
-takes the others to be like itself.
+Nodes that have met (`launch/rendezvous.py`) plan from the same list of all their devices, and all train by node 0's
+plan; without it each takes the others to be like itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, LaunchConfig, TrainConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.calibration import Calibration, same_name
-from sft_play.plan.hardware import FULL, GIB, HEADROOM, Device, Hardware, device_of, find_card, network_speed, rate_in_words
+from sft_play.plan.hardware import (
+    FULL,
+    GIB,
+    HEADROOM,
+    Device,
+    Hardware,
+    device_of,
+    find_card,
+    network_speed,
+    rate_in_words,
+)
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup
 from sft_play.plan.shape import ModelShape
@@ -50,7 +61,9 @@ class Ranks:
     def name_of(self, node: int) -> str:
         """Return the devices of a machine in words."""
         names = [self.devices[rank].name for rank in self.ranks_of(node)]
-        return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
+        return (
+            names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
+        )
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
@@ -61,7 +74,11 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
     apart = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
     named = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
     return (
-        apart and named and len(hardware.devices) == launch.num_nodes and launch.num_gpus in (None, 1) and not launch.node_devices
+        apart
+        and named
+        and len(hardware.devices) == launch.num_nodes
+        and launch.num_gpus in (None, 1)
+        and not launch.node_devices
     )
 
 
@@ -88,7 +105,9 @@ def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
 
 
 def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> Hardware:
-    """Return the hardware with `launch.network` between several machines, unless `HARDWARE` says otherwise. Raise `HardwareError`."""
+    """Return the hardware with `launch.network` between several machines, unless `HARDWARE` says otherwise. Raise
+    `HardwareError`.
+    """
     text = config.launch.network
     if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
         return hardware
@@ -110,9 +129,11 @@ def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
     else:
         machines = [devices_for(hardware, launch, single)] * nodes
     return Ranks(
-        devices=tuple(device for _, devices in machines for device in devices), places=tuple(place for places, _ in machines for place in places),
-        nodes=tuple(len(devices) for _, devices in machines), own=min(launch.node_rank, nodes - 1),
-    )  # fmt: skip
+        devices=tuple(device for _, devices in machines for device in devices),
+        places=tuple(place for places, _ in machines for place in places),
+        nodes=tuple(len(devices) for _, devices in machines),
+        own=min(launch.node_rank, nodes - 1),
+    )
 
 
 def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
@@ -122,14 +143,19 @@ def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
         free = f"{device.free_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB free"
         raise HardwareError(
             f"GPU {index} of node {node} ({device.name}) is full: {free}",
-            hint="`make memory-check` there says who holds it; leave it out by NUM_GPUS or CUDA_VISIBLE_DEVICES on that node",
+            hint=(
+                "`make memory-check` there says who holds it; leave it out by NUM_GPUS or CUDA_VISIBLE_DEVICES on that"
+                " node"
+            ),
         )
 
 
 MOST_CPU_PROCESSES = 64
 
 
-def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[tuple[int, ...], tuple[Device, ...]]:
+def devices_for(
+    hardware: Hardware, request: LaunchRequest, wants_one: bool
+) -> tuple[tuple[int, ...], tuple[Device, ...]]:
     """Return the index and the device of each of this machine's ranks.
 
     Raise `HardwareError` when there are not enough, or when other programs fill one that would be used.
@@ -148,7 +174,8 @@ def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> 
     if asked and asked > len(hardware.devices):
         names = ", ".join(device.name for device in hardware.devices)
         raise HardwareError(
-            f"`NUM_GPUS` is {asked}, but there {'is' if len(hardware.devices) == 1 else 'are'} {len(hardware.devices)} ({names})",
+            f"`NUM_GPUS` is {asked}, but there {'is' if len(hardware.devices) == 1 else 'are'} {len(hardware.devices)}"
+            f" ({names})",
             hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
         )
     if wants_one:
@@ -176,8 +203,9 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
         hint = f"{visible_variable(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
         hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
     raise HardwareError(
-        f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of {first.memory_bytes / GIB:.1f} GiB free "
-        f"= {share:.1%}, less than the {FULL:.0%} that CUDA and the first layers take",
+        f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of"
+        f" {first.memory_bytes / GIB:.1f} GiB free = {share:.1%}, less than the {FULL:.0%} that CUDA and the first"
+        " layers take",
         hint=hint,
     )
 
@@ -188,7 +216,9 @@ def visible_variable(hardware: Hardware, indices: list[int]) -> str:
 
 
 def visible_names(devices: Sequence[Device], indices: Sequence[int]) -> list[str]:
-    """Return how `CUDA_VISIBLE_DEVICES` names these of the devices: slices by UUID, cards by number, unknown ones by place."""
+    """Return how `CUDA_VISIBLE_DEVICES` names these of the devices: slices by UUID, cards by number, unknown ones by
+    place.
+    """
     chosen = [(index, devices[index]) for index in indices]
     return [device.mig_uuid or str(index if device.number is None else device.number) for index, device in chosen]
 
@@ -200,8 +230,9 @@ SHORTEST_ROW = 8
 MOST_ROWS = 2**20
 """Where the search for the largest micro-batch ends."""
 SWITCHED_CHIPS, SWITCHED_RANKS, SWITCHED_BYTES = {(9, 0), (10, 0)}, 4, GIB
-"""Where NCCL reduces inside NVLink's switch (H100, H200 and B200, so many or more on a board) it takes about so much more of each card (0.9
-to 1.5 GiB in all on eight H100 were seen elsewhere; unverified here)."""
+"""Where NCCL reduces inside NVLink's switch (H100, H200 and B200, so many or more on a board) it takes about so much
+more of each card (0.9 to 1.5 GiB in all on eight H100 were seen elsewhere; unverified here).
+"""
 
 
 def global_rows(train: TrainConfig, world: int) -> int:
@@ -255,7 +286,9 @@ class Request:
         return self._least_of_groups(self.rank_room)
 
     def _least_of_groups(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(min(of_ranks[start : start + self.group_size]) for start in range(0, len(of_ranks), self.group_size))
+        return tuple(
+            min(of_ranks[start : start + self.group_size]) for start in range(0, len(of_ranks), self.group_size)
+        )
 
     @cached_property
     def rank_room(self) -> tuple[int, ...]:
@@ -302,13 +335,14 @@ class Request:
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
         def memory_of(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-            # What was traced is known of the configuration as it stood; beside the setup, memory depends on its tuning alone.
+            # What was traced is known of the configuration as it stood; beside the setup, memory depends on its tuning
+            # alone.
             return memory(original if config.tuning == original.tuning else config, shape, setup, micro_batch)
 
         prepared = None if "model.max_seq_len" in keys else self.prepared  # rows of another length
         return replace(
             self, config=config, memory=memory_of, prepared=prepared, typed=lambda key: typed(key) or key in keys
-        )  # fmt: skip
+        )
 
     def on(self, setup: Setup, rank: int) -> Setup:
         """Return the setup of a rank: of a pipeline its stage."""
@@ -345,7 +379,7 @@ class Request:
         """Return the tokens, at most `most`, of the longest rows of which `micro_batch` fit; 0 when none do."""
         return bisect_right(
             range(1, most + 1), capacity, key=lambda tokens: self.need(replace(setup, row_tokens=tokens), micro_batch)
-        )  # fmt: skip
+        )
 
     def require(self, setup: Setup, fitting: tuple[int, ...]) -> None:
         """Raise `DoesNotFitError` with the parts when what was asked for, or not even one row, fits.
@@ -359,7 +393,9 @@ class Request:
         if (self.largest_in(setup, room) if self.launch.early else fitting[rank]) >= wanted:
             return
         parts = self.parts(setup, wanted)
-        listed = ", ".join(f"{n} {size / GIB:.1f}" for n, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20)
+        listed = ", ".join(
+            f"{n} {size / GIB:.1f}" for n, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20
+        )
         what = f"not even one row of {setup.row_tokens} tokens fits"
         if wanted > 1:
             what = f"a micro-batch of {wanted} rows of {setup.row_tokens} tokens does not fit"
@@ -367,12 +403,17 @@ class Request:
                 world = len(fitting)
                 what += f" (`train.grad_accum` {train.grad_accum} needs it: {global_rows(train, world)} global / "
                 what += f"({train.grad_accum} x {plural(world, 'rank' if self.group_size == 1 else 'group')}))"
-        needs = f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB ({listed} GiB)"
+        needs = (
+            f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB"
+            f" ({listed} GiB)"
+        )
         raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=wanted, parts=parts, capacity_bytes=room)
 
 
 def with_machines(request: Request) -> Request:
-    """Return the request with the network, the devices and the measures of all machines as far as they are known. Raise `HardwareError`."""
+    """Return the request with the network, the devices and the measures of all machines as far as they are known. Raise
+    `HardwareError`.
+    """
     launch, calibration = request.launch, request.calibration
     hardware = with_network(request.config, request.hardware, launch)
     if launch.num_nodes > 1 and one_each(hardware, launch):
@@ -404,7 +445,9 @@ Decide = Callable[[Request], Plan]
 
 def try_plan(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
     """Return the changed plan, or how far it is from fitting; `None` where it is refused when it is typed."""
-    if {one.message for one in check_rules(changed.config, {})} - {one.message for one in check_rules(request.config, {})}:
+    if {one.message for one in check_rules(changed.config, {})} - {
+        one.message for one in check_rules(request.config, {})
+    }:
         return None
     try:
         return decide(changed)
@@ -445,7 +488,9 @@ class Remedy:
         if self.slower is not None and abs(self.slower - 1) >= 0.01:
             notes += f", {self.slower - 1:.0%} slower" if self.slower > 1 else f", {1 - self.slower:.0%} faster"
         host = f" and {self.host_bytes / GIB:.1f} GiB of the machine's memory" if self.host_bytes else ""
-        return f"{self.override}: {self.need_bytes / GIB:.1f} GiB{host} ({notes})" + ("" if self.fits else ", still too much")
+        return f"{self.override}: {self.need_bytes / GIB:.1f} GiB{host} ({notes})" + (
+            "" if self.fits else ", still too much"
+        )
 
 
 SMALLER = "use a smaller model, or more memory"
@@ -454,7 +499,9 @@ SMALLER = "use a smaller model, or more memory"
 class DoesNotFitError(HardwareError):
     """Not even what was asked for, or one row, fits; carries what `make plan` shows."""
 
-    def __init__(self, message: str, *, setup: Setup, micro_batch: int, parts: dict[str, int], capacity_bytes: int) -> None:
+    def __init__(
+        self, message: str, *, setup: Setup, micro_batch: int, parts: dict[str, int], capacity_bytes: int
+    ) -> None:
         super().__init__(message, hint=SMALLER)
         self.setup, self.micro_batch, self.parts, self.capacity_bytes = setup, micro_batch, parts, capacity_bytes
         self.remedies: tuple[Remedy, ...] = ()
@@ -464,7 +511,9 @@ class DoesNotFitError(HardwareError):
     def need_bytes(self) -> int:
         return sum(self.parts.values())
 
-    def add(self, remedies: tuple[Remedy, ...] = (), *, notes: tuple[str, ...] = (), after: str = "") -> DoesNotFitError:
+    def add(
+        self, remedies: tuple[Remedy, ...] = (), *, notes: tuple[str, ...] = (), after: str = ""
+    ) -> DoesNotFitError:
         """Return this error with ways to need less and notes added, and `after` at the end of its message."""
         self.message += after
         self.args = (self.message,)

@@ -1,8 +1,9 @@
-"""A model in numbers, what adapters can be on, and what its family can do: layouts without a mask, attention kernels. Pure.
+"""A model in numbers, what adapters can be on, and what its family can do: layouts without a mask, attention kernels.
+Pure.
 
-What families can do are facts of the pinned transformers and of the oldest supported, so that the plan knows them without importing it.
-`tests/numerics/test_layouts.py` compares them with what a tiny model of every family computes, both ways: a wrong name fails, and so does a
-missing one.
+What families can do are facts of the pinned transformers and of the oldest supported, so that the plan knows them
+without importing it. `tests/numerics/test_layouts.py` compares them with what a tiny model of every family computes,
+both ways: a wrong name fails, and so does a missing one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Matrices:
         return self.inputs * self.outputs * self.count
 
     def take_slice(self, ranks: int) -> Matrices:
-        """Return a rank's slice: columns of the layers out of attention and the feed-forward part, rows of those into them."""
+        """Return a rank's slice: columns of the layers out of attention and the feed-forward part, rows of those into
+        them.
+        """
         if self.kind != "linear":
             return self
         out = self.name.rsplit(".", 1)[-1] in ("o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")
@@ -133,10 +136,22 @@ class ModelShape:
         if self.counted:
             return self.counted.matrices
         h, q, kv, f = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn_size
-        layer = {"self_attn.q_proj": (h, q), "self_attn.k_proj": (h, kv), "self_attn.v_proj": (h, kv), "self_attn.o_proj": (q, h)}
+        layer = {
+            "self_attn.q_proj": (h, q),
+            "self_attn.k_proj": (h, kv),
+            "self_attn.v_proj": (h, kv),
+            "self_attn.o_proj": (q, h),
+        }
         layer |= ({"mlp.gate_proj": (h, f)} if self.gated else {}) | {"mlp.up_proj": (h, f), "mlp.down_proj": (f, h)}
         linear = [
-            Matrices(name=f"model.layers.*.{name}", inputs=inside, outputs=outside, count=self.layers, auto=True, quantised=True)
+            Matrices(
+                name=f"model.layers.*.{name}",
+                inputs=inside,
+                outputs=outside,
+                count=self.layers,
+                auto=True,
+                quantised=True,
+            )
             for name, (inside, outside) in layer.items()
         ]
         embedding = Matrices(name="model.embed_tokens", inputs=self.vocab_size, outputs=h, count=1, kind="ends")
@@ -151,14 +166,22 @@ class ModelShape:
             matrices = tuple(one.take_slice(ranks) for one in counted.matrices)
             less = sum(one.parameters - mine.parameters for one, mine in zip(counted.matrices, matrices, strict=True))
             counted = Counted(
-                parameters=counted.parameters - less, largest_layer=counted.largest_layer - less // self.layers, matrices=matrices
+                parameters=counted.parameters - less,
+                largest_layer=counted.largest_layer - less // self.layers,
+                matrices=matrices,
             )
         return replace(
-            self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks, ffn_size=self.ffn_size // ranks, counted=counted
+            self,
+            heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks,
+            ffn_size=self.ffn_size // ranks,
+            counted=counted,
         )
 
     def take_stage(self, layers: int, *, embeds: bool, predicts: bool) -> ModelShape:
-        """Return a stage of a pipeline: so many layers, with the embedding where it begins the model and the head where it ends it."""
+        """Return a stage of a pipeline: so many layers, with the embedding where it begins the model and the head where
+        it ends it.
+        """
         table, both = self.vocab_size * self.hidden_size, 1 if self.tied else 2
         each = (self.parameters - self.vision_parameters - both * table) / self.layers
         ends = int(embeds) + int(predicts) - int(embeds and predicts and self.tied)
@@ -168,9 +191,10 @@ class ModelShape:
             if one.kind in ("linear", "experts")
         )
         counted = Counted(
-            parameters=int(each * layers) + ends * table + self.vision_parameters, largest_layer=self.largest_layer_parameters,
+            parameters=int(each * layers) + ends * table + self.vision_parameters,
+            largest_layer=self.largest_layer_parameters,
             matrices=matrices,
-        )  # fmt: skip
+        )
         return replace(self, layers=layers, counted=counted, vocab_size=self.vocab_size if predicts else 0)
 
     @property
@@ -230,8 +254,12 @@ class ModelShape:
         found = []
         for one in self.matrices:
             meant = [name for name in targets if one.is_meant_by(name)]
-            layers = [name for name in meant if name != pattern_of(name)]  # `layers.5.self_attn.q_proj` is in one layer only
-            alone = len(layers) * (self.experts if one.kind == "experts" else 1) if len(layers) == len(meant) else one.count
+            layers = [
+                name for name in meant if name != pattern_of(name)
+            ]  # `layers.5.self_attn.q_proj` is in one layer only
+            alone = (
+                len(layers) * (self.experts if one.kind == "experts" else 1) if len(layers) == len(meant) else one.count
+            )
             found += [replace(one, count=min(one.count, alone))] if meant else []
         return found
 
@@ -240,7 +268,11 @@ class ModelShape:
         return r * sum(one.count * (one.inputs + one.outputs) for one in self.adapter_targets(targets))
 
 
-NEWER = {"lfm2", "lfm2_moe", "llama4_text"} if tuple(map(int, version("transformers").split(".")[:2])) < (5, 23) else set[str]()
+NEWER = (
+    {"lfm2", "lfm2_moe", "llama4_text"}
+    if tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
+    else set[str]()
+)
 """Families whose rows in one line are mixed by an older transformers."""
 
 UNMASKED_MODEL_TYPES = frozenset({
@@ -261,15 +293,19 @@ FLATTENED_MODEL_TYPES = UNMASKED_MODEL_TYPES - NEWER - {
     "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "mpt", "nemotron_h", "olmo_hybrid", "opt", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 }  # fmt: skip
-"""Rows of these in one line need position ids only. Others carry a state from token to token, count positions themselves (bloom, mpt), or
-make their masks without position ids (afmoe, gpt_oss, opt)."""
+"""Rows of these in one line need position ids only. Others carry a state from token to token, count positions
+themselves (bloom, mpt), or make their masks without position ids (afmoe, gpt_oss, opt).
+"""
 
 CHUNKED_HEAD_MODEL_TYPES = UNMASKED_MODEL_TYPES
-"""Families whose loss in chunks equals the whole one, changes to logits after the head included (Gemma 2 bends them, Granite and
-Cohere scale them); `tests/numerics/test_chunked_loss.py` proves each."""
+"""Families whose loss in chunks equals the whole one, changes to logits after the head included (Gemma 2 bends them,
+Granite and Cohere scale them); `tests/numerics/test_chunked_loss.py` proves each.
+"""
 
 VARLEN = "varlen"
-"""Our name for attention over rows of unlike length (`model.kernels`): torch's own flash attention, on a CPU one call per row."""
+"""Our name for attention over rows of unlike length (`model.kernels`): torch's own flash attention, on a CPU one call
+per row.
+"""
 
 BY_LENGTHS = frozenset({VARLEN, "flash_attention_2"})
 """Attention that tells the rows of a line apart by their lengths, without a mask."""
@@ -278,27 +314,58 @@ VARLEN_MODEL_TYPES = UNMASKED_MODEL_TYPES - NEWER - {
     "bloom", "deepseek_v32", "deepseek_v4", "falcon", "falcon_mamba", "gemma2", "glm_moe_dsa", "gptj", "jamba", "llama4_text", "mamba",
     "mamba2", "minimax", "mpt", "nemotron", "phimoe", "qwen2_moe", "stablelm",
 }  # fmt: skip
-"""Families that `varlen` computes. Others bend their scores (gemma2), add a mask of their own (bloom, mpt, llama4_text, the sparse
-attention of deepseek_v32), do not pass the lengths on (nemotron, stablelm, jamba, mamba), or not their window (qwen2_moe, phimoe)."""
+"""Families that `varlen` computes. Others bend their scores (gemma2), add a mask of their own (bloom, mpt, llama4_text,
+the sparse attention of deepseek_v32), do not pass the lengths on (nemotron, stablelm, jamba, mamba), or not their
+window (qwen2_moe, phimoe).
+"""
 
 SLICED_MODEL_TYPES = VARLEN_MODEL_TYPES - {
-    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-}  # fmt: skip
-"""Families whose tokens meet in `varlen` attention alone, so that ranks can hold slices of a line. Others carry a state along it."""
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+"""Families whose tokens meet in `varlen` attention alone, so that ranks can hold slices of a line. Others carry a state
+along it.
+"""
 
 TENSOR_PARALLEL_MODEL_TYPES = frozenset({
     "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_neox", "granite",
     "helium", "jais2", "llama", "ministral", "ministral3", "mistral", "mistral3", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen3", "seed_oss",
     "smollm3", "starcoder2",
 })  # fmt: skip
-"""Families whose layers can be held in slices (`tests/numerics/test_tensor_parallel.py`). Others have fused layers, norms over all heads,
-experts, or no plan in transformers."""
+"""Families whose layers can be held in slices (`tests/numerics/test_tensor_parallel.py`). Others have fused layers,
+norms over all heads, experts, or no plan in transformers.
+"""
 
-NOT_STAGED_MODEL_TYPES = frozenset({
-    "bloom", "deepseek_v4", "gemma3n_text", "gemma4", "gemma4_text", "gpt2", "gpt_bigcode", "mistral3", "nemotron_h", "opt", "qwen3_vl",
-})  # fmt: skip
-"""Families whose layers cannot be the stages of a pipeline (`tests/numerics/test_stages.py`): they read more than the layer before."""
+NOT_STAGED_MODEL_TYPES = frozenset(
+    {
+        "bloom",
+        "deepseek_v4",
+        "gemma3n_text",
+        "gemma4",
+        "gemma4_text",
+        "gpt2",
+        "gpt_bigcode",
+        "mistral3",
+        "nemotron_h",
+        "opt",
+        "qwen3_vl",
+    }
+)
+"""Families whose layers cannot be the stages of a pipeline (`tests/numerics/test_stages.py`): they read more than the
+layer before.
+"""
 
 SINK_MODEL_TYPES = frozenset({"gpt_oss", "mimo_v2_flash"})
 """Families of `VARLEN_MODEL_TYPES` whose heads have sinks: one call per row on GPUs too, of any type."""
@@ -313,10 +380,13 @@ LAYER_OUTPUTS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_d
 """How long a tuple a layer returns, by model type; the layers of all others return the hidden states alone."""
 
 CHANGED_LOGITS: Mapping[str, str] = {
-    **dict.fromkeys(("gemma2", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "nanochat"), "final_logit_softcapping"),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "nanochat"), "final_logit_softcapping"
+    ),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"), "logits_scaling"),
-    **dict.fromkeys(("cohere", "cohere2"), "logit_scale"), "falcon_h1": "lm_head_multiplier",
-}  # fmt: skip
+    **dict.fromkeys(("cohere", "cohere2"), "logit_scale"),
+    "falcon_h1": "lm_head_multiplier",
+}
 """Families that change logits after the head, and the field of their configuration that says how (`model.kernels`)."""
 
 READ_DIRECTLY = frozenset({"correction_coefs"})
@@ -325,10 +395,14 @@ READ_BY_KERNELS = frozenset({"dt_proj", "out_proj", "x_proj"})
 """Layers of a Mamba mixer that are such: its kernels take their weights."""
 
 LIGER_MODEL_TYPES = frozenset({"granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"})
-"""Dense families with SwiGLU in which Liger replaces every norm and feed-forward part (`tests/numerics/test_kernels.py`)."""
+"""Dense families with SwiGLU in which Liger replaces every norm and feed-forward part
+(`tests/numerics/test_kernels.py`).
+"""
 
 FLATTENED_TOKENS = 4096
-"""Longest flattened micro-batch of several rows on a GPU where attention is not by lengths: the block mask is quadratic in it."""
+"""Longest flattened micro-batch of several rows on a GPU where attention is not by lengths: the block mask is quadratic
+in it.
+"""
 
 WITHOUT_SDPA = frozenset({
     "big_bird", "bigbird_pegasus", "blip", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "git",
@@ -370,8 +444,8 @@ def check_targets(config: Config, shape: ModelShape) -> None:
         )
     if shape.tied and any(one.kind == "ends" for one in shape.adapter_targets(lora.target_modules)):
         raise UserError(
-            "`tuning.lora.target_modules` names the head or the input embeddings, which share one weight in this model: an adapter on one could not "
-            "be merged without changing the other",
+            "`tuning.lora.target_modules` names the head or the input embeddings, which share one weight in this model:"
+            " an adapter on one could not be merged without changing the other",
             hint="leave it out",
         )
     if lora.dropout and any(one.kind == "experts" for one in shape.adapter_targets(lora.target_modules)):
@@ -398,7 +472,8 @@ def describe_adapters(config: Config, shape: ModelShape) -> list[str]:
 def quantises_experts(tuning: TuningConfig, strategy: str) -> bool:
     """Whether fused experts are held in nf4 like linear layers.
 
-    int8 has no form for them, FSDP2 and ZeRO-3 would have to shard their packed bytes, and PEFT 0.21 puts no adapters over such a weight.
+    int8 has no form for them, FSDP2 and ZeRO-3 would have to shard their packed bytes, and PEFT 0.21 puts no adapters
+    over such a weight.
     """
     typed = tuning.lora.target_modules
     adapted = not isinstance(typed, str) and any("experts." in name for name in typed)

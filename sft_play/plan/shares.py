@@ -1,7 +1,8 @@
-"""How the rows of a step are divided among ranks, by memory and by forecast; and whether fewer machines would be faster. Pure.
+"""How the rows of a step are divided among ranks, by memory and by forecast; and whether fewer machines would be
+faster. Pure.
 
-Speeds are measured (`make bench`) or priors; of cards whose speed is not known, those with more memory are taken for the faster
-ones, in proportion, until training has measured them (`training/balance.py`).
+Speeds are measured (`make bench`) or priors; of cards whose speed is not known, those with more memory are taken for
+the faster ones, in proportion, until training has measured them (`training/balance.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sft_play.plan import choices
-from sft_play.plan.batch import Batch, Cost, Slots, choose_batch, equal_shares, halve_batch, share_out, spans, step_seconds
+from sft_play.plan.batch import (
+    Batch,
+    Cost,
+    Slots,
+    choose_batch,
+    equal_shares,
+    halve_batch,
+    share_out,
+    spans,
+    step_seconds,
+)
 from sft_play.plan.epoch import Division, choose_packing, gaining_packs, rows_data
 from sft_play.plan.hardware import Device
 from sft_play.plan.network import check_gathering, exchange_seconds, link_of
@@ -26,7 +37,9 @@ SHARED = "shares by speed and memory"
 WORTH = 1.01
 """Shares that a forecast does not find faster by more than this factor stay as they are."""
 GAIN = 1.02
-"""What is not faster than this is as fast: then the larger micro-batch is taken, and rows in one line; and no machine is left out."""
+"""What is not faster than this is as fast: then the larger micro-batch is taken, and rows in one line; and no machine
+is left out.
+"""
 UNEQUAL = 1.1
 """Ranks of which one computes longer than another by more than this factor are worth a warning."""
 NAMED = 8
@@ -43,12 +56,14 @@ Seconds = Callable[[Division], float]
 
 
 def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: list[str]) -> Division:
-    """Return micro-batch, accumulation, packing, layout and loss chunks, by memory and by the forecast. Raise `UserError`.
+    """Return micro-batch, accumulation, packing, layout and loss chunks, by memory and by the forecast. Raise
+    `UserError`.
 
     `fitting`: the rows that each rank's memory holds.
     """
     config, launch, train = request.config, request.launch, request.config.train
-    # What fits under packing are packs; and before the data are known, rows of the greatest length must not refuse what was typed.
+    # What fits under packing are packs; and before the data are known, rows of the greatest length must not refuse what
+    # was typed.
     if train.packing == "on" or (launch.early and train.grad_accum != "auto"):
         fitting = (MOST_ROWS,) * len(fitting)
     comparable = _comparable(request)
@@ -65,7 +80,9 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: li
     if division.setup.pack_tokens:
         together = max(gaining_packs(division, most), *division.batch.micro_batches)
     else:
-        together = most if not request.divides or plain.micro_batches == whole.micro_batches else max(plain.micro_batches)
+        together = (
+            most if not request.divides or plain.micro_batches == whole.micro_batches else max(plain.micro_batches)
+        )
     division = _with_shares(request, division, costs_of(comparable, division, together), seconds, reasons)
     batch = halve_batch(division.batch, launch.halvings, request.unit)
     reasons += batch.reasons[len(division.batch.reasons) :]
@@ -73,7 +90,9 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: li
     data = rows_data(request, division)
     padding = 1 - data.row_tokens / padded_tokens(data, max(batch.micro_batches))
     if setup.layout != "flattened" and padding >= LEAST_PADDING:
-        reasons.append(f"padding {padding:.0%} of all tokens by forecast: rows are as long as the longest of their micro-batch")
+        reasons.append(
+            f"padding {padding:.0%} of all tokens by forecast: rows are as long as the longest of their micro-batch"
+        )
     setup = replace(setup, accumulates=batch.accumulation > 1)
     division = replace(division, setup=setup, batch=batch)
     check_gathering(request, setup, division.micro_steps, forecast(comparable, division).computing_seconds)
@@ -87,9 +106,11 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: li
 
 
 def _comparable(request: Request) -> Request:
-    """Return the request with the speeds of typical cards and networks where they are not known, so that choices can be compared.
+    """Return the request with the speeds of typical cards and networks where they are not known, so that choices can be
+    compared.
 
-    Of unlike ones those with more memory are taken for the faster, in proportion: 12 and 8 GB cards of one time differ by about that.
+    Of unlike ones those with more memory are taken for the faster, in proportion: 12 and 8 GB cards of one time differ
+    by about that.
     """
     hardware, launch, ranks = request.hardware, request.launch, request.ranks
     if launch.num_nodes > 1 and not hardware.network_bytes_per_second:
@@ -110,7 +131,9 @@ def _comparable(request: Request) -> Request:
 
 
 def _fastest(request: Request, setup: Setup, whole: Batch, fitting: tuple[int, ...], seconds: Seconds) -> Batch:
-    """Return `whole`, the batch with the largest micro-batch, or a smaller one that is faster, unless something else was typed."""
+    """Return `whole`, the batch with the largest micro-batch, or a smaller one that is faster, unless something else
+    was typed.
+    """
     largest, unknown = max(whole.micro_batches), not all(device.peak_flops for device in request.ranks.devices)
     if not request.divides or request.config.train.packing == "on" or largest == 1:
         return whole
@@ -135,7 +158,9 @@ def _fastest(request: Request, setup: Setup, whole: Batch, fitting: tuple[int, .
 
 
 def _with_layout(request: Request, setup: Setup, batch: Batch, seconds: Seconds, reasons: list[str]) -> Setup:
-    """Return the setup with the layout of its rows: in one line where that is exact, fits, and is not slower than padding."""
+    """Return the setup with the layout of its rows: in one line where that is exact, fits, and is not slower than
+    padding.
+    """
     if setup.pack_tokens:
         return setup
     padded, rows = replace(setup, layout=choices.padded_layout(request)), max(batch.micro_batches)
@@ -150,7 +175,8 @@ def _with_layout(request: Request, setup: Setup, batch: Batch, seconds: Seconds,
     if before > GAIN * after:
         slower = before / after - 1
         reasons[-1] = (
-            f"rows padded: in one line, under a mask over all of them, a step would take {slower:.0%} longer by forecast"
+            f"rows padded: in one line, under a mask over all of them, a step would take {slower:.0%} longer by"
+            " forecast"
         )
         return padded
     return flattened
@@ -160,7 +186,8 @@ def _with_layout(request: Request, setup: Setup, batch: Batch, seconds: Seconds,
 
 
 def costs_of(request: Request, division: Division, most: int) -> tuple[Cost, ...]:
-    """Return what a row (or pack) costs each rank in micro-batches of `most` at most; nothing where the speed of one is not known.
+    """Return what a row (or pack) costs each rank in micro-batches of `most` at most; nothing where the speed of one is
+    not known.
 
     A micro-step's time is taken for a straight line between one row and the most that fit.
     """
@@ -181,8 +208,12 @@ def costs_of(request: Request, division: Division, most: int) -> tuple[Cost, ...
     return tuple(map(cost, request.data_devices, request.largest(setup)))
 
 
-def _with_shares(request: Request, division: Division, costs: Sequence[Cost], seconds: Seconds, reasons: list[str]) -> Division:
-    """Return the division with shares by cost where ranks are unlike, nobody typed shares, and a step is faster by forecast."""
+def _with_shares(
+    request: Request, division: Division, costs: Sequence[Cost], seconds: Seconds, reasons: list[str]
+) -> Division:
+    """Return the division with shares by cost where ranks are unlike, nobody typed shares, and a step is faster by
+    forecast.
+    """
     same = division.setup.strategy != "ddp"
     if not request.divides or len(set(costs)) < 2 or not all(cost.most_rows for cost in costs):
         return division
@@ -200,14 +231,15 @@ def _with_shares(request: Request, division: Division, costs: Sequence[Cost], se
     _replace_reasons(reasons, _shares_in_words(chosen, [cost.most_rows for cost in costs]))
     if request.hardware.kind == "cuda" and not all(device.peak_flops for device in request.ranks.devices):
         reasons.append(
-            "the speed of these cards is not known: more memory is taken for more speed, in proportion, until training has measured it "
-            "(`launch.balance: off` gives equal shares)"
+            "the speed of these cards is not known: more memory is taken for more speed, in proportion, until training"
+            " has measured it (`launch.balance: off` gives equal shares)"
         )
         return chosen
     before = seconds(equal)
     counts = f" ({_rows_of_ranks(chosen)} instead of {_rows_of_ranks(equal)})" if len(costs) <= NAMED else ""
     reasons.append(
-        f"unequal shares: {figure(before)} s -> {figure(after)} s a step, {before / after:.2f} times as fast as equal ones{counts}"
+        f"unequal shares: {figure(before)} s -> {figure(after)} s a step, {before / after:.2f} times as fast as equal"
+        f" ones{counts}"
     )
     return chosen
 
@@ -237,9 +269,11 @@ def _shares_in_words(division: Division, most_rows: Sequence[int]) -> str:
     if len(counts) > NAMED:
         return f"{SHARED}: {min(counts)} to {max(counts)} of {total} a step for each rank"
     parts = [
-        f"rank {rank} {plural(rows, unit)} in {plural(steps, 'micro-step')} of up to {micro} ({most} would fit)"
-        if rows
-        else f"rank {rank} nothing, since the others are done with all of them before it is with one"
+        (
+            f"rank {rank} {plural(rows, unit)} in {plural(steps, 'micro-step')} of up to {micro} ({most} would fit)"
+            if rows
+            else f"rank {rank} nothing, since the others are done with all of them before it is with one"
+        )
         for rank, ((micro, steps), rows, most) in enumerate(zip(division.batch.slots, counts, most_rows, strict=True))
     ]
     return f"{SHARED}, of {total} a step: " + "; ".join(parts)
@@ -254,7 +288,9 @@ def tell_unequal(
     reasons: list[str],
     warnings: list[str],
 ) -> None:
-    """Say where ranks wait for a slower one, and when a step would be faster on fewer machines in micro-batches no larger than now."""
+    """Say where ranks wait for a slower one, and when a step would be faster on fewer machines in micro-batches no
+    larger than now.
+    """
     if any(reason.startswith(SHARED) for reason in reasons):
         told = _shares_in_words(division, [rank.most_rows for rank in ranks])
         reasons[:] = [told if reason.startswith(SHARED) else reason for reason in reasons]
@@ -282,7 +318,9 @@ def tell_unequal(
             if same:  # where weights or states are shared out, fewer ranks hold more of them
                 fewer = replace(division.setup, world_size=len(staying))
                 held = [request.largest_in(fewer, request.room[rank]) for rank in staying]
-                rest = [replace(cost, most_rows=min(cost.most_rows, most)) for cost, most in zip(rest, held, strict=True)]
+                rest = [
+                    replace(cost, most_rows=min(cost.most_rows, most)) for cost, most in zip(rest, held, strict=True)
+                ]
             if all(cost.most_rows for cost in rest):
                 shares = share_out(division.rows, rest, same_steps=same)
                 beside = _beside_computing(request, division.setup, staying, max(steps for _, steps in shares))
@@ -307,7 +345,9 @@ def _describe_unequal(request: Request, division: Division, speed: Forecast) -> 
 
 
 def _machines(request: Request) -> Mapping[str, tuple[int, ...]]:
-    """Return name -> ranks of what could be left out: a machine, or a device of several that only a network joins, or that differ."""
+    """Return name -> ranks of what could be left out: a machine, or a device of several that only a network joins, or
+    that differ.
+    """
     ranks = request.ranks
     if len(ranks.nodes) > 1:
         return {f"node {node} ({ranks.name_of(node)})": ranks.ranks_of(node) for node in range(len(ranks.nodes))}

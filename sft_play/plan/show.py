@@ -30,7 +30,9 @@ MOST_GROUPS = 8
 
 
 def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
-    """Return a summary in five lines; with `why` its reasons, with `details` the memory of every kind of rank as bars."""
+    """Return a summary in five lines; with `why` its reasons, with `details` the memory of every kind of rank as
+    bars.
+    """
     first = plan.ranks[0]
     names = Counter(rank.device_name for rank in plan.ranks)
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
@@ -43,7 +45,8 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     lines.append(f"  steps    {_steps(plan)}")
     worst = tightest(plan.ranks)
     lines.append(
-        f"  memory   {gib(worst.peak_bytes)} of {gib(worst.capacity_bytes)} at the peak of rank {worst.rank}: {_parts(worst)}"
+        f"  memory   {gib(worst.peak_bytes)} of {gib(worst.capacity_bytes)} at the peak of rank {worst.rank}:"
+        f" {_parts(worst)}"
     )
     speed = show_speed(plan)
     if why:
@@ -53,7 +56,9 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
             lines += ["", *show_exchanges(plan.exchanges), ""]
         lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
     else:
-        lines.append(f"  speed    {speed[0]}" + (f", {duration(plan.total_seconds)} in all" if plan.total_seconds else ""))
+        lines.append(
+            f"  speed    {speed[0]}" + (f", {duration(plan.total_seconds)} in all" if plan.total_seconds else "")
+        )
         lines += [f"           {line}" for line in _communication(plan)]
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
@@ -69,8 +74,12 @@ def _batch(plan: Plan, micro: str) -> str:
     if plan.pack_tokens:
         where = f" on each of {plural(groups, unit)}" if groups > 1 else ""
         packs = f"{micro} {'pack' if micro == '1' else 'packs'} of up to {plan.row_tokens:,} tokens"
-        return f"{plan.global_batch_size} rows a step, in at most {plural(accumulation, 'micro-step')} of {packs}{where}"
-    empty = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks[:: plan.group_size]) > plan.global_batch_size
+        return (
+            f"{plan.global_batch_size} rows a step, in at most {plural(accumulation, 'micro-step')} of {packs}{where}"
+        )
+    empty = (
+        sum(rank.micro_batch * rank.accumulation for rank in plan.ranks[:: plan.group_size]) > plan.global_batch_size
+    )
     steps = _span(rank.accumulation for rank in plan.ranks)
     whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {steps} x {groups}"
     whole += f" {'groups' if groups > 1 else 'group'} of {plan.group_size}" if plan.group_size > 1 else ""
@@ -98,7 +107,8 @@ def _ranks(plan: Plan) -> list[str]:
     for rank in plan.ranks[:MOST_LISTED]:
         rows = counts[rank.rank] if counts else f"{rank.micro_batch * rank.accumulation} max"
         lines.append(
-            f"  {rank.rank:>6}  {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
+            f"  {rank.rank:>6} "
+            f" {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
             + (f"{figure(seconds[rank.rank]):>10}" if seconds else "")
         )
     rest = len(plan.ranks) - MOST_LISTED
@@ -108,7 +118,9 @@ def _ranks(plan: Plan) -> list[str]:
 def _rank_seconds(plan: Plan) -> tuple[float, ...]:
     """Return what each rank computes in a step; nothing where that is not known."""
     costs = [
-        Cost(fixed_seconds=rank.cost[0], row_seconds=rank.cost[1], most_rows=rank.most_rows) for rank in plan.ranks if rank.cost
+        Cost(fixed_seconds=rank.cost[0], row_seconds=rank.cost[1], most_rows=rank.most_rows)
+        for rank in plan.ranks
+        if rank.cost
     ]
     if len(costs) < len(plan.ranks) or plan.pack_tokens:
         return ()
@@ -119,7 +131,10 @@ def _steps(plan: Plan) -> str:
     if plan.steps is None:
         return "known when the data are prepared"
     epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
-    return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {plural(plan.warmup_steps or 0, 'warm-up step')}"
+    return (
+        f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after"
+        f" {plural(plan.warmup_steps or 0, 'warm-up step')}"
+    )
 
 
 def _room(plan: Plan) -> str:
@@ -127,7 +142,8 @@ def _room(plan: Plan) -> str:
     text, micro = f"for packs of up to {plan.longest_row:,} tokens", plan.ranks[0].micro_batch
     if not plan.pack_tokens:
         text = (
-            f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {micro} of {plan.longest_row:,}, would fit"
+            f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {micro} of {plan.longest_row:,},"
+            " would fit"
         )
     if plan.peak_at:
         text += f"; the peak is {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
@@ -153,7 +169,9 @@ def _bars(plan: Plan) -> list[str]:
 
 
 def _who(members: Sequence[int]) -> str:
-    """Return `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for rising ranks; of many groups the first, and how many ranks follow."""
+    """Return `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for rising ranks; of many groups the first, and how many
+    ranks follow.
+    """
     groups: list[list[int]] = []
     for rank in members:
         if groups and rank == groups[-1][-1] + 1:
@@ -175,19 +193,28 @@ def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
 
 
 def show_misfit(error: DoesNotFitError) -> str:
-    """Return what a rank would need, part by part, and each way to need less, with its saving and its price in speed."""
+    """Return what a rank would need, part by part, and each way to need less, with its saving and its price in
+    speed.
+    """
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
-    lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "nothing by itself makes it fit")
+    lines.append(
+        "to make it fit" if any(remedy.fits for remedy in error.remedies) else "nothing by itself makes it fit"
+    )
     return "\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)])
 
 
 def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
     """Return the same as plain data."""
     return {
-        "fits": False, "error": error.message, "memory_bytes": error.parts, "peak_bytes": sum(error.parts.values()),
-        "capacity_bytes": error.capacity_bytes, "micro_batch": error.micro_batch, "remedies": [asdict(r) for r in error.remedies],
-    }  # fmt: skip
+        "fits": False,
+        "error": error.message,
+        "memory_bytes": error.parts,
+        "peak_bytes": sum(error.parts.values()),
+        "capacity_bytes": error.capacity_bytes,
+        "micro_batch": error.micro_batch,
+        "remedies": [asdict(r) for r in error.remedies],
+    }
 
 
 # The forecast as people read it: speed, time, communication, energy and money.
@@ -202,11 +229,17 @@ def show_speed(plan: Plan) -> list[str]:
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
         return [*_unknown(plan), *communication]
     lines = [f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"]
-    lines[0] += f", {figure(plan.seconds_per_step)} s a step" + (f", MFU {plan.mfu:.0%}" if plan.mfu is not None else "")
+    lines[0] += f", {figure(plan.seconds_per_step)} s a step" + (
+        f", MFU {plan.mfu:.0%}" if plan.mfu is not None else ""
+    )
     times = [f"{duration(plan.total_seconds)} in all"] if plan.total_seconds is not None else []
     times += [f"{duration(plan.epoch_seconds)} an epoch"] if plan.epoch_seconds is not None else []
     lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
-    price = [f"at most {figure(plan.energy_kwh)} kWh by the GPUs at their power limits"] if plan.energy_kwh is not None else []
+    price = (
+        [f"at most {figure(plan.energy_kwh)} kWh by the GPUs at their power limits"]
+        if plan.energy_kwh is not None
+        else []
+    )
     price += [f"costs {plan.cost:.2f} at PRICE_PER_HOUR"] if plan.cost is not None else []
     return [*lines, *communication, *(["; ".join(price)] if price else [])]
 
@@ -224,11 +257,15 @@ def _unknown(plan: Plan) -> list[str]:
     """Return which of the two is not known, the devices' speed or the network's, and how to tell it."""
     if plan.offload_optimizer or plan.offload_parameters:
         return ["unknown with offloading: states cross PCIe in every micro-step, and the CPU makes the update; slow"]
-    lines = [] if all(rank.cost for rank in plan.ranks) else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
+    lines = (
+        [] if all(rank.cost for rank in plan.ranks) else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
+    )
     if plan.num_nodes > 1 and plan.communication_seconds is None:
         speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
         lines.append("unknown for the network between the nodes")
-        lines.append(f"to forecast it, name the network: LAUNCH_NETWORK={speed} (`launch.network`), or HARDWARE=...@{speed}")
+        lines.append(
+            f"to forecast it, name the network: LAUNCH_NETWORK={speed} (`launch.network`), or HARDWARE=...@{speed}"
+        )
     return lines or [CARDS]
 
 
@@ -237,7 +274,9 @@ MOST_CHANGE = 3.0
 
 
 def beside_forecast(run: RunFolder) -> str:
-    """Return lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was kept."""
+    """Return lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was
+    kept.
+    """
     measured = read_facts(run.training_metrics)
     if not (forecast := measured.get("forecast")):  # not rank 0's machine, or a run of an earlier version
         return ""
@@ -247,7 +286,11 @@ def beside_forecast(run: RunFolder) -> str:
         ("energy", "energy_kwh", lambda value: f"{figure(value)} kWh"),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]
-    lines = [f"  {label:<9}{_pair(measured[key], forecast.get(key), write)}" for label, key, write in rows if measured.get(key)]
+    lines = [
+        f"  {label:<9}{_pair(measured[key], forecast.get(key), write)}"
+        for label, key, write in rows
+        if measured.get(key)
+    ]
     if lines and measured.get("peak_memory_bytes") and forecast.get("peak_memory_bytes"):
         lines[-1] += " for a micro-batch of the longest rows"
     speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")
@@ -257,12 +300,18 @@ def beside_forecast(run: RunFolder) -> str:
 
 
 UNEXPLAINED, SHORT_SECONDS = 0.5, 60
-"""Share of the forecast beyond which a measured speed needs a cause; a run in which start-up (first steps, first saves) still counts."""
+"""Share of the forecast beyond which a measured speed needs a cause; a run in which start-up (first steps, first saves)
+still counts.
+"""
 
 
 def _cause(seconds: float | None, basis: str | None) -> str:
     """Return what may have made the speed another than the forecast's, by what is known when the run has ended."""
-    found = [] if basis and not basis.startswith("a prior") else ["this machine's speed was a guess (`make bench` measures it)"]
+    found = (
+        []
+        if basis and not basis.startswith("a prior")
+        else ["this machine's speed was a guess (`make bench` measures it)"]
+    )
     if seconds and seconds < SHORT_SECONDS:
         found.append("start-up counts in so short a run")
     if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
@@ -285,13 +334,16 @@ def parse_price(text: str) -> float:
         price = math.nan
     if not (math.isfinite(price) and price >= 0):
         raise UserError(
-            f"`PRICE_PER_HOUR` is `{text}`; expected a number such as `2.5`: what one machine costs an hour, in any currency"
+            f"`PRICE_PER_HOUR` is `{text}`; expected a number such as `2.5`: what one machine costs an hour, in any"
+            " currency"
         )
     return price
 
 
 def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
-    """Return the plan with what all its steps cost at `price` a machine and hour; where their number is not known, with what 1,000 cost."""
+    """Return the plan with what all its steps cost at `price` a machine and hour; where their number is not known, with
+    what 1,000 cost.
+    """
     if price is None:
         return plan
     if plan.seconds_per_step is None:
@@ -301,6 +353,9 @@ def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
     machines = plan.world_size if apart else plan.num_nodes
     if plan.total_seconds is None:
         thousand = price * machines * plan.seconds_per_step * 1000 / 3600
-        known = f"cost: 1,000 steps cost {thousand:.2f} at PRICE_PER_HOUR; how many there are is known once the data are prepared"
+        known = (
+            f"cost: 1,000 steps cost {thousand:.2f} at PRICE_PER_HOUR; how many there are is known once the data are"
+            " prepared"
+        )
         return replace(plan, notices=(*plan.notices, known))
     return replace(plan, cost=price * machines * plan.total_seconds / 3600)

@@ -1,6 +1,8 @@
-"""Where a plan's memory comes from: the closed formulas, a trace of the real step, a probe on the device; each corrects the last.
+"""Where a plan's memory comes from: the closed formulas, a trace of the real step, a probe on the device; each corrects
+the last.
 
-The plan itself stays a pure function: it is asked again with what was found, until what it decides is what was looked at.
+The plan itself stays a pure function: it is asked again with what was found, until what it decides is what was looked
+at.
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared, lookup
 
 Source = Literal["formula", "trace", "probe", "known", "auto"]
-"""`known`: a trace where an earlier one is in the cache, else the formula; never starts one. `auto`, for training: `known`, and a
-new trace where the formula comes near the limit; both trace a family that the formulas do not know. `probe`: a trace, corrected by what
-`launch.attempt.probe` measured; measurements of earlier probes correct every plan but one by `formula`."""
+"""`known`: a trace where an earlier one is in the cache, else the formula; never starts one. `auto`, for training:
+`known`, and a new trace where the formula comes near the limit; both trace a family that the formulas do not know.
+`probe`: a trace, corrected by what `launch.attempt.probe` measured; measurements of earlier probes correct every plan
+but one by `formula`.
+"""
 ROUNDS = 5
-UNSETTLED = "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a new one"
+UNSETTLED = (
+    "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a"
+    " new one"
+)
 WORTH_A_TRACE = 0.5
 """Share of the memory above which training looks closer than the formulas do."""
 
@@ -66,7 +73,9 @@ def _plan_by(request: Request, source: Source) -> Plan:
     if source == "formula":
         return _by_formula(request)
     if request.config.tuning.backend == "unsloth":
-        return _with_reason(_by_formula(request), "memory by formula: unsloth's own kernels cannot be traced here, and need less")
+        return _with_reason(
+            _by_formula(request), "memory by formula: unsloth's own kernels cannot be traced here, and need less"
+        )
     if request.config.launch.strategy == "pipeline":
         return _with_reason(_by_formula(request), "memory by formula: the stages of a pipeline are not traced")
     if request.shape.counted and (source == "known" or request.prepared):
@@ -88,7 +97,10 @@ def _by_formula(request: Request) -> Plan:
 
 
 def _unknown(shape: ModelShape) -> str:
-    return f"the formulas do not know `{shape.model_type}`: parameters and adapters are counted on the model itself, activations"
+    return (
+        f"the formulas do not know `{shape.model_type}`: parameters and adapters are counted on the model itself,"
+        " activations"
+    )
 
 
 def memory_of(config: Config, prepared: Prepared | None) -> TracedMemory:
@@ -120,7 +132,9 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     plan, probed = _by_probe(traced, memory, plan)
     setup = setup_of(plan)
     if memory.error and not probed:
-        return _with_reason(_by_formula(request), f"memory by formula: the trace cannot run this architecture ({memory.error})")
+        return _with_reason(
+            _by_formula(request), f"memory by formula: the trace cannot run this architecture ({memory.error})"
+        )
     seen = [memory.found.get((setup, rank.worst_rows)) for rank in plan.ranks]
     worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
     if worst is None or None in seen:
@@ -150,7 +164,8 @@ def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan,
         if decided(plan) == decided(before):
             margin = min(1 - rank.peak_bytes / rank.capacity_bytes for rank in plan.ranks)
             reason = (
-                f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used stays free"
+                f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used"
+                " stays free"
             )
             return replace(_with_reason(plan, reason), source="probe"), True
         memory.observe(request.shape, setup_of(plan), [rank.worst_rows for rank in plan.ranks])
@@ -159,11 +174,16 @@ def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan,
 
 
 def _traced(setup: Setup) -> str:
-    """Return what of a step was traced, in words: shards are arithmetic, since one process has no others to gather from."""
+    """Return what of a step was traced, in words: shards are arithmetic, since one process has no others to gather
+    from.
+    """
     if not setup.zero and setup.strategy != "fsdp2":
         return "the very step that trains"
     name = "FSDP2" if setup.strategy == "fsdp2" else f"ZeRO-{setup.strategy[-1]}"
-    return f"a whole replica's forward and backward pass; what {name} shards, gathers and buffers, and its optimizer's step, by formula"
+    return (
+        f"a whole replica's forward and backward pass; what {name} shards, gathers and buffers, and its optimizer's"
+        " step, by formula"
+    )
 
 
 def _with_reason(plan: Plan, reason: str) -> Plan:
@@ -204,14 +224,25 @@ def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) 
 
 
 def plan_for(
-    loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest, prepared: Prepared | None = None, source: Source = "known"
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    request: LaunchRequest,
+    prepared: Prepared | None = None,
+    source: Source = "known",
 ) -> Plan:
-    """Return the plan with what is known of the data: `prepared`, or what an earlier preparation found. Raise `UserError`."""
+    """Return the plan with what is known of the data: `prepared`, or what an earlier preparation found. Raise
+    `UserError`.
+    """
     config = loaded.config
     asked = Request(
-        config=config, hardware=hardware, shape=shape_of(config.model), launch=request, typed=loaded.typed,
-        prepared=prepared or lookup(config), calibration=load_calibration(hardware),
-    )  # fmt: skip
+        config=config,
+        hardware=hardware,
+        shape=shape_of(config.model),
+        launch=request,
+        typed=loaded.typed,
+        prepared=prepared or lookup(config),
+        calibration=load_calibration(hardware),
+    )
     try:
         return plan_by_source(asked, source)
     except UserError as error:
@@ -240,7 +271,9 @@ class Observation:
 
 @dataclass(kw_only=True, slots=True)
 class TracedMemory:
-    """A rank's memory: exact where it was traced, elsewhere by the formula, scaled by what the nearest trace found of each part."""
+    """A rank's memory: exact where it was traced, elsewhere by the formula, scaled by what the nearest trace found of
+    each part.
+    """
 
     config: Config
     architecture: dict[str, Any]
@@ -263,7 +296,9 @@ class TracedMemory:
         return _scale_parts(parts, rank_memory(config, shape, other, rows), observed.parts)
 
     def probe_path(self, plan: Plan) -> Path:
-        """Return where a probe of this plan keeps what it measured: by what runs, on which devices, under which strategy."""
+        """Return where a probe of this plan keeps what it measured: by what runs, on which devices, under which
+        strategy.
+        """
         cases = [case_of(self.config, self.architecture, plan, rank.worst_rows).key() for rank in plan.ranks]
         facts = [cases, plan.strategy, plan.world_size, [rank.device_name for rank in plan.ranks]]
         return self.cache_folder.parent / "probes" / f"{text_sha256(json.dumps(facts))[:32]}.json"
@@ -313,9 +348,12 @@ class TracedMemory:
 
 
 def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
-    """Return what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be another moment."""
+    """Return what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be
+    another moment.
+    """
     found = {
-        name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size for name, size in parts.items()
+        name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size
+        for name, size in parts.items()
     }
     now, then = (sum(of.get(name, 0) for name in MOVING) for of in (parts, formula))
     seen = {name: observed.get(name, 0) for name in MOVING}
@@ -326,8 +364,12 @@ def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed:
     }
 
 
-def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]) -> Observation:
-    """Return a rank's parts at its worst moment: what moves as traced; states as traced, or as the strategy shards them."""
+def assemble(
+    config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]
+) -> Observation:
+    """Return a rank's parts at its worst moment: what moves as traced; states as traced, or as the strategy shards
+    them.
+    """
     formula = rank_memory(config, shape, setup, micro_batch)
     sharded = setup.strategy not in ("single", "ddp")
     best: Observation | None = None
@@ -352,7 +394,9 @@ def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, 
 
 
 def _grows_segments(setup: Setup) -> bool:
-    """Whether workers run the allocator that a trace replays, `expandable_segments`: where they can, and unless the user chose otherwise."""
+    """Whether workers run the allocator that a trace replays, `expandable_segments`: where they can, and unless the
+    user chose otherwise.
+    """
     own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
 
@@ -391,9 +435,9 @@ def load_probe(path: Path) -> list[Probed]:
 def correct_parts(parts: Mapping[str, int], found: Probed, capacity: int) -> dict[str, int]:
     """Return the parts so that they add up to what was measured.
 
-    On a GPU the context is what the process held beyond torch's reserve, fragmentation what was reserved and not allocated, and
-    what is left goes to the activations. On a CPU only the resident size is known: the heap's gaps take the difference. Where
-    memory ran out, the activations are made to exceed what there is.
+    On a GPU the context is what the process held beyond torch's reserve, fragmentation what was reserved and not
+    allocated, and what is left goes to the activations. On a CPU only the resident size is known: the heap's gaps take
+    the difference. Where memory ran out, the activations are made to exceed what there is.
     """
     fixed = dict(parts)
     if found.failed:
@@ -464,8 +508,8 @@ class Case:
 def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:
     """Return the case of a rank's worst micro-batch.
 
-    Under ZeRO and FSDP2 a whole replica is traced in the type that is computed in, without an optimizer: shards, states and what is
-    gathered are arithmetic.
+    Under ZeRO and FSDP2 a whole replica is traced in the type that is computed in, without an optimizer: shards, states
+    and what is gathered are arithmetic.
     """
     tuning, lora = config.tuning, config.tuning.lora
     sharding = setup.zero or setup.strategy == "fsdp2"
@@ -481,7 +525,8 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         mode=tuning.mode,
         quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
         nf4_experts=not quantized and quantises_experts(tuning, setup.strategy),
-        lora_r=lora.r, lora_dropout=lora.dropout,
+        lora_r=lora.r,
+        lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         weights_dtype=base,
         adapter_dtype=computed if sharding else adapter,
@@ -498,5 +543,6 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         labels=max(1, math.ceil(micro_batch * row_tokens * setup.slice_label_share)),
         accumulates=setup.accumulates,
         clips=config.train.max_grad_norm > 0 and not sharding,
-        packed=setup.pack_tokens > 0, tensor_parallel=setup.tensor_parallel,
-    )  # fmt: skip
+        packed=setup.pack_tokens > 0,
+        tensor_parallel=setup.tensor_parallel,
+    )

@@ -1,9 +1,10 @@
 """How a run is shared out: the strategy of a command, and what `auto` turns to when a replica does not fit.
 
-`auto`: DDP when a replica fits (recomputing activations if it must); else what the forecast prefers of FSDP2 shards, slices of layers
-or lines, and a pipeline; else, on one machine, 8-bit optimizer states; else ZeRO-3 with everything offloaded, where the machine's memory
-holds it. Over a slow network weights never travel unless someone says so. Machines that have not met change nothing: each plans by
-itself, from memory of its own, and all must come to the same run. A typed `tuning.mode` is never quantised; that is proposed. Pure.
+`auto`: DDP when a replica fits (recomputing activations if it must); else what the forecast prefers of FSDP2 shards,
+slices of layers or lines, and a pipeline; else, on one machine, 8-bit optimizer states; else ZeRO-3 with everything
+offloaded, where the machine's memory holds it. Over a slow network weights never travel unless someone says so.
+Machines that have not met change nothing: each plans by itself, from memory of its own, and all must come to the same
+run. A typed `tuning.mode` is never quantised; that is proposed. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from sft_play.text import figure
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloading may take."""
 MUCH_FASTER = 2.0
-"""FSDP2 is left where another way is so many times as fast: the forecast adds all that it sends, of which most hides behind computing."""
+"""FSDP2 is left where another way is so many times as fast: the forecast adds all that it sends, of which most hides
+behind computing.
+"""
 SMALL_OPTIMIZER = "adamw_bnb_8bit"
 
 
@@ -36,13 +39,17 @@ def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
     config, launch = request.config, request.launch
     wanted, command = config.launch.strategy, launch.command_strategy
     obeys = {
-        "single": not request.typed("launch.strategy"), "ddp": wanted in ("ddp", "pipeline"), "zero": wanted.startswith("zero"),
+        "single": not request.typed("launch.strategy"),
+        "ddp": wanted in ("ddp", "pipeline"),
+        "zero": wanted.startswith("zero"),
         "fsdp2": wanted == "fsdp2",
-    }  # fmt: skip
+    }
     if wanted != "auto" and not obeys.get(command, True):
         theirs = "train-distributed" if wanted in ("ddp", "pipeline") else command_of(wanted)
         here = "`ACCELERATE_CONFIG` asks for `ddp`" if command == "ddp" else f"`make {COMMANDS[command]}` was called"
-        raise UserError(f"`launch.strategy` is `{wanted}`, but {here}", hint=f"use make {theirs}, or set `launch.strategy: auto`")
+        raise UserError(
+            f"`launch.strategy` is `{wanted}`, but {here}", hint=f"use make {theirs}, or set `launch.strategy: auto`"
+        )
     if command == "zero" and launch.zero_stage:
         chosen, why = f"zero{launch.zero_stage}", "the DeepSpeed JSON's stage"
     elif command == "zero":
@@ -73,7 +80,12 @@ def _check(request: Request, chosen: str) -> None:
         len(request.ranks.devices),
     )
     # What is installed here says nothing about a machine that is only described; Unsloth has an environment of its own.
-    if config.tuning.mode == "qlora" and config.tuning.backend == "bnb" and not hardware.described and not has_bitsandbytes():
+    if (
+        config.tuning.mode == "qlora"
+        and config.tuning.backend == "bnb"
+        and not hardware.described
+        and not has_bitsandbytes()
+    ):
         raise HardwareError("`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing")
     if conflict := conflict_for(config.tuning, chosen):
         raise UserError(conflict)
@@ -85,18 +97,21 @@ def _check(request: Request, chosen: str) -> None:
     columns = request.shape.heads * request.shape.head_dim, request.shape.ffn_size
     if tensor > 1 and chosen == "fsdp2" and any(width % world for width in columns):
         raise UserError(
-            f"`launch.tensor_parallel` with fsdp2 shares out columns among all {world} ranks, and {columns[0]} of attention or {columns[1]} of "
-            "the feed-forward layers cannot be divided so",
+            f"`launch.tensor_parallel` with fsdp2 shares out columns among all {world} ranks, and {columns[0]} of"
+            f" attention or {columns[1]} of the feed-forward layers cannot be divided so",
             hint="a number of ranks that divides both, or LAUNCH_STRATEGY=ddp",
         )
     if config.train.spike_guard == "skip" and chosen.startswith("zero"):
         raise UserError(
-            f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is known",
+            f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is"
+            " known",
             hint="TRAIN_SPIKE_GUARD=report, or leave updates out with make train-distributed or make train-fsdp",
         )
     profile = config.train.profile
     if profile.memory and hardware.kind == "cpu":
-        raise UserError("`train.profile.memory` records allocations of GPUs, and this plan has none", hint="leave it out")
+        raise UserError(
+            "`train.profile.memory` records allocations of GPUs, and this plan has none", hint="leave it out"
+        )
     if absent := [rank for rank in profile.ranks if rank >= world]:
         raise UserError(f"`train.profile.ranks` names rank {absent[0]}, but the ranks are 0 to {world - 1}")
     if chosen not in ("single", "ddp") and (changed := network_keys(config)):
@@ -110,21 +125,26 @@ def _check(request: Request, chosen: str) -> None:
 def settle(
     request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide, reasons: list[str]
 ) -> Plan | tuple[Setup, tuple[int, ...]]:
-    """Return setup and rows per rank when they fit, or the plan of another strategy that `auto` takes because they do not.
+    """Return setup and rows per rank when they fit, or the plan of another strategy that `auto` takes because they do
+    not.
 
     `fitting`: the rows that each rank holds. Raise `DoesNotFitError`.
     """
     config, launch = request.config, request.launch
     one_machine = launch.num_nodes == 1 and not slow_network(request)
     too_large = min(fitting) < request.wanted_rows
-    may_change = is_automatic(config, launch) and setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1
+    may_change = (
+        is_automatic(config, launch) and setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1
+    )
     may_change = may_change and not network_keys(config)
     sharded: Plan | DoesNotFitError | None = None
     if may_change and too_large and (launch.num_nodes in (1, request.hardware.nodes) or launch.node_devices):
         sharded = _share_model(request, setup, fitting, decide)
     if isinstance(sharded, Plan):
         return sharded
-    if one_machine and too_large and config.train.optim == "auto":  # nodes plan by themselves: they would train different models
+    if (
+        one_machine and too_large and config.train.optim == "auto"
+    ):  # nodes plan by themselves: they would train different models
         setup, fitting = _small_optimizer(request, setup, fitting, reasons)
     if (
         may_change
@@ -142,9 +162,9 @@ def settle(
         who = "`launch.strategy`" if config.launch.strategy != "auto" else "the command"
         smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
         reasons.append(
-            f"SLOW: {who} forces {setup.strategy} over {network}: {gathering_arithmetic(request, setup)}. "
-            f"Replicas (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit. A pipeline "
-            "(`LAUNCH_STRATEGY=pipeline`) sends hidden states alone"
+            f"SLOW: {who} forces {setup.strategy} over {network}: {gathering_arithmetic(request, setup)}. Replicas"
+            f" (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit. A pipeline"
+            " (`LAUNCH_STRATEGY=pipeline`) sends hidden states alone"
         )
     return setup, fitting
 
@@ -154,8 +174,12 @@ def is_automatic(config: Config, launch: LaunchRequest) -> bool:
     return launch.command_strategy == "auto" and config.launch.strategy == "auto"
 
 
-def _share_model(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return the plan of the way to share out the model, or its rows, that the forecast prefers; what FSDP2 lacks where none fits."""
+def _share_model(
+    request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide
+) -> Plan | DoesNotFitError | None:
+    """Return the plan of the way to share out the model, or its rows, that the forecast prefers; what FSDP2 lacks where
+    none fits.
+    """
     found: dict[str, Plan] = {}
     shards = None if slow_network(request) else _shards(request, decide)
     if isinstance(shards, Plan):
@@ -183,7 +207,9 @@ def _share_model(request: Request, setup: Setup, fitting: tuple[int, ...], decid
 
 
 def _ways(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield how neighbouring ranks could share layers, lines or the model, the smallest groups first, each as if it were typed."""
+    """Yield how neighbouring ranks could share layers, lines or the model, the smallest groups first, each as if it
+    were typed.
+    """
     near = math.gcd(*request.ranks.nodes)
     for key in ("tensor_parallel", "sequence_parallel"):
         for size in range(2, near + 1):
@@ -230,8 +256,8 @@ def _small_optimizer(
     before, after = (request.parts(case, wanted).get("optimizer", 0) / GIB for case in (setup, smaller))
     reasons[:] = [reason for reason in reasons if not reason.startswith("optimizer ")]
     reasons.append(
-        f"optimizer {SMALL_OPTIMIZER}: with {setup.optim} a rank needs {request.need(setup, wanted) / GIB:.1f} of {room / GIB:.1f} GiB; "
-        f"8-bit states take {after:.1f} GiB instead of {before:.1f}"
+        f"optimizer {SMALL_OPTIMIZER}: with {setup.optim} a rank needs {request.need(setup, wanted) / GIB:.1f} of"
+        f" {room / GIB:.1f} GiB; 8-bit states take {after:.1f} GiB instead of {before:.1f}"
     )
     return smaller, rows
 
@@ -239,7 +265,9 @@ def _small_optimizer(
 def _offload(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | None:
     """Return a plan under ZeRO-3 with all states in the machine's memory, where that holds them."""
     config, hardware = request.config, request.hardware
-    if setup.device != "cuda" or config.tuning.mode == "qlora" or config.tuning.backend == "unsloth":  # quantised: never tried
+    if (
+        setup.device != "cuda" or config.tuning.mode == "qlora" or config.tuning.backend == "unsloth"
+    ):  # quantised: never tried
         return None
     if not hardware.ram_known or not (hardware.described or importlib.util.find_spec("deepspeed")):
         return None
@@ -247,7 +275,9 @@ def _offload(request: Request, setup: Setup, fitting: tuple[int, ...], decide: D
     need = setup.world_size * host_bytes(config, request.shape, offloading)
     if need > HOST_SHARE * hardware.ram_bytes:
         return None
-    launch = replace(request.launch, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    launch = replace(
+        request.launch, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True
+    )
     why = f"{_replica(request, setup, fitting)} and shards do not fit either, so this machine's memory holds them: "
     why += f"{need / GIB:.1f} of {hardware.ram_bytes / GIB:.1f} GiB; slow"
     try:
@@ -259,7 +289,9 @@ def _offload(request: Request, setup: Setup, fitting: tuple[int, ...], decide: D
 def _refusal(
     request: Request, error: DoesNotFitError, sharded: DoesNotFitError | None, fitting: tuple[int, ...]
 ) -> DoesNotFitError:
-    """Return the error of what came nearest (`sharded`: what `auto` tried beside replicas), with notes on this hardware."""
+    """Return the error of what came nearest (`sharded`: what `auto` tried beside replicas), with notes on this
+    hardware.
+    """
     hardware, setup, notes = request.hardware, error.setup, []
     whole = [index for index, rows in enumerate(fitting) if rows >= error.micro_batch]
     if whole and request.launch.num_nodes == 1 and hardware.kind == "cuda" and not hardware.described:
@@ -267,7 +299,9 @@ def _refusal(
     network = slow_network(request)
     if network and setup.strategy not in GATHERING:
         unasked = (
-            "`auto` does not share out weights" if is_automatic(request.config, request.launch) else "weights are not shared out"
+            "`auto` does not share out weights"
+            if is_automatic(request.config, request.launch)
+            else "weights are not shared out"
         )
         allowed = " LAUNCH_SLOW_NETWORK=allow" if hardware.network_bytes_per_second else ""
         why = f"{unasked} over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
@@ -303,19 +337,23 @@ def conflict_for(tuning: TuningConfig, strategy: str) -> str | None:
     backend, int8 = tuning.backend, tuning.mode == "qlora" and tuning.quantization == "int8"
     if backend == "unsloth" and strategy not in ("single", "ddp"):
         return (
-            f"`tuning.backend: unsloth` and `{strategy}` do not go together: Unsloth replaces the model's forward pass by "
-            "kernels that need whole weights on every GPU. It allows one GPU, or `ddp` with a whole copy on each"
+            f"`tuning.backend: unsloth` and `{strategy}` do not go together: Unsloth replaces the model's forward pass"
+            " by kernels that need whole weights on every GPU. It allows one GPU, or `ddp` with a whole copy on each"
         )
     if backend == "unsloth" and int8:
-        return "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for int8"
+        return (
+            "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for"
+            " int8"
+        )
     if int8 and strategy == "zero3":
         return (
-            "int8 and ZeRO-3 do not go together: bitsandbytes keeps the whole int8 weights in a second place (`CB`), so that nothing "
-            "would be shared out. Use `tuning.quantization: nf4`, or `zero2`"
+            "int8 and ZeRO-3 do not go together: bitsandbytes keeps the whole int8 weights in a second place (`CB`), so"
+            " that nothing would be shared out. Use `tuning.quantization: nf4`, or `zero2`"
         )
     if int8 and strategy == "fsdp2":
         return (
-            "int8 and FSDP2 do not go together: FSDP2 replaces each weight by a shard of it, and bitsandbytes' int8 weights lose "
-            "their scales by that (`'Parameter' object has no attribute 'CB'`). Use `tuning.quantization: nf4`, or `ddp`"
+            "int8 and FSDP2 do not go together: FSDP2 replaces each weight by a shard of it, and bitsandbytes' int8"
+            " weights lose their scales by that (`'Parameter' object has no attribute 'CB'`). Use `tuning.quantization:"
+            " nf4`, or `ddp`"
         )
     return None

@@ -1,4 +1,6 @@
-"""`make card RUN=` and `make push RUN= REPO=`: the hub's model card of a run, and what of it goes to the hub (nothing without `YES=1`)."""
+"""`make card RUN=` and `make push RUN= REPO=`: the hub's model card of a run, and what of it goes to the hub (nothing
+without `YES=1`).
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def push(call: Call) -> int:
 
 def _without_paths(settings: Path, stamp: Stamp) -> bytes:
     """Return an adapter's configuration that names its base as the card does, and not where that is on this machine."""
-    return (json.dumps(read_object(settings) | {"base_model_name_or_path": stamp.public_base[0]}, indent=2) + "\n").encode()
+    return (
+        json.dumps(read_object(settings) | {"base_model_name_or_path": stamp.public_base[0]}, indent=2) + "\n"
+    ).encode()
 
 
 def _weights(call: Call) -> tuple[RunFolder, Path]:
@@ -111,7 +115,8 @@ def _told(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]
 
 
 def card_of(run: RunFolder, weights: Path) -> str:
-    """Return the card: base, data with counts, hyper-parameters, scores with intervals, hardware and time, and how to use it.
+    """Return the card: base, data with counts, hyper-parameters, scores with intervals, hardware and time, and how to
+    use it.
 
     The header follows the hub's specification (`huggingface_hub.ModelCardData`). No path of this machine is in it.
     """
@@ -128,7 +133,12 @@ def card_of(run: RunFolder, weights: Path) -> str:
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["sft-play", "sft", config.tuning.mode],
-        datasets=[source.path for source in config.data.sources or () if source.path.count("/") == 1 and not Path(source.path).exists()] or None,
+        datasets=[
+            source.path
+            for source in config.data.sources or ()
+            if source.path.count("/") == 1 and not Path(source.path).exists()
+        ]
+        or None,
         model_name=run.name,
         eval_results=[
             EvalResult(
@@ -142,7 +152,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
             for metric, value in metrics_of(after).items()
         ]
         or None,
-    )  # fmt: skip
+    )
     lines = [
         f"---\n{header.to_yaml()}\n---\n",
         f"# {_plain(run.name)}\n",
@@ -158,11 +168,17 @@ def card_of(run: RunFolder, weights: Path) -> str:
         ),
         "\n## Training\n",
         "| | |\n|---|---|",
-        *(f"| {name} | {_plain(value)} |" for name, value in _facts(stamp, plan, read_facts(run.training_metrics)) if value),
+        *(
+            f"| {name} | {_plain(value)} |"
+            for name, value in _facts(stamp, plan, read_facts(run.training_metrics))
+            if value
+        ),
         "\n## Results\n",
         *_results(before, after),
         "\n## Versions\n",
-        ", ".join(_plain(f"{name} {version}") for name, version in stamp.versions.items() if version != "not installed"),
+        ", ".join(
+            _plain(f"{name} {version}") for name, version in stamp.versions.items() if version != "not installed"
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -188,11 +204,12 @@ def _use(base: str, adapter: bool, plan: Plan, weights: Path) -> list[str]:
     )
     note = f"The base, `{base}`, is loaded with it." if adapter else ""
     return [
-        f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)\n'
-        'messages = [{"role": "user", "content": "..."}]\n'
-        'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
-        "answer = model.generate(**inputs, max_new_tokens=200)\n"
-        f"{said}\n```\n",
+        (
+            f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer ='
+            ' AutoTokenizer.from_pretrained(FOLDER)\nmessages = [{"role": "user", "content": "..."}]\ninputs ='
+            ' tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",'
+            f" return_dict=True)\nanswer = model.generate(**inputs, max_new_tokens=200)\n{said}\n```\n"
+        ),
         f"`FOLDER` is this repository's name or a copy of it. {note}\n",
     ]
 
@@ -201,7 +218,10 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[st
     yield "method", stamp.mode + (f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else "")
     yield (
         "steps",
-        f"{final.get('steps') or stamp.step} of {stamp.global_batch_size} rows, up to {stamp.max_seq_len:,} tokens each",
+        (
+            f"{final.get('steps') or stamp.step} of {stamp.global_batch_size} rows, up to {stamp.max_seq_len:,} tokens"
+            " each"
+        ),
     )
     yield "optimizer", f"{plan.optim}, learning rate {plan.learning_rate:g}, {plan.warmup_steps} steps of warm-up"
     yield "precision", f"{stamp.precision}, weights in {stamp.weights_dtype}"
@@ -232,7 +252,9 @@ def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 
 def _name(source: str) -> str:
-    """Return what to call a source of data: a hub id or its file's name, never a path; no character that a table or a link reads."""
+    """Return what to call a source of data: a hub id or its file's name, never a path; no character that a table or a
+    link reads.
+    """
     text = source if source.count("/") == 1 and not Path(source).exists() else Path(source).name
     return _plain(text)
 
@@ -275,7 +297,9 @@ def _repository(repo: str) -> tuple[HfApi, set[str]]:
     except HfHubHTTPError as error:
         raise _refused(repo, error) from error
     except (OSError, httpx2.HTTPError) as error:
-        raise HardwareError("the hub cannot be reached", hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from error
+        raise HardwareError(
+            "the hub cannot be reached", hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        ) from error
 
 
 def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str, Path | bytes]) -> str:
@@ -292,7 +316,9 @@ def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str,
     except HfHubHTTPError as error:
         raise _refused(repo, error) from error
     except (OSError, httpx2.HTTPError) as error:
-        raise HardwareError("the hub cannot be reached; nothing was changed there", hint="type the command again") from error
+        raise HardwareError(
+            "the hub cannot be reached; nothing was changed there", hint="type the command again"
+        ) from error
 
 
 def _refused(repo: str, error: Exception) -> DataError:

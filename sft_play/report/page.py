@@ -1,4 +1,5 @@
-"""`make report RUN=`: what a run's folder holds as one record, and the page that shows it: alone, or asking the server of `make ui`.
+"""`make report RUN=`: what a run's folder holds as one record, and the page that shows it: alone, or asking the server
+of `make ui`.
 
 A file that is torn, missing or huge never fails it.
 """
@@ -39,7 +40,10 @@ LOGS = 16
 TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
 SCRIPTS = ("uPlot.iife.min.js", "rows.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
-PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
+    " form-action 'none'"
+)
 
 
 def main(call: Call) -> int:
@@ -70,7 +74,11 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         "summary": summary_of(run).cells(),
         "typed": short_path(run.typed),
         "config": [
-            {"key": key, "value": value, "origin": short_path(str(config.get("origins", {}).get(key.partition("[")[0], "")))}
+            {
+                "key": key,
+                "value": value,
+                "origin": short_path(str(config.get("origins", {}).get(key.partition("[")[0], ""))),
+            }
             for key, value in _flat(config.get("config", {}))
         ],
         "plan": read_facts(run.plan),
@@ -132,7 +140,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ranks = max((len(value) for value in values if isinstance(value, list)), default=0)
         if ranks:
             found[key] = [
-                [value[r] if isinstance(value, list) and r < len(value) else None for value in values] for r in range(ranks)
+                [value[r] if isinstance(value, list) and r < len(value) else None for value in values]
+                for r in range(ranks)
             ]
         elif all(value is None or isinstance(value, (int, float)) for value in values):
             found[key] = values
@@ -171,7 +180,9 @@ def _repeat(run: RunFolder) -> str:
 
 
 def _prepared(run: RunFolder) -> dict[str, Any]:
-    """Return the model's name and the counts of each split; those of its sources where the rows are in this user's cache, or in the run."""
+    """Return the model's name and the counts of each split; those of its sources where the rows are in this user's
+    cache, or in the run.
+    """
     splits, found = {}, read_facts(run.prepared)
     for name in ("train", "validation"):
         if split := found.get(name):
@@ -238,7 +249,8 @@ def page_files() -> dict[str, str]:
 def page_html(record: dict[str, Any] | None) -> str:
     """Return the page: one that asks a server, or with a `record` inside, one that needs nothing else.
 
-    Of scripts and styles only those of these very bytes may run (their hashes are the policy), whatever a run's data hold.
+    Of scripts and styles only those of these very bytes may run (their hashes are the policy), whatever a run's data
+    hold.
     """
     template = (files("sft_play.report") / "static" / "page.html").read_text(encoding="utf-8")
     if record is None:

@@ -1,4 +1,6 @@
-"""`make ui`: all runs in a browser, live. It reads the runs' files, writes nothing, and listens on 127.0.0.1 unless `HOST=` says otherwise."""
+"""`make ui`: all runs in a browser, live. It reads the runs' files, writes nothing, and listens on 127.0.0.1 unless
+`HOST=` says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,13 @@ def main(call: Call) -> int:
         print(json.dumps({"url": url, "runs": str(runs_folder()), "token": token is not None}), flush=True)
     else:
         print(
-            f"all runs of `{runs_folder()}` at {url}  ({'the token is the password; ' if token else ''}Ctrl-C stops)", flush=True
+            f"all runs of `{runs_folder()}` at {url}  ({'the token is the password; ' if token else ''}Ctrl-C stops)",
+            flush=True,
         )
     uvicorn.Server(
-        uvicorn.Config(application(token, address), host=address, port=port, log_level="error", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            application(token, address), host=address, port=port, log_level="error", timeout_graceful_shutdown=1
+        )
     ).run()
     return 0
 
@@ -70,7 +75,9 @@ def application(token: str | None, address: str) -> App:
 
 
 def _json(value: Any) -> Response:
-    return Response(json.dumps(finite(value), default=str), media_type="application/json", headers={"cache-control": "no-store"})
+    return Response(
+        json.dumps(finite(value), default=str), media_type="application/json", headers={"cache-control": "no-store"}
+    )
 
 
 async def _page(_: Request) -> Response:
@@ -147,7 +154,9 @@ async def _changes(request: Request) -> Response:
 def _states() -> dict[str, tuple[float, ...]]:
     """Return run -> the times of the files that show what it does."""
     return {
-        run.name: tuple(map(_changed, (run.metrics, run.events, run.training_metrics, run.rank_log(0), run.path / "eval")))
+        run.name: tuple(
+            map(_changed, (run.metrics, run.events, run.training_metrics, run.rank_log(0), run.path / "eval"))
+        )
         for run in all_runs()
     }
 

@@ -1,7 +1,8 @@
 """Find, publish and remove checkpoints, and choose the weights that a command uses. No torch.
 
-A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest, and only then its name, by rename. The process that
-writes holds the run's writer lock, which the kernel gives back however it ends: what others left half-made is removed by that.
+A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest, and only then its name, by rename. The
+process that writes holds the run's writer lock, which the kernel gives back however it ends: what others left half-made
+is removed by that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from sft_play.runs.manifest import is_state_file, verify
 from sft_play.text import as_typed
 
 NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,8})")
-"""As `RunFolder.checkpoint` writes it, and in no other way: of two folders for one step, or a number in other digits, one would win by chance."""
+"""As `RunFolder.checkpoint` writes it, and in no other way: of two folders for one step, or a number in other digits,
+one would win by chance.
+"""
 LEFT = re.compile(rf"\.({NAME.pattern})\.(partial|removed|replaced)")
 """Folders on their way to a name, or from one."""
 _writing: set[Path] = set()
@@ -42,7 +45,11 @@ def list_checkpoints(run: RunFolder) -> list[Path]:
     """Return the folders that bear a checkpoint's name, the newest first, checked or not."""
     if not run.checkpoints.is_dir():
         return []
-    found = [path for path in run.checkpoints.iterdir() if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    found = [
+        path
+        for path in run.checkpoints.iterdir()
+        if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -82,7 +89,9 @@ def publish(run: RunFolder, step: int) -> Path:
 
 
 def link(name: Path, target: Path) -> None:
-    """Point the relative link `name` at `target` in one step. A folder in its place, of a run copied with links followed, goes."""
+    """Point the relative link `name` at `target` in one step. A folder in its place, of a run copied with links
+    followed, goes.
+    """
     temporary = name.with_name(f".{name.name}.new")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
@@ -92,9 +101,11 @@ def link(name: Path, target: Path) -> None:
 
 
 def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | None = None) -> list[Path]:
-    """Remove the oldest checkpoints beyond `keep`, all older than `verified`, which was just compared with its manifest.
+    """Remove the oldest checkpoints beyond `keep`, all older than `verified`, which was just compared with its
+    manifest.
 
-    Never removes `verified`, nor the best (`best`, and what the link of that name points at), nor the last. Return what was removed.
+    Never removes `verified`, nor the best (`best`, and what the link of that name points at), nor the last. Return what
+    was removed.
     """
     if keep is None:
         return []
@@ -102,7 +113,9 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
     removed = []
     for checkpoint in list_checkpoints(run)[max(1, keep) :]:
         if checkpoint.resolve() not in protected and step_of(checkpoint) < step_of(verified):
-            doomed = checkpoint.with_name(f".{checkpoint.name}.removed")  # no longer a checkpoint, whatever happens next
+            doomed = checkpoint.with_name(
+                f".{checkpoint.name}.removed"
+            )  # no longer a checkpoint, whatever happens next
             checkpoint.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
             removed.append(checkpoint)
@@ -110,7 +123,9 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
 
 
 def claim(run: RunFolder) -> int | None:
-    """Take the run's writer lock until this process ends. Return its descriptor; `None` where the disk knows no locks."""
+    """Take the run's writer lock until this process ends. Return its descriptor; `None` where the disk knows no
+    locks.
+    """
     path = _lock_file(run)
     if path in _writing:
         return None
@@ -204,8 +219,8 @@ STEP_NAME = re.compile(r"step-[0-9]{1,9}")
 def weights_folder(run: RunFolder, wanted: str | None) -> Path:
     """Return the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), links followed.
 
-    Without a name it is the final model, or the last checkpoint of a run that has not finished. A checkpoint's weights are
-    compared with its manifest first. Raise `CheckpointError` with what exists, or with the file that is damaged.
+    Without a name it is the final model, or the last checkpoint of a run that has not finished. A checkpoint's weights
+    are compared with its manifest first. Raise `CheckpointError` with what exists, or with the file that is damaged.
     """
     if wanted is None and kind_of(run.model):
         return run.model
@@ -224,7 +239,9 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
 
 
 def checkpoint_names(run: RunFolder) -> list[str]:
-    """Return the names by which checkpoints of a run can be had: `best` and `last` where they lead to one, then those of the steps."""
+    """Return the names by which checkpoints of a run can be had: `best` and `last` where they lead to one, then those
+    of the steps.
+    """
     names = [
         *(link.name for link in (run.best, run.last) if _inside(run, link)),
         *sorted(p.name for p in run.checkpoints.glob("step-*")),
@@ -233,7 +250,9 @@ def checkpoint_names(run: RunFolder) -> list[str]:
 
 
 def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
-    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where the run has none."""
+    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where the run has
+    none.
+    """
     if step := re.fullmatch(r"(?:step-)?([0-9]{1,9})", name):
         name = run.checkpoint(int(step.group(1))).name
     path = run.checkpoints / name
@@ -249,19 +268,23 @@ def _inside(run: RunFolder, path: Path) -> Path | None:
 
 
 def _is_for_use(name: str) -> bool:
-    """Whether a checkpoint's file is read to answer; states of optimizer and random numbers, far larger, are for resuming."""
+    """Whether a checkpoint's file is read to answer; states of optimizer and random numbers, far larger, are for
+    resuming.
+    """
     return "/" not in name and not is_state_file(name) and Path(name).suffix not in (".pt", ".pth", ".bin")
 
 
 def plain_model(options: Mapping[str, str], command: str) -> str | None:
-    """Return the folder or hub id that a command uses without a run: `MODEL=`, or `RUN=` where that is a folder with a whole model.
+    """Return the folder or hub id that a command uses without a run: `MODEL=`, or `RUN=` where that is a folder with a
+    whole model.
 
     `None` for a run. Raise `UserError` for neither, or for variables that do not go together.
     """
     named = options.get("MODEL")
     if named is None and "RUN" not in options:
         raise UserError(
-            "`RUN` is missing", hint=f"make {command} RUN=name-of-a-run, or make {command} MODEL=folder-or-hub-id for any model"
+            "`RUN` is missing",
+            hint=f"make {command} RUN=name-of-a-run, or make {command} MODEL=folder-or-hub-id for any model",
         )
     if named is not None and "RUN" in options:
         raise UserError("`RUN` and `MODEL` are both given", hint="give one of them")
@@ -272,7 +295,9 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
         return None
     if kind_of(folder) == "adapter" and (folder.parent / "plan.json").is_file():
         raise UserError(
-            "is the adapter of a run, not a whole model", place=name, hint=f"make {command} RUN={as_typed(folder.parent)}"
+            "is the adapter of a run, not a whole model",
+            place=name,
+            hint=f"make {command} RUN={as_typed(folder.parent)}",
         )
     if "CHECKPOINT" in options:
         raise UserError(f"`CHECKPOINT` is one of a run, and `{name}` is a model", hint="leave CHECKPOINT out")
@@ -280,18 +305,24 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of trained weights that may be copied to what is published: no states, no pickles, no code, no links."""
+    """Return the files of trained weights that may be copied to what is published: no states, no pickles, no code, no
+    links.
+    """
     return sorted(
         path
         for path in folder.iterdir()
-        if path.suffix in PUBLISHED and path.is_file() and not path.is_symlink() and path.name not in OF_THE_CHECKPOINT
+        if path.suffix in PUBLISHED
+        and path.is_file()
+        and not path.is_symlink()
+        and path.name not in OF_THE_CHECKPOINT
         and not is_state_file(path.name)
-    )  # fmt: skip
+    )
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Return what a folder holds: an adapter, a full model, or neither. Only safetensors count, and only by the names under which
-    PEFT and transformers look for them: beside others they would fall back to pickles."""
+    """Return what a folder holds: an adapter, a full model, or neither. Only safetensors count, and only by the names
+    under which PEFT and transformers look for them: beside others they would fall back to pickles.
+    """
     if (folder / "adapter_config.json").is_file():
         return "adapter" if (folder / "adapter_model.safetensors").is_file() else None
     if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FULL):

@@ -1,4 +1,6 @@
-"""A run's folder, `runs/NAME/`: the name of every path, which files in a folder from elsewhere are taken, what an evaluation left."""
+"""A run's folder, `runs/NAME/`: the name of every path, which files in a folder from elsewhere are taken, what an
+evaluation left.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def runs_folder() -> Path:
 
 
 def run_path(name: str) -> Path | None:
-    """Return the folder of the run called `name` or standing in the folder `name`; `None` where there is no such run."""
+    """Return the folder of the run called `name` or standing in the folder `name`; `None` where there is no such
+    run.
+    """
     candidates = [runs_folder() / name] if "/" not in name else []
     return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
 
@@ -43,7 +47,9 @@ def is_offline() -> bool:
 def accelerate_default() -> Path | None:
     """Return the file that `accelerate config` writes where no other is named; `None` where there is none."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = Path(os.environ.get("HF_HOME") or Path(caches, "huggingface"), "accelerate", "default_config.yaml").expanduser()
+    path = Path(
+        os.environ.get("HF_HOME") or Path(caches, "huggingface"), "accelerate", "default_config.yaml"
+    ).expanduser()
     return path if path.is_file() else None
 
 
@@ -53,7 +59,9 @@ def cache_folder() -> Path:
 
 
 def require_home() -> None:
-    """Let `~` be `$SFT_PLAY_CACHE` where this user has no home, as in a container; raise `HardwareError` without that variable."""
+    """Let `~` be `$SFT_PLAY_CACHE` where this user has no home, as in a container; raise `HardwareError` without that
+    variable.
+    """
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
@@ -120,7 +128,9 @@ class RunFolder:
         return (own if self.path in own.parents else self.path) / "prepared.json"
 
     def of_node(self, rank: int) -> RunFolder:
-        """Return the folder for what a node other than 0 has of its own where all share this one: the model and data as it finds them."""
+        """Return the folder for what a node other than 0 has of its own where all share this one: the model and data as
+        it finds them.
+        """
         return RunFolder(self.path / "nodes" / str(rank) / self.name)
 
     stamp = _Inside("stamp.json")
@@ -131,7 +141,9 @@ class RunFolder:
 
     @property
     def tries(self) -> Path:
-        """What `schedulers.entry` counts, beside the folder: a launch that ends before its workers start takes the folder away."""
+        """What `schedulers.entry` counts, beside the folder: a launch that ends before its workers start takes the
+        folder away.
+        """
         return self.path.with_name(f".{self.name}.tries.json")
 
     metrics = _Inside("metrics.jsonl")
@@ -183,16 +195,19 @@ class RunFolder:
         return self.path / "eval" / (f"step-{step:06d}" + (f"-{data}" if data else ""))
 
 
-# A folder from elsewhere gives only plain files that really are in it: data, a model, a run. A link in it must not bring in others.
+# A folder from elsewhere gives only plain files that really are in it: data, a model, a run. A link in it must not
+# bring in others.
 
 
 WILD = "*?["
 
 
 def require_inside(files: Iterable[Path], root: Path) -> None:
-    """Raise `DataError` for a file that a link leads out of `root`. Links into the hub's own cache, beside its snapshots, are its way.
+    """Raise `DataError` for a file that a link leads out of `root`. Links into the hub's own cache, beside its
+    snapshots, are its way.
 
-    Data come from strangers as folders and archives, and a link of theirs (`rows.jsonl -> /home/me/.ssh/id_ed25519`) would be trained on.
+    Data come from strangers as folders and archives, and a link of theirs (`rows.jsonl -> /home/me/.ssh/id_ed25519`)
+    would be trained on.
     """
     base = root.resolve()
     folders: dict[Path, Path] = {}
@@ -203,21 +218,26 @@ def require_inside(files: Iterable[Path], root: Path) -> None:
         target = file.resolve() if file.is_symlink() else folder / file.name
         if not target.is_relative_to(base) and not _in_hub_cache(base, target):
             raise DataError(
-                f"is a link to `{target}`, which is outside of the folder", place=str(file),
+                f"is a link to `{target}`, which is outside of the folder",
+                place=str(file),
                 hint="put a copy of that file in its place, if it belongs there (`cp -rL FOLDER COPY` copies a folder of links)",
-            )  # fmt: skip
+            )
 
 
 def require_plain(folder: Path) -> None:
-    """Raise `DataError` for a file directly in a model's or a run's folder that is a pipe or a device, or that leads out of it.
+    """Raise `DataError` for a file directly in a model's or a run's folder that is a pipe or a device, or that leads
+    out of it.
 
-    Each is read, hashed and perhaps copied to what is published: `LICENSE.txt -> /home/me/.ssh/id_ed25519`, `a.safetensors -> /dev/zero`.
+    Each is read, hashed and perhaps copied to what is published: `LICENSE.txt -> /home/me/.ssh/id_ed25519`,
+    `a.safetensors -> /dev/zero`.
     """
     files = [path for path in sorted(folder.iterdir()) if not path.is_dir()]
     for path in files:
         if path.exists() and not path.is_file():
             raise DataError(
-                "is not a plain file", place=str(path), hint="a model is made of plain files: remove it, or fetch the model again"
+                "is not a plain file",
+                place=str(path),
+                hint="a model is made of plain files: remove it, or fetch the model again",
             )
     require_inside(files, folder)
 
@@ -233,13 +253,14 @@ def _in_hub_cache(base: Path, target: Path) -> bool:
     """Whether `base` is (in) a snapshot of the hub's cache, and `target` one of the same repository's blobs."""
     return any(
         folder.name == "snapshots" and target.parent == folder.parent / "blobs" for folder in (base, *base.parents)
-    )  # fmt: skip
+    )
 
 
 # Whose code may run: a model's or a metric's, only where this user says so, never because a run's folder does.
 #
-# A run can be a copy of somebody else's, and its `config.json` says what its author wished. So consent comes from the words of this
-# command and from the user's own YAML; it is kept outside of all runs, for exactly the code that it was given for.
+# A run can be a copy of somebody else's, and its `config.json` says what its author wished. So consent comes from the
+# words of this command and from the user's own YAML; it is kept outside of all runs, for exactly the code that it was
+# given for.
 
 
 What = Literal["model", "metrics"]
@@ -258,7 +279,8 @@ def give_consent(*what: What) -> None:
 
 
 def may_run(code: Path | str, what: What) -> bool:
-    """Whether the code of a folder or file (or a metric of the hub, by its name) may run: the user says so now, or said so before of the same code.
+    """Whether the code of a folder or file (or a metric of the hub, by its name) may run: the user says so now, or said
+    so before of the same code.
 
     What is said now never holds for code in a run's folder: that must be the code of a base that was consented to.
     """
@@ -271,9 +293,13 @@ def may_run(code: Path | str, what: What) -> bool:
 
 
 def in_run(path: Path) -> bool:
-    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp, a run has events."""
+    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp, a run
+    has events.
+    """
     path = path.resolve()
-    return any(os.path.lexists(folder / name) for folder in (path, *path.parents) for name in ("stamp.json", "events.jsonl"))
+    return any(
+        os.path.lexists(folder / name) for folder in (path, *path.parents) for name in ("stamp.json", "events.jsonl")
+    )
 
 
 def _said() -> set[str]:
@@ -287,7 +313,9 @@ def _digest(code: Path | str) -> str:
     files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{path.relative_to(code).as_posix() if code.is_dir() else path.name} {path.stat().st_size}\n".encode())
+        digest.update(
+            f"{path.relative_to(code).as_posix() if code.is_dir() else path.name} {path.stat().st_size}\n".encode()
+        )
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -303,7 +331,10 @@ def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
     return HardwareError(
         f"{gone}: was it moved or deleted while it trained?",
         place=str(run.path),
-        hint=f"where it was moved, put it back, then: make resume RUN={run.typed} (or, as it is now: make resume RUN=FOLDER)",
+        hint=(
+            f"where it was moved, put it back, then: make resume RUN={run.typed} (or, as it is now: make resume"
+            " RUN=FOLDER)"
+        ),
     )
 
 
@@ -328,8 +359,9 @@ LISTS, NUMBERS = ("rank_", "node_"), frozenset({float, int, bool, type(None)})
 TRAINING, EVALUATION = b'"kind": "train"', b'"kind": "eval"'
 INTERVAL = frozenset({"mean", "low", "high", "n"})
 LEAST_ROWS = 20
-"""Of fewer rows a percentile bootstrap's interval is too narrow to decide by: by 9 % at 20, by 47 % at 4 (sqrt((n-1)/n) z/t, Hesterberg 2015,
-"What Teachers Should Know About the Bootstrap")."""
+"""Of fewer rows a percentile bootstrap's interval is too narrow to decide by: by 9 % at 20, by 47 % at 4 (sqrt((n-1)/n)
+z/t, Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
+"""
 
 
 def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -339,7 +371,9 @@ def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         name: value
         for name, value in scores.items()
-        if isinstance(value, dict) and value.keys() >= INTERVAL and misfit(value, dict.fromkeys(INTERVAL, float | None)) is None
+        if isinstance(value, dict)
+        and value.keys() >= INTERVAL
+        and misfit(value, dict.fromkeys(INTERVAL, float | None)) is None
     }
 
 
@@ -380,11 +414,17 @@ def read_predictions(folder: Path) -> list[dict[str, Any]]:
     path = folder / PREDICTIONS
     if not path.is_file():
         return []
-    return [row for row in read_json_lines(path) if row.keys() >= {"row", "prompt", "answer"} and misfit(row, ANSWER) is None]
+    return [
+        row
+        for row in read_json_lines(path)
+        if row.keys() >= {"row", "prompt", "answer"} and misfit(row, ANSWER) is None
+    ]
 
 
 def metric_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` every evaluation and `SPACED_ROWS` other rows, the last among them."""
+    """Return the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` every evaluation and `SPACED_ROWS` other rows,
+    the last among them.
+    """
     with contextlib.suppress(OSError), open_plain(path) as stream:
         content = stream.read(LARGEST_METRICS_BYTES)
         return measured(json_rows(_spaced(content) if len(content) > WHOLE_BYTES else content.split(b"\n")))
@@ -421,6 +461,10 @@ def _spaced(content: bytes) -> list[bytes]:
 
 
 def data_name(path: str, fingerprint: str) -> str:
-    """Return a short name for other data than a run's own: of the file, and of its rows, so that no two share a folder."""
-    stem = re.sub(r"[^\w.+=-]+", "-", Path(path.partition(":")[2] or path).name.partition(".")[0]).strip("-._") or "data"
+    """Return a short name for other data than a run's own: of the file, and of its rows, so that no two share a
+    folder.
+    """
+    stem = (
+        re.sub(r"[^\w.+=-]+", "-", Path(path.partition(":")[2] or path).name.partition(".")[0]).strip("-._") or "data"
+    )
     return f"{stem[:40]}-{fingerprint[:8]}"

@@ -1,7 +1,9 @@
-"""The gate of a run's folder, which may be a stranger's: what is in it is looked at before anything in it is read or written.
+"""The gate of a run's folder, which may be a stranger's: what is in it is looked at before anything in it is read or
+written.
 
-A run is plain files and folders. A link, a pipe or a device in one is refused, by every command in one place; whatever changes between this
-look and its use is caught where the file is opened (`files.open_plain`, `files.open_own`), which follow no link.
+A run is plain files and folders. A link, a pipe or a device in one is refused, by every command in one place; whatever
+changes between this look and its use is caught where the file is opened (`files.open_plain`, `files.open_own`), which
+follow no link.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ TRACKED = "wandb"
 
 
 def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
-    """Return `run`. Raise `CheckpointError` for what a run does not hold; where it `writes`, also for files of another user."""
+    """Return `run`. Raise `CheckpointError` for what a run does not hold; where it `writes`, also for files of another
+    user.
+    """
     shared: dict[tuple[int, int], list[str]] = {}
     owners = {os.geteuid()}
     for count, (entry, found, depth) in enumerate(_below(run.path, writes=writes)):
@@ -57,7 +61,9 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
 
 
 def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result, int]]:
-    """Yield everything below a folder that is still there, and how deep; what another user keeps closed cannot be read by any command."""
+    """Yield everything below a folder that is still there, and how deep; what another user keeps closed cannot be read
+    by any command.
+    """
     waiting = [(str(folder), 0)]
     while waiting:
         place, depth = waiting.pop()
@@ -116,28 +122,46 @@ def all_runs() -> list[RunFolder]:
 
 Number = float | None
 _FIGURES = (
-    "steps", "final_loss", "training_seconds", "tokens_per_second", "peak_memory_bytes", "energy_kwh", "eval_loss", "eval_rougeL"
-)  # fmt: skip
+    "steps",
+    "final_loss",
+    "training_seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "energy_kwh",
+    "eval_loss",
+    "eval_rougeL",
+)
 _SPLIT = {"path": str, **dict.fromkeys(("rows", "tokens", "label_tokens", "longest", "median"), Number)}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "config.json": {
         "config": {
-            "model": {"name": str | None}, "tuning": {"mode": str | None}, "train": {"metric_for_best_model": str | None},
+            "model": {"name": str | None},
+            "tuning": {"mode": str | None},
+            "train": {"metric_for_best_model": str | None},
             "data": {"sources": list[Mapping[str, Any]] | None, "train_path": str | None},
         },
         "origins": Mapping[str, Any],
     },
     "plan.json": {
-        **dict.fromkeys(("steps", "world_size", "num_nodes", "energy_kwh", "total_seconds"), Number), "strategy": str, "stages": list[int],
+        **dict.fromkeys(("steps", "world_size", "num_nodes", "energy_kwh", "total_seconds"), Number),
+        "strategy": str,
+        "stages": list[int],
     },
     "prepared.json": {"model": {"name": str | None}, "train": _SPLIT, "validation": _SPLIT},
-    "training_metrics.json": {**dict.fromkeys(_FIGURES, Number), "forecast": {**dict.fromkeys(_FIGURES, Number), "basis": str | None}},
+    "training_metrics.json": {
+        **dict.fromkeys(_FIGURES, Number),
+        "forecast": {**dict.fromkeys(_FIGURES, Number), "basis": str | None},
+    },
     "phase.json": {"phase": str},
     "manifest.json": {"sources": list[Mapping[str, Any]]},
-}  # fmt: skip
+}
 
 
 def read_facts(path: Path) -> dict[str, Any]:
     """Return the JSON object of one of a run's files; what is torn, missing or of another type is left out."""
     shape = SHAPES.get(path.name, {})
-    return {name: value for name, value in read_object(path).items() if name not in shape or misfit(value, shape[name]) is None}
+    return {
+        name: value
+        for name, value in read_object(path).items()
+        if name not in shape or misfit(value, shape[name]) is None
+    }

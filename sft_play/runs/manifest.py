@@ -1,4 +1,6 @@
-"""Checksums of files: a checkpoint's manifest, models and data; `states.json`; and the space that a checkpoint needs. No torch."""
+"""Checksums of files: a checkpoint's manifest, models and data; `states.json`; and the space that a checkpoint needs.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
         return {"bytes": path.stat().st_size, ALGORITHM: checksum(path)}
 
     with ThreadPoolExecutor(_threads(len(paths))) as pool:
-        return {path.relative_to(folder).as_posix(): facts for path, facts in zip(paths, pool.map(one, paths), strict=True)}
+        return {
+            path.relative_to(folder).as_posix(): facts for path, facts in zip(paths, pool.map(one, paths), strict=True)
+        }
 
 
 def sync(files: Iterable[Path]) -> None:
@@ -92,8 +96,8 @@ def verify(
 ) -> str | None:
     """Return why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
 
-    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `from_disk`: see `damage`.
-    `sizes_only`: nothing is read but the manifest, where there is no time for more.
+    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `from_disk`:
+    see `damage`. `sizes_only`: nothing is read but the manifest, where there is no time for more.
     """
     if not folder.is_dir():
         return "it is not there"
@@ -124,7 +128,9 @@ def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False)
     def one(item: tuple[str, Facts]) -> str | None:
         return _damage_of(folder, *item, from_disk=from_disk)
 
-    found = [reason for item in files.items() if (reason := _wrong_size(folder, *item))]  # it costs nothing, so it goes first
+    found = [
+        reason for item in files.items() if (reason := _wrong_size(folder, *item))
+    ]  # it costs nothing, so it goes first
     if found:
         return found[0]
     with ThreadPoolExecutor(_threads(len(files))) as pool:
@@ -228,7 +234,9 @@ class StatesFacts:
     optimizer: str
     """Name of its class."""
     reshardable: bool
-    """Whether its states can be resharded: one number for each element of a parameter, updated without a look at the others."""
+    """Whether its states can be resharded: one number for each element of a parameter, updated without a look at the
+    others.
+    """
     files: int
     """Ranks that wrote pieces: all where states are sharded, else one."""
     groups: list[dict[str, Any]]
@@ -239,15 +247,19 @@ class StatesFacts:
     counters: dict[str, Any]
     """What `training_metrics.json` counts from the run's start."""
     own: dict[str, Any] | None = None
-    """Of ranks that have states of their own under DDP (`training.states.files`): their number, and what each has trained since the last
-    average; `None` elsewhere."""
+    """Of ranks that have states of their own under DDP (`training.states.files`): their number, and what each has
+    trained since the last average; `None` elsewhere.
+    """
 
 
 def read_facts(checkpoint: Path) -> StatesFacts:
-    """Read `states.json`. Raise `CheckpointError` when it is missing (an older version's pickles) or not one of ours."""
+    """Read `states.json`. Raise `CheckpointError` when it is missing (an older version's pickles) or not one of
+    ours.
+    """
     path = checkpoint / STATES_NAME
     hint = (
-        "resume it with the version that wrote it, which its stamp.json names (`make stamp`), or start a new run from its weights"
+        "resume it with the version that wrote it, which its stamp.json names (`make stamp`), or start a new run from"
+        " its weights"
     )
     try:
         facts: dict[str, Any] = read_json(path, follow=False)
@@ -258,10 +270,15 @@ def read_facts(checkpoint: Path) -> StatesFacts:
             raise CheckpointError(text, place=str(path), hint=hint)
         return StatesFacts(**facts)
     except FileNotFoundError:
-        text = f"`{checkpoint.name}` has no `{STATES_NAME}`: an older version wrote it, with states in pickles, which are no longer read"
+        text = (
+            f"`{checkpoint.name}` has no `{STATES_NAME}`: an older version wrote it, with states in pickles, which are"
+            " no longer read"
+        )
         raise CheckpointError(text, place=str(checkpoint), hint=hint) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint") from error
+        raise CheckpointError(
+            f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint"
+        ) from error
 
 
 SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
@@ -270,18 +287,21 @@ SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 def check_states(checkpoint: Path, *, strategy: str, world_size: int) -> None:
     """Raise `CheckpointError` when a checkpoint's states do not fit another strategy or number of processes.
 
-    Only an optimizer whose states cannot be resharded is refused: one that looks at a parameter as a whole, where parameters are sharded.
+    Only an optimizer whose states cannot be resharded is refused: one that looks at a parameter as a whole, where
+    parameters are sharded.
     """
     facts = read_facts(checkpoint)
     same = facts.strategy == strategy and (facts.world_size == world_size or strategy not in SHARDED)
     if facts.reshardable or same or not {facts.strategy, strategy} & SHARDED:
         return
     raise CheckpointError(
-        f"the states of the optimizer `{facts.optimizer}` cannot be resharded: they were written by {facts.world_size} processes under"
-        f" {facts.strategy}, and {world_size} under {strategy} would continue",
+        f"the states of the optimizer `{facts.optimizer}` cannot be resharded: they were written by {facts.world_size}"
+        f" processes under {facts.strategy}, and {world_size} under {strategy} would continue",
         place=str(checkpoint),
-        hint=f"resume with NUM_GPUS={facts.world_size} and the command that started the run, or start a new run with `train.optim:"
-        " adamw_torch`, whose states fit any number of processes",
+        hint=(
+            f"resume with NUM_GPUS={facts.world_size} and the command that started the run, or start a new run with"
+            " `train.optim: adamw_torch`, whose states fit any number of processes"
+        ),
     )
 
 
@@ -332,10 +352,12 @@ def blob_of(path: Path) -> str | None:
 
 
 def digests_of(paths: Sequence[Path], what: str) -> list[str]:
-    """Return the sha256 of each file's content. Raise `OSError` for a file that cannot be read. `what` they are is for the user.
+    """Return the sha256 of each file's content. Raise `OSError` for a file that cannot be read. `what` they are is for
+    the user.
 
-    They are kept in `cache/digests/` with size, times and inode of each file, and taken from there until one of these changes: one record for
-    all `paths`, since a folder may hold a hundred thousand small files. A cache that cannot be written only costs the time again.
+    They are kept in `cache/digests/` with size, times and inode of each file, and taken from there until one of these
+    changes: one record for all `paths`, since a folder may hold a hundred thousand small files. A cache that cannot be
+    written only costs the time again.
     """
     names = [str(path.resolve()) for path in paths]
     record = cache_folder() / "digests" / f"{text_sha256(chr(10).join(names))}.json"

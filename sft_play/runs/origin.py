@@ -32,7 +32,9 @@ PACKAGES = (
     "numpy",
     *OPTIONAL,
 )
-"""Packages whose version changes what a rank computes or sends: the same on every machine of a run, and written in its stamp."""
+"""Packages whose version changes what a rank computes or sends: the same on every machine of a run, and written in its
+stamp.
+"""
 SOURCES = frozenset({".py", ".json", ".yaml", ".txt", ".jinja"})
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
 """A repository may name a program for git to start as its file monitor; that one is never started."""
@@ -45,10 +47,11 @@ def has_unsloth() -> bool:
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
-    """Return `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256` when dirty.
+    """Return `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256`
+    when dirty.
 
-    `diff_sha256` is over `git diff HEAD`; `None` where that failed or took too long. Addresses of remotes, which may hold a password, are
-    not read. Return `None` where there is no git, no repository or no commit.
+    `diff_sha256` is over `git diff HEAD`; `None` where that failed or took too long. Addresses of remotes, which may
+    hold a password, are not read. Return `None` where there is no git, no repository or no commit.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
@@ -65,8 +68,14 @@ def _git(folder: Path | None, *words: str) -> bytes | None:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     try:
         done = subprocess.run(
-            [*GIT, *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS, check=False
-        )  # fmt: skip
+            [*GIT, *words],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -97,7 +106,9 @@ def versions() -> Mapping[str, str]:
 
 
 def machine(devices: list[str], *, cuda: bool) -> dict[str, Any]:
-    """Return operating system, processor, `devices` (of the plan), and for GPUs the driver's and torch's CUDA versions."""
+    """Return operating system, processor, `devices` (of the plan), and for GPUs the driver's and torch's CUDA
+    versions.
+    """
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
@@ -110,7 +121,9 @@ def machine(devices: list[str], *, cuda: bool) -> dict[str, Any]:
 def processor() -> str:
     """Return the processor's name."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), re.M)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), re.M
+        )
     except OSError:
         found = None
     return found.group(1).strip() if found else platform.processor() or platform.machine() or "CPU"
@@ -143,9 +156,13 @@ def torch_version() -> tuple[str, str | None] | None:
     """Return torch's version and the CUDA that it is built for; reads its `version.py` and does not import it."""
     try:
         spec = importlib.util.find_spec("torch")
-        text = (Path(str(spec.origin)).parent / "version.py").read_text(encoding="utf-8") if spec and spec.origin else ""
+        text = (
+            (Path(str(spec.origin)).parent / "version.py").read_text(encoding="utf-8") if spec and spec.origin else ""
+        )
     except (OSError, ValueError, ImportError):
         return None
-    found = {name: re.search(rf"^{name}(?:: [^=]+)? = ['\"]([^'\"]+)['\"]", text, re.M) for name in ("__version__", "cuda")}
+    found = {
+        name: re.search(rf"^{name}(?:: [^=]+)? = ['\"]([^'\"]+)['\"]", text, re.M) for name in ("__version__", "cuda")
+    }
     version, cuda = found["__version__"], found["cuda"]
     return (version[1], cuda[1] if cuda else None) if version else None

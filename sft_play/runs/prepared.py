@@ -30,7 +30,9 @@ class ChatFormat:
     name: str | None = None
     """Of a template of this package; `None` where the template is a file's or the tokenizer's own."""
     template: str | None = None
-    """Text of the chosen template, so that a run does not depend on the file it came from; `None` is the tokenizer's own."""
+    """Text of the chosen template, so that a run does not depend on the file it came from; `None` is the tokenizer's
+    own.
+    """
     system: str | None = None
     """System turn for conversations without one."""
     style: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +52,9 @@ class ResolvedModel:
     revision: str | None
     """The hub's commit; `None` for a folder."""
     fingerprint: str
-    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum (`model.resolve`)."""
+    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum
+    (`model.resolve`).
+    """
     tokenizer_fingerprint: str
     """sha256 over the tokenizer's files, the chat template and what `data.system` and `data.style` add to it."""
     chat: ChatFormat | None = None
@@ -77,8 +81,9 @@ class PreparedSplit:
     """Facts of one prepared split."""
 
     path: str
-    """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 where not trained), `row`, `source` (index into
-    `sources`), `prompt_ids` and `reference` (both empty where a row has no answer to generate)."""
+    """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 where not trained), `row`, `source`
+    (index into `sources`), `prompt_ids` and `reference` (both empty where a row has no answer to generate).
+    """
     rows: Count
     dropped: Count
     """Rows left out, each with its reason in the manifest."""
@@ -124,7 +129,9 @@ class Prepared:
 
 
 def day_of(path: Path) -> str | None:
-    """Return the day in the rows of a run that was prepared before, by its `prepared.json`; `None` where there is none."""
+    """Return the day in the rows of a run that was prepared before, by its `prepared.json`; `None` where there is
+    none.
+    """
     try:
         train = Prepared.load(path).train
     except CheckpointError:
@@ -180,7 +187,11 @@ def settings_that_matter(config: Config) -> dict[str, Any]:
 def preparation_code() -> str:
     """Return a sha256 over the source of all that makes rows: another version of it is another cache entry."""
     package = Path(__file__).resolve().parent.parent
-    files = [*sorted((package / "data").glob("*.py")), package / "model" / "tokenizer.py", package / "config" / "data_rules.py"]
+    files = [
+        *sorted((package / "data").glob("*.py")),
+        package / "model" / "tokenizer.py",
+        package / "config" / "data_rules.py",
+    ]
     return text_sha256("\n".join(file_sha256(path) for path in files))
 
 
@@ -232,7 +243,9 @@ def _stats(files: Iterable[Path]) -> list[list[object]]:
 
 
 RowFile = Literal["lengths.i32", "sources.i32", "labels.i32"]
-"""Tokens of each row; index of its source in `PreparedSplit.sources`; tokens that a loss is computed for. Little-endian int32."""
+"""Tokens of each row; index of its source in `PreparedSplit.sources`; tokens that a loss is computed for. Little-endian
+int32.
+"""
 
 
 def row_integers(split: PreparedSplit, name: RowFile) -> array[int] | None:

@@ -1,4 +1,6 @@
-"""What a run says in words: progress, time left, evaluations, what slows it down; and `launch.notify`, which learns how it ends."""
+"""What a run says in words: progress, time left, evaluations, what slows it down; and `launch.notify`, which learns how
+it ends.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,11 @@ def _of(rows: Sequence[Row]) -> Iterator[Finding]:
         slowest = min(speeds, key=lambda rank: speeds[rank])
         others = statistics.median(speed for rank, speed in speeds.items() if rank != slowest)
         if others and (less := 1 - speeds[slowest] / others) >= SLOW:
-            yield _warning("slow-rank", f"rank {slowest} is {less:.0%} slower than the others, which wait for it",
-                           "look for other programs, heat and a slow link on its machine")  # fmt: skip
+            yield _warning(
+                "slow-rank",
+                f"rank {slowest} is {less:.0%} slower than the others, which wait for it",
+                "look for other programs, heat and a slow link on its machine",
+            )
     waits = _medians(rows, "rank_data_seconds")
     if waits and seconds and (share := max(waits.values()) / seconds) >= WAITING:
         who = max(waits, key=lambda rank: waits[rank])
@@ -58,13 +63,20 @@ def _of(rows: Sequence[Row]) -> Iterator[Finding]:
     for rank, percent in _medians(rows, "rank_throttled").items():
         if percent >= THROTTLED:
             heat = _medians(rows, "rank_temperature").get(rank)
-            yield _warning("throttled", f"the GPU of rank {rank} is throttled {percent:.0f}% of the time"
-                           + (f" ({heat:.0f} °C)" if heat else ""), "look at its fans and power supply (`nvidia-smi -q -d PERFORMANCE`)")  # fmt: skip
+            yield _warning(
+                "throttled",
+                f"the GPU of rank {rank} is throttled {percent:.0f}% of the time"
+                + (f" ({heat:.0f} °C)" if heat else ""),
+                "look at its fans and power supply (`nvidia-smi -q -d PERFORMANCE`)",
+            )
     limits = _medians(rows, "rank_memory_limit_gib")
     for rank, used in _medians(rows, "rank_memory_gib").items():
         if limits.get(rank) and used / limits[rank] >= FULL:
-            yield _warning("memory", f"the memory of rank {rank} is within 5% of its limit: {used:.1f} of {limits[rank]:.1f} GiB",
-                           "a smaller TRAIN_BATCH_SIZE, or `train.gradient_checkpointing`")  # fmt: skip
+            yield _warning(
+                "memory",
+                f"the memory of rank {rank} is within 5% of its limit: {used:.1f} of {limits[rank]:.1f} GiB",
+                "a smaller TRAIN_BATCH_SIZE, or `train.gradient_checkpointing`",
+            )
 
 
 def _spikes(rows: Sequence[Row], spikes: Sequence[Row]) -> Iterator[Finding]:
@@ -72,7 +84,9 @@ def _spikes(rows: Sequence[Row], spikes: Sequence[Row]) -> Iterator[Finding]:
     if latest:
         norm = latest[-1].get("norm")
         text = f"the gradient norm jumped at step {latest[-1]['step']}" + (f" to {norm:.3g}" if norm else "")
-        yield _warning("spike", text, "`logs/spikes.jsonl` names the rows; TRAIN_SPIKE_GUARD=skip leaves such updates out")
+        yield _warning(
+            "spike", text, "`logs/spikes.jsonl` names the rows; TRAIN_SPIKE_GUARD=skip leaves such updates out"
+        )
 
 
 def _warning(name: str, text: str, remedy: str) -> Finding:
@@ -93,7 +107,9 @@ def _medians(rows: Sequence[Row], name: str) -> dict[int, float]:
 
 
 def energy_kwh(rows: Sequence[Row], seconds: float | None) -> float | None:
-    """Return what the GPUs of all ranks drew in `seconds` by the readings of these rows; `None` where the driver gives no power."""
+    """Return what the GPUs of all ranks drew in `seconds` by the readings of these rows; `None` where the driver gives
+    no power.
+    """
     lists = [row.get("rank_power_watts") or [None] for row in rows]
     watts = [sum(one) for one in lists if all(isinstance(value, int | float) for value in one)]
     return statistics.fmean(watts) * seconds / 3.6e6 if watts and seconds else None
@@ -132,7 +148,11 @@ def line_of(rows: Sequence[Row], steps: int | None) -> str:
 def evaluation_line(logs: Row) -> str:
     """Return an evaluation in one line: loss, loss of each source, every score of answers, how many were answered."""
     parts = [f"held-out loss {logs['eval_loss']:.4f}"]
-    parts += [f"{name.removeprefix('eval_loss/')} {value:.4f}" for name, value in logs.items() if name.startswith("eval_loss/")]
+    parts += [
+        f"{name.removeprefix('eval_loss/')} {value:.4f}"
+        for name, value in logs.items()
+        if name.startswith("eval_loss/")
+    ]
     scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
     if "answers" in scores:
         names = list(scores)[: list(scores).index("answers")]  # the scores of answers come right before their number
@@ -143,7 +163,8 @@ def evaluation_line(logs: Row) -> str:
     return ", ".join(parts)
 
 
-# `launch.notify`: a webhook or a command that learns how a run ends, and what happened to it on the way. Never delays or ends a run.
+# `launch.notify`: a webhook or a command that learns how a run ends, and what happened to it on the way. Never delays
+# or ends a run.
 
 
 SECONDS = 5.0
@@ -157,7 +178,8 @@ _under_way = list[threading.Thread]()
 
 
 def notify(target: str | None, run: RunFolder, event: str, text: str) -> None:
-    """Send `{"run", "event", "text", "content"}` in a thread: to a URL as JSON, to the command of a variable `$NAME` on its stdin.
+    """Send `{"run", "event", "text", "content"}` in a thread: to a URL as JSON, to the command of a variable `$NAME` on
+    its stdin.
 
     `text` is what Slack shows and `content` what Discord does. Tokens are masked.
     """
@@ -186,7 +208,9 @@ def end_text(run: RunFolder, event: str, message: str) -> str:
     if event == "finished":
         facts = read_facts(run.training_metrics)
         names = {"steps": "steps", "final_loss": "loss", "eval_loss": "held-out loss", "eval_rougeL": "ROUGE-L"}
-        parts = [f"{label} {facts[name]:.4g}" for name, label in names.items() if isinstance(facts.get(name), int | float)]
+        parts = [
+            f"{label} {facts[name]:.4g}" for name, label in names.items() if isinstance(facts.get(name), int | float)
+        ]
         return f"{said}: {', '.join(parts)}" if parts else said
     return f"{said}: {message}" if message else said
 
@@ -194,7 +218,9 @@ def end_text(run: RunFolder, event: str, message: str) -> str:
 class _SameHost(urllib.request.HTTPRedirectHandler):
     """Follows no redirect to another host, nor one that leaves encryption."""
 
-    def redirect_request(self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
         before, after = urlsplit(req.full_url), urlsplit(newurl)
         same = after.hostname == before.hostname and after.scheme in (before.scheme, "https")
         return super().redirect_request(req, fp, code, msg, headers, newurl) if same else None
@@ -223,7 +249,9 @@ def _send(target: str, body: str) -> None:
         code = getattr(problem, "code", None) or getattr(problem, "returncode", None)
         why = code or getattr(getattr(problem, "reason", None), "strerror", None)
         silent = isinstance(problem, TimeoutError | subprocess.TimeoutExpired)
-        _not_sent(f"no answer within {SECONDS:g} s" if silent else f"{type(problem).__name__}{f' {why}' if why else ''}")
+        _not_sent(
+            f"no answer within {SECONDS:g} s" if silent else f"{type(problem).__name__}{f' {why}' if why else ''}"
+        )
 
 
 def _not_sent(why: str) -> None:
@@ -233,7 +261,12 @@ def _not_sent(why: str) -> None:
 def _run(command: str, body: str) -> None:
     nowhere = subprocess.DEVNULL
     with subprocess.Popen(
-        ["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.PIPE,
+        stdout=nowhere,
+        stderr=nowhere,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             process.communicate(body, timeout=SECONDS)

@@ -54,9 +54,11 @@ class Stamp:
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the plan that make the last digits: layout, kernels, how a batch is divided."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> value of the configuration that a run keeps (`runs.stamp`); empty in a stamp of an earlier version."""
+    """Dotted key -> value of the configuration that a run keeps (`runs.stamp`); empty in a stamp of an earlier version.
+    """
     data_files: Mapping[str, str | None] = field(default_factory=dict)
-    """`train:NAME` or `validation:NAME` -> sha256 over the source's files; `None` for a hub data set or a built-in one."""
+    """`train:NAME` or `validation:NAME` -> sha256 over the source's files; `None` for a hub data set or a built-in one.
+    """
     code: str | None = None
     """sha256 over the source of SFT-Play."""
     git: Mapping[str, Any] | None = None
@@ -107,12 +109,16 @@ class Rule:
 
 
 RULES: Mapping[str, Rule] = {
-    "backend": Rule("refuse", "use the `tuning.backend` that made it, or start a new run", "refuse", "refuse", "refuse"),
+    "backend": Rule(
+        "refuse", "use the `tuning.backend` that made it, or start a new run", "refuse", "refuse", "refuse"
+    ),
     "mode": Rule("refuse", "use the `tuning.mode` that made it, or start a new run", "refuse", "refuse", "refuse"),
     "quantization": Rule("refuse", "use the `tuning.quantization` that made it", "warn", "warn", "warn"),
     "base_model": Rule("refuse", "set `model.name` to the model that it was made from", "warn", "warn", "warn"),
     "base_revision": Rule("refuse", "set `model.revision` to the commit that it was made from", "warn", "warn", "warn"),
-    "base_fingerprint": Rule("refuse", "the base model's files have changed: restore them", "refuse", "refuse", "refuse"),
+    "base_fingerprint": Rule(
+        "refuse", "the base model's files have changed: restore them", "refuse", "refuse", "refuse"
+    ),
     "tokenizer_fingerprint": Rule(
         "refuse", "the tokenizer or its chat template has changed: restore it", "refuse", "refuse", "refuse"
     ),
@@ -126,11 +132,17 @@ RULES: Mapping[str, Rule] = {
     "seed": Rule("refuse", "the row order would change: set `train.seed` back"),
     "global_batch_size": Rule("refuse", "every update would change: set `train.global_batch_size` back"),
     "strategy": Rule("warn", "losses will differ in the last digits; the states are rearranged"),
-    "world_size": Rule("warn", "losses will differ in the last digits, with dropout by its draws; the states are rearranged"),
-    "versions": Rule("warn", "install the pinned versions with `make install`, Unsloth's with `make install-unsloth`", "warn"),
+    "world_size": Rule(
+        "warn", "losses will differ in the last digits, with dropout by its draws; the states are rearranged"
+    ),
+    "versions": Rule(
+        "warn", "install the pinned versions with `make install`, Unsloth's with `make install-unsloth`", "warn"
+    ),
     "recoveries": Rule("allow", "nothing: how a batch is divided changes no update"),
     "optimizer": Rule("refuse", "its states are of another kind: set `train.optim` to the one before"),
-    "template": Rule("warn", "the chat template writes conversations otherwise: look for its change", "warn", "warn", "warn"),
+    "template": Rule(
+        "warn", "the chat template writes conversations otherwise: look for its change", "warn", "warn", "warn"
+    ),
     "plan": Rule("allow", "losses may differ in the last digits"),
     "settings": Rule("refuse", "a run keeps its configuration: put these keys of `config.json` back"),
     "data_files": Rule("allow", "nothing while `train_data`, the rows made from them, is the same"),
@@ -141,7 +153,9 @@ RULES: Mapping[str, Rule] = {
 """The table: field of `Stamp` -> verdicts. `docs/checkpoints.md` shows it; a test compares the two."""
 
 LATER = frozenset({"optimizer", "template", "plan", "settings", "data_files", "code", "machine"})
-"""Fields that a stamp of an earlier version, or one of a run without such rows, leaves empty: nothing is said about those."""
+"""Fields that a stamp of an earlier version, or one of a run without such rows, leaves empty: nothing is said about
+those.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +181,9 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
             after = {package: version for package, version in after.items() if package in before}
         if name == "settings":  # nor is a key that only one of the two versions knows
             before, after = _shared(before, after), _shared(after, before)
-            before, after = ({key: _kept(part) if key == EXTRA else part for key, part in one.items()} for one in (before, after))
+            before, after = (
+                {key: _kept(part) if key == EXTRA else part for key, part in one.items()} for one in (before, after)
+            )
         verdict: Verdict = getattr(rule, purpose)
         if before != after and verdict != "allow" and not (name in LATER and not (before and after)):
             if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -197,9 +213,15 @@ def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 
 def _commits(old: Stamp, new: Stamp) -> str:
-    """Return which data sets of the hub were read at another commit, and how to have that again; empty where none was."""
+    """Return which data sets of the hub were read at another commit, and how to have that again; empty where none
+    was.
+    """
     before, after = old.data_files or {}, new.data_files or {}
-    moved = {name: content for name, content in before.items() if (content or "").startswith(HUB) and after.get(name) != content}
+    moved = {
+        name: content
+        for name, content in before.items()
+        if (content or "").startswith(HUB) and after.get(name) != content
+    }
     told = [
         f"`{name.partition(':')[2]}` was read from the hub at the commit `{content[len(HUB) :]}`"
         for name, content in moved.items()
@@ -213,7 +235,8 @@ def _short(value: Any) -> str:
     return f"`{text[:16]}...`" if len(text) == 64 else f"`{text}`"
 
 
-# The keys of a configuration that a run keeps to its end: a stamp holds their values, and a resume may change only the others.
+# The keys of a configuration that a run keeps to its end: a stamp holds their values, and a resume may change only the
+# others.
 
 
 CHANGEABLE = frozenset({
@@ -231,7 +254,9 @@ STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size"
 SECTIONS, EXTRA = ("train", "eval", "launch"), "train.extra"
 """Sections whose other keys a stamp holds one by one."""
 AS_PLANNED = frozenset({"train.packing"})
-"""Keys that a repeated run is given as the plan decided them (`make stamp`, `run it again`); the plan's facts are in the stamp."""
+"""Keys that a repeated run is given as the plan decided them (`make stamp`, `run it again`); the plan's facts are in
+the stamp.
+"""
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
@@ -248,5 +273,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
 
 
 def _kept(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return further `TrainingArguments` without those that no run's folder gives: a resume may name another tracker, or none."""
+    """Return further `TrainingArguments` without those that no run's folder gives: a resume may name another tracker,
+    or none.
+    """
     return {name: value for name, value in extra.items() if not needs_own_word(f"train.{name}")}

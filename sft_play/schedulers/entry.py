@@ -1,13 +1,13 @@
 """The container's entry point: `python -m sft_play.schedulers.entry train-distributed CONFIG=... RUN_NAME=...`.
 
-Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`); here they become `NUM_NODES`,
-`NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type manually, with `LAUNCH_AUTO_RESUME=true`, so that the same container
-starts a run and continues it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart policy `ExitCode` tries again
-only from 128 on.
+Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`); here they become
+`NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type manually, with
+`LAUNCH_AUTO_RESUME=true`, so that the same container starts a run and continues it. Signals are passed on, and exit
+code 75 becomes 175: a PyTorchJob with restart policy `ExitCode` tries again only from 128 on.
 
-A PyTorchJob with `ExitCode` knows no limit (kubeflow/trainer#2045: `backoffLimit` counts
-restarts of containers, and these pods are recreated). Where `SFT_PLAY_MAX_RESTARTS` gives one, node 0 counts in a file next to the run's
-folder, which is removed where a launch ended before its workers started, and ends for good with 3.
+A PyTorchJob with `ExitCode` knows no limit (kubeflow/trainer#2045: `backoffLimit` counts restarts of containers, and
+these pods are recreated). Where `SFT_PLAY_MAX_RESTARTS` gives one, node 0 counts in a file next to the run's folder,
+which is removed where a launch ended before its workers started, and ends for good with 3.
 """
 
 from __future__ import annotations
@@ -34,14 +34,24 @@ from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
 from sft_play.runs.checkpoints import list_checkpoints, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 
-TRAINING = frozenset({
-    "quickstart", "train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb", "train-fsdp",
-})  # fmt: skip
+TRAINING = frozenset(
+    {
+        "quickstart",
+        "train",
+        "train-tb",
+        "train-distributed",
+        "train-distributed-tb",
+        "train-deepspeed",
+        "train-deepspeed-tb",
+        "train-fsdp",
+    }
+)
 """Commands that start a run, and with `launch.auto_resume` continue it."""
 LAUNCHED = TRAINING | {"resume"}
 FOR_KUBERNETES = 175
 LIMIT = "SFT_PLAY_MAX_RESTARTS"
-"""Variable of a pod: how often in a row it may be tried again without a newer checkpoint (`kubernetes.max_restarts`)."""
+"""Variable of a pod: how often in a row it may be tried again without a newer checkpoint (`kubernetes.max_restarts`).
+"""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 JOIN_SECONDS = 600
 """As `launch.join_seconds`; `LAUNCH_JOIN_SECONDS=` among the words wins."""
@@ -108,7 +118,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
-    """Return which scheduler started this container, and its place as variables of our command; `None` is what it does not say.
+    """Return which scheduler started this container, and its place as variables of our command; `None` is what it does
+    not say.
 
     Raise `UserError` for a number that is none: `PET_NNODES` of a job with an `elasticPolicy` is a range.
     """
@@ -117,17 +128,20 @@ def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
         _number(environ, name)
     if get("JOB_COMPLETION_INDEX") and not get("PET_NNODES"):
         return "the indexed Job", {
-            "NODE_RANK": get("JOB_COMPLETION_INDEX"), "MASTER_ADDR": get("MASTER_ADDR"), "MASTER_PORT": get("MASTER_PORT"),
-        }  # fmt: skip
-    # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods times
-    # `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
+            "NODE_RANK": get("JOB_COMPLETION_INDEX"),
+            "MASTER_ADDR": get("MASTER_ADDR"),
+            "MASTER_PORT": get("MASTER_PORT"),
+        }
+    # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods
+    # times `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
     each, world = get("PET_NPROC_PER_NODE", ""), None if get("PET_NNODES") else _number(environ, "WORLD_SIZE")
     processes = each if each.isdecimal() else None  # `auto` and `gpu` leave it to us
     master = get("PET_MASTER_ADDR") or get("MASTER_ADDR")
     return "the operator", {
         "NUM_NODES": get("PET_NNODES") or (str(world // int(processes or 1)) if world else None),
         "NODE_RANK": get("PET_NODE_RANK") or get("RANK"),
-        # Some operators tell the master itself that it is `localhost`, which others would look for on their own machine.
+        # Some operators tell the master itself that it is `localhost`, which others would look for on their own
+        # machine.
         "MASTER_ADDR": get("POD_IP", master) if master in ("localhost", "127.0.0.1") else master,
         "MASTER_PORT": get("PET_MASTER_PORT") or get("MASTER_PORT"),
         "NUM_GPUS": processes,
@@ -137,7 +151,8 @@ def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
 def supervise(argv: Sequence[str]) -> int:
     """Run `argv`, pass signals on to it, and return its exit code, 128 + N where signal N ended it.
 
-    Process 1 of a container inherits the orphans of all others, so whatever ends meanwhile is taken off the kernel's list too.
+    Process 1 of a container inherits the orphans of all others, so whatever ends meanwhile is taken off the kernel's
+    list too.
     """
     child = 0
     early: list[int] = []
@@ -149,7 +164,9 @@ def supervise(argv: Sequence[str]) -> int:
         else:
             early.append(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN}
+    previous = {
+        number: signal.signal(number, pass_on) for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         # The operator's, which stand in the command's words now: the command takes options from there only.
         environment = {name: text for name, text in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -171,7 +188,9 @@ def _typed(words: Sequence[str]) -> dict[str, str]:
 
 
 def _wait_for_master(typed: Mapping[str, str]) -> None:
-    """Wait until the master's name has an address: a pod's name is known a while after the pod. Raise `RetryableError`."""
+    """Wait until the master's name has an address: a pod's name is known a while after the pod. Raise
+    `RetryableError`.
+    """
     master = typed.get("MASTER_ADDR")
     wanted = typed.get("LAUNCH_JOIN_SECONDS", "")
     seconds = int(wanted) if wanted.isdecimal() else JOIN_SECONDS
@@ -197,7 +216,9 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tries:
-    """The tries in a row without a newer checkpoint, the one that is under way included; `used` and `step` are in a file between two tries."""
+    """The tries in a row without a newer checkpoint, the one that is under way included; `used` and `step` are in a
+    file between two tries.
+    """
 
     run: RunFolder
     limit: int
@@ -209,7 +230,9 @@ class Tries:
     """Of the run when this try began."""
 
     def end(self, code: int) -> int:
-        """Return the code with which the container ends: `code`, or 3 where another try would be one too many, with the reason on stderr."""
+        """Return the code with which the container ends: `code`, or 3 where another try would be one too many, with the
+        reason on stderr.
+        """
         step, events = _look(self.run)
         since = events[self.events :]
         began = any(event["event"] in ("started", "resumed") for event in since)
@@ -218,10 +241,13 @@ class Tries:
         elif step > self.step or (code < 128 and code != LOST):
             self.run.tries.unlink(missing_ok=True)
         elif any(event.get("cause") == OUT_OF_MEMORY for event in since if event["event"] == "failed"):
-            return self._give_up(HardwareError(
-                "memory ran out, and there is no newer checkpoint: another try would end in the same way", place=f"run {self.run.name}",
-                hint="docs/reliability.md says what needs less memory; the job can be submitted again when that is fixed",
-            ))  # fmt: skip
+            return self._give_up(
+                HardwareError(
+                    "memory ran out, and there is no newer checkpoint: another try would end in the same way",
+                    place=f"run {self.run.name}",
+                    hint="docs/reliability.md says what needs less memory; the job can be submitted again when that is fixed",
+                )
+            )
         elif self.used > self.limit:
             return self._give_up(self.used_up())
         else:
@@ -237,9 +263,13 @@ class Tries:
         """Return the error for the tries that were made."""
         missing = f"no newer checkpoint than that of step {self.step}" if self.step else "no checkpoint"
         return HardwareError(
-            f"{min(self.used, self.limit + 1)} tries in a row made {missing}, and `kubernetes.max_restarts` is {self.limit}",
+            f"{min(self.used, self.limit + 1)} tries in a row made {missing}, and `kubernetes.max_restarts` is"
+            f" {self.limit}",
             place=f"run {self.run.name}",
-            hint=f"the reasons are above and in `{self.run.events}`; the count starts over for a job that is submitted again",
+            hint=(
+                f"the reasons are above and in `{self.run.events}`; the count starts over for a job that is submitted"
+                " again"
+            ),
         )
 
     def save(self, used: int) -> None:
@@ -251,7 +281,8 @@ class Tries:
 def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
     """Count this try of a command on node 0; `None` elsewhere, and where nobody gave a limit.
 
-    Raise `HardwareError` where the tries before this one are used up: a pod that the kernel killed could not say so itself.
+    Raise `HardwareError` where the tries before this one are used up: a pod that the kernel killed could not say so
+    itself.
     """
     typed = _typed(words)
     limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")

@@ -50,7 +50,8 @@ class Rendered:
 
 
 def main(call: Call) -> int:
-    """Write the manifests and says how they are submitted; return 0. What does not fit is shown part by part before the error.
+    """Write the manifests and says how they are submitted; return 0. What does not fit is shown part by part before the
+    error.
 
     Raise `UserError`, and then writes nothing.
     """
@@ -60,13 +61,25 @@ def main(call: Call) -> int:
     commands = _commands(spec, paths)
     if call.json:
         facts = {
-            "kind": spec.settings.kind, "name": spec.name, "run_name": spec.name, "pods": spec.pods, "processes": list(spec.processes),
-            "cards": list(spec.cards), "words": spec.words(spec.processes[0]), "files": [str(path) for path in paths],
-            "notes": list(rendered.notes), "commands": commands, "plan": plan.to_json(),
-        }  # fmt: skip
+            "kind": spec.settings.kind,
+            "name": spec.name,
+            "run_name": spec.name,
+            "pods": spec.pods,
+            "processes": list(spec.processes),
+            "cards": list(spec.cards),
+            "words": spec.words(spec.processes[0]),
+            "files": [str(path) for path in paths],
+            "notes": list(rendered.notes),
+            "commands": commands,
+            "plan": plan.to_json(),
+        }
         print(json.dumps(facts, indent=2))
         return 0
-    lines = [show_plan(plan), f"{KINDS[spec.settings.kind]} `{spec.name}`: {_pods(spec)}", *(f"  {path}" for path in paths)]
+    lines = [
+        show_plan(plan),
+        f"{KINDS[spec.settings.kind]} `{spec.name}`: {_pods(spec)}",
+        *(f"  {path}" for path in paths),
+    ]
     print("\n".join([*lines, "\nto submit it:", *(f"  {command}" for command in commands)]))
     for note in rendered.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -81,7 +94,9 @@ def render(call: Call) -> Rendered:
     typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
     command = shlex.join(["make", call.command, *typed, *(one.origin.removeprefix("make ") for one in call.overrides)])
     head = f"{KINDS[settings.kind]} of the run {spec.name}, rendered by: {command}"
-    claims_written = manifests.claim_documents(spec)  # a separate file: who deletes the job by its file keeps what it made
+    claims_written = manifests.claim_documents(
+        spec
+    )  # a separate file: who deletes the job by its file keeps what it made
     files = {"claims.yaml": dump_documents(claims_written, f"Claims of {head}")} if claims_written else {}
     files[f"{settings.kind}.yaml"] = dump_documents(manifests.documents(spec), head)
     told = (*ahead.options.notices, *_notes(spec, ahead.plan, loaded, named="RUN_NAME" in call.options))
@@ -96,13 +111,18 @@ def name_of(run_name: str | None, path: Path | None) -> str:
     stem = re.sub("[^a-z0-9]+", "-", (run_name or (path.stem if path else "run")).lower()).strip("-")
     fitting = (stem if stem[:1].isalpha() else f"run-{stem}".rstrip("-"))[:LONGEST_NAME].rstrip("-")
     if run_name not in (None, fitting):
-        text = f"`RUN_NAME` is `{run_name}`; expected small letters, digits and `-`, the first a letter, at most {LONGEST_NAME}"
+        text = (
+            f"`RUN_NAME` is `{run_name}`; expected small letters, digits and `-`, the first a letter, at most"
+            f" {LONGEST_NAME}"
+        )
         raise UserError(text, hint=f"RUN_NAME={fitting}")
     return fitting
 
 
 def _spec(call: Call, ahead: Ahead) -> Spec:
-    """Return the run as manifests need it. Raise `UserError` where the kind of job cannot say it, or it holds a token."""
+    """Return the run as manifests need it. Raise `UserError` where the kind of job cannot say it, or it holds a
+    token.
+    """
     loaded, plan, settings = ahead.loaded, ahead.plan, ahead.loaded.config.kubernetes
     launch, processes = loaded.config.launch, plan.ranks_by_node
     files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
@@ -114,40 +134,55 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
                 f"`{name}` holds what looks like an access token, which would be written to a manifest",
                 place=loaded.origins.get("kubernetes.env") if name.startswith("kubernetes.env") else None,
                 hint="put the hub's token into a Secret and name that: `kubernetes.token_secret`",
-            )  # fmt: skip
+            )
     replicas = "train" if plan.strategy == "single" else "train-distributed"
     spec = Spec(
         name=name_of(call.options.get("RUN_NAME"), loaded.path),
-        settings=settings, command="train-deepspeed" if ahead.options.deepspeed else replicas, device=plan.device, processes=processes,
-        selectors=_selectors(settings, len(processes)), cards=_cards(plan, processes), files=files, join_seconds=launch.join_seconds,
+        settings=settings,
+        command="train-deepspeed" if ahead.options.deepspeed else replicas,
+        device=plan.device,
+        processes=processes,
+        selectors=_selectors(settings, len(processes)),
+        cards=_cards(plan, processes),
+        files=files,
+        join_seconds=launch.join_seconds,
         own_words=tuple(own_words(loaded)),
-    )  # fmt: skip
+    )
     _refuse_unlike(spec)
     return spec
 
 
 def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the catalogue's name of each pod's GPUs. Raise `HardwareError` for a pod with two kinds, which no request can say."""
+    """Return the catalogue's name of each pod's GPUs. Raise `HardwareError` for a pod with two kinds, which no request
+    can say.
+    """
     found, ranks = [], iter(plan.ranks)
     for pod, count in enumerate(processes):
         names = sorted({rank.device_name for rank in islice(ranks, count)})
         if len(names) > 1:
             raise HardwareError(
                 f"pod {pod} needs {' and '.join(names)}, but a pod asks for GPUs of one kind",
-                place="HARDWARE", hint="HARDWARE describes one node; NUM_GPUS=1 NUM_NODES=2 makes two pods of one GPU",
-            )  # fmt: skip
+                place="HARDWARE",
+                hint="HARDWARE describes one node; NUM_GPUS=1 NUM_NODES=2 makes two pods of one GPU",
+            )
         card = find_card(names[0]) if plan.device == "cuda" else None
         found.append(card[0] if card else names[0])
     return tuple(found)
 
 
 def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str], ...]:
-    """Return each pod's node selector, in order of ranks: `node_selector` with its own labels on top. Raise `UserError`."""
+    """Return each pod's node selector, in order of ranks: `node_selector` with its own labels on top. Raise
+    `UserError`.
+    """
     own = settings.replica_selectors
     if own and len(own) != pods:
-        text = f"`kubernetes.replica_selectors` has {plural(len(own), 'label set')}, and the run has {plural(pods, 'pod')}"
-        raise UserError(text, hint="one entry for each pod in order of ranks, `{}` where nothing is asked, or none at all")
-    return tuple({**settings.node_selector, **labels} for labels in (own or [{}] * pods))
+        text = (
+            f"`kubernetes.replica_selectors` has {plural(len(own), 'label set')}, and the run has {plural(pods, 'pod')}"
+        )
+        raise UserError(
+            text, hint="one entry for each pod in order of ranks, `{}` where nothing is asked, or none at all"
+        )
+    return tuple({**settings.node_selector, **labels} for labels in own or [{}] * pods)
 
 
 def _refuse_unlike(spec: Spec) -> None:
@@ -156,17 +191,23 @@ def _refuse_unlike(spec: Spec) -> None:
     labels = [tuple(sorted(one.items())) for one in spec.selectors]
     if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
         first = "put the pod that differs first; or run each node's command (docs/launching.md) in its own Job"
-        other = "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
+        other = (
+            "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
+        )
         which = "all its workers (its Master may differ)" if master else "all its pods"
         raise UserError(
             f"the pods need different GPUs, but {_one_of(spec.settings.kind)} has one template for {which}",
-            place="kubernetes.kind", hint=first if master else other,
-        )  # fmt: skip
+            place="kubernetes.kind",
+            hint=first if master else other,
+        )
     if spec.device == "cuda" and len(set(zip(labels, spec.cards, strict=True))) > len(set(labels)):
         raise UserError(
             f"the pods need {' and '.join(sorted(set(spec.cards)))}, and nothing says which pod gets which",
             place="kubernetes.replica_selectors",
-            hint="one label for each pod in order of ranks: [{nvidia.com/gpu.product: ...}, {nvidia.com/gpu.product: ...}]",
+            hint=(
+                "one label for each pod in order of ranks: [{nvidia.com/gpu.product: ...}, {nvidia.com/gpu.product:"
+                " ...}]"
+            ),
         )
 
 
@@ -176,7 +217,9 @@ def _one_of(kind: str) -> str:
 
 
 def _write(call: Call, rendered: Rendered) -> list[Path]:
-    """Return where the files went. Raise `UserError`, before any is written, where one stands that this command has not written."""
+    """Return where the files went. Raise `UserError`, before any is written, where one stands that this command has not
+    written.
+    """
     out = call.options.get("OUT")
     folder = typed_path(out) if out else check_run(RunFolder(runs_folder() / rendered.spec.name), writes=True).path
     paths = [folder / name for name in rendered.files]
@@ -186,7 +229,9 @@ def _write(call: Call, rendered: Rendered) -> list[Path]:
         for path, text in zip(paths, rendered.files.values(), strict=True):
             write_text(path, text)
     except OSError as error:
-        raise UserError(f"`{folder}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes a folder") from error
+        raise UserError(
+            f"`{folder}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes a folder"
+        ) from error
     return paths
 
 
@@ -209,33 +254,52 @@ def _namespace(spec: Spec) -> str:
 
 
 def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iterator[str]:
-    """Yield what the cluster must have, what stays, and what the plan needs that the pods do not get. `named`: with a `RUN_NAME`."""
+    """Yield what the cluster must have, what stays, and what the plan needs that the pods do not get. `named`: with a
+    `RUN_NAME`.
+    """
     settings, config = spec.settings, loaded.config
     yield from _notes_of_cluster(spec, loaded)
     if not named:
         yield (
-            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name continues the run, once "
-            "the old job is deleted; another run needs its own RUN_NAME"
+            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name"
+            " continues the run, once the old job is deleted; another run needs its own RUN_NAME"
         )
     if (need := _host_bytes(spec, plan, loaded)) > (quantity(settings.memory) or 0):
         yield (
-            f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {settings.memory}, /dev/shm included: "
-            "raise it, or the kernel ends the pod"
+            f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {settings.memory},"
+            " /dev/shm included: raise it, or the kernel ends the pod"
         )
     for name in trackers(config):
         if name in PACKAGES and name != OWN:
             built = f"an image that was built with --build-arg TRACKERS={PACKAGES[name][1]}"
-            yield f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is {settings.image}"
+            yield (
+                f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is"
+                f" {settings.image}"
+            )
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
-    paths = {config.model.name, config.model.tokenizer, config.data.chat_template, *(source.path for source in sources)} - {None}
+    paths = {
+        config.model.name,
+        config.model.tokenizer,
+        config.data.chat_template,
+        *(source.path for source in sources),
+    } - {None}
     seen = (*(f"{place}/" for place in manifests.PLACES.values()), "examples/")
-    local = [t for t in paths if t and (t.startswith(("/", "~", "./", "../")) or (is_file_name(t) and typed_path(t).exists()))]
+    local = [
+        t
+        for t in paths
+        if t and (t.startswith(("/", "~", "./", "../")) or (is_file_name(t) and typed_path(t).exists()))
+    ]
     if missing := sorted(text for text in local if not text.startswith(seen)):
-        yield f"pods see /models and /runs (claims) and the image's examples/; copy these there and use the paths there: {', '.join(missing)}"
+        yield (
+            "pods see /models and /runs (claims) and the image's examples/; copy these there and use the paths there:"
+            f" {', '.join(missing)}"
+        )
 
 
 def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
-    """Return the bytes that the plan keeps in the memory of the largest pod: all of a process on the CPU, what DeepSpeed offloads of a GPU's."""
+    """Return the bytes that the plan keeps in the memory of the largest pod: all of a process on the CPU, what
+    DeepSpeed offloads of a GPU's.
+    """
     if plan.device == "cpu":
         ranks = iter(plan.ranks)
         return max(sum(rank.peak_bytes for rank in islice(ranks, count)) for count in spec.processes)
@@ -248,16 +312,25 @@ def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
     settings, several = spec.settings, spec.pods > 1
     secret = f"kubectl create secret generic{_namespace(spec)}"
     if not loaded.typed("kubernetes.image"):
-        yield f"the image is `{settings.image}`: build it by the Dockerfile, push it where the cluster pulls from, and set kubernetes.image"
+        yield (
+            f"the image is `{settings.image}`: build it by the Dockerfile, push it where the cluster pulls from, and"
+            " set kubernetes.image"
+        )
     if not settings.create_claims:
         shared = ", each mounted by all pods at once (ReadWriteMany)" if several else ""
         yield f"these claims must exist: {', '.join(claims(spec))}{shared}"
     elif manifests.access_mode(spec) == "ReadWriteOnce":
-        yield "the claims are ReadWriteOnce, so all pods that use them must be on one node; else kubernetes.access_mode: ReadWriteMany"
+        yield (
+            "the claims are ReadWriteOnce, so all pods that use them must be on one node; else kubernetes.access_mode:"
+            " ReadWriteMany"
+        )
     if several:
         made = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
         yield f"make the run's key once; nobody joins without it: {made}"
     if settings.token_secret:
         yield f"this Secret must exist: {secret} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.pull_secret:
-        yield f"this Secret must exist: {secret.replace('generic', 'docker-registry')} {settings.pull_secret} --docker-server=..."
+        yield (
+            f"this Secret must exist: {secret.replace('generic', 'docker-registry')} {settings.pull_secret}"
+            " --docker-server=..."
+        )

@@ -46,7 +46,9 @@ class Spec:
     cards: tuple[str, ...]
     """The catalogue's name of each pod's GPU; of a CPU `cpu`."""
     files: Mapping[str, str]
-    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON, letter for letter."""
+    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON, letter
+    for letter.
+    """
     join_seconds: int
     own_words: tuple[str, ...] = ()
     """What is typed again in the pod, as a copied configuration does not say it (`config.load.own_words`)."""
@@ -63,7 +65,11 @@ class Spec:
         if self.command != "train":
             words.append(f"NUM_GPUS={processes}")
         if self.pods > 1:
-            words += [f"NUM_NODES={self.pods}", f"MASTER_PORT={self.settings.port}", f"LAUNCH_JOIN_SECONDS={self.join_seconds}"]
+            words += [
+                f"NUM_NODES={self.pods}",
+                f"MASTER_PORT={self.settings.port}",
+                f"LAUNCH_JOIN_SECONDS={self.join_seconds}",
+            ]
         return words
 
 
@@ -98,19 +104,24 @@ def claim_documents(spec: Spec) -> list[Document]:
     settings = spec.settings
     return [
         {
-            "apiVersion": "v1", "kind": "PersistentVolumeClaim",
-            "metadata": _metadata(spec, claim) | {"labels": {"app.kubernetes.io/name": "sft-play", "sft-play/role": ".".join(roles)}},
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": _metadata(spec, claim)
+            | {"labels": {"app.kubernetes.io/name": "sft-play", "sft-play/role": ".".join(roles)}},
             "spec": {
-                "accessModes": [access_mode(spec)], "storageClassName": settings.storage_class,
+                "accessModes": [access_mode(spec)],
+                "storageClassName": settings.storage_class,
                 "resources": {"requests": {"storage": settings.storage_size}},
             },
         }
         for claim, roles in (claims(spec) if settings.create_claims else {}).items()
-    ]  # fmt: skip
+    ]
 
 
 def variables(spec: Spec) -> dict[str, str]:
-    """Return the variables that do not depend on the kind of job: where things are, how often it is tried again, and NCCL's."""
+    """Return the variables that do not depend on the kind of job: where things are, how often it is tried again, and
+    NCCL's.
+    """
     settings = spec.settings
     found = {
         "RUNS_DIR": PLACES["runs"],
@@ -142,20 +153,34 @@ def _metadata(spec: Spec, name: str | None = None, *, queued: bool = False) -> D
     return found | {"labels": _labels(spec) | queue}
 
 
-def _pod(spec: Spec, container: str, *, pod: int = 0, env: Mapping[str, str] | None = None, **of_kind: str | None) -> Document:
-    """Return the template of pod number `pod`, whose container is called as the kind of job wants it; `of_kind`: fields of the pod."""
+def _pod(
+    spec: Spec, container: str, *, pod: int = 0, env: Mapping[str, str] | None = None, **of_kind: str | None
+) -> Document:
+    """Return the template of pod number `pod`, whose container is called as the kind of job wants it; `of_kind`: fields
+    of the pod.
+    """
     settings = spec.settings
     optional = {
         **of_kind,
         "nodeSelector": dict(spec.selectors[pod]),
-        "tolerations": [{k: int(v) if k == "tolerationSeconds" else v for k, v in one.items()} for one in settings.tolerations],
+        "tolerations": [
+            {k: int(v) if k == "tolerationSeconds" else v for k, v in one.items()} for one in settings.tolerations
+        ],
         "imagePullSecrets": [{"name": settings.pull_secret}] if settings.pull_secret else [],
-        "topologySpreadConstraints": [{
-            "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {RUN_LABEL: spec.name}},
-        }] if spec.pods > 1 else [],
-    }  # fmt: skip
-    volumes = [{"name": roles[0], "persistentVolumeClaim": {"claimName": claim}} for claim, roles in claims(spec).items()]
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {RUN_LABEL: spec.name}},
+            }
+        ]
+        if spec.pods > 1
+        else [],
+    }
+    volumes = [
+        {"name": roles[0], "persistentVolumeClaim": {"claimName": claim}} for claim, roles in claims(spec).items()
+    ]
     return {
         "metadata": {"labels": _labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}},
         "spec": {
@@ -163,18 +188,25 @@ def _pod(spec: Spec, container: str, *, pod: int = 0, env: Mapping[str, str] | N
             "enableServiceLinks": False,  # a Service's variables would look like ours
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {
-                "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch",
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             **{name: value for name, value in optional.items() if value},
             "containers": [_container(spec, container, spec.processes[pod], env or {})],
             "volumes": [
                 {"name": "config", "configMap": {"name": f"{spec.name}-config"}},
-                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}},  # counts against the pod's memory
+                {
+                    "name": "shm",
+                    "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm},
+                },  # counts against the pod's memory
                 *volumes,
             ],
         },
-    }  # fmt: skip
+    }
 
 
 def _container(spec: Spec, name: str, processes: int, env: Mapping[str, str]) -> Document:
@@ -188,18 +220,27 @@ def _container(spec: Spec, name: str, processes: int, env: Mapping[str, str]) ->
         resources[settings.rdma_resource] = str(settings.rdma_count)
         capabilities["add"] = ["IPC_LOCK"]  # pinned memory for the adapters; PodSecurity `restricted` does not allow it
     found: Document = {
-        "name": name, "image": settings.image, "command": list(ENTRY), "args": spec.words(processes), "env": _environment(spec, env),
+        "name": name,
+        "image": settings.image,
+        "command": list(ENTRY),
+        "args": spec.words(processes),
+        "env": _environment(spec, env),
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": {"allowPrivilegeEscalation": False, "privileged": False, "capabilities": capabilities},
         "volumeMounts": [
             {"name": "config", "mountPath": SETTINGS, "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
-            *({"name": roles[0], "mountPath": PLACES[role]} | ({"subPath": role} if len(roles) > 1 else {})
-              for roles in claims(spec).values() for role in roles),
+            *(
+                {"name": roles[0], "mountPath": PLACES[role]} | ({"subPath": role} if len(roles) > 1 else {})
+                for roles in claims(spec).values()
+                for role in roles
+            ),
         ],
-    }  # fmt: skip
+    }
     if spec.pods > 1:
-        found["ports"] = [{"name": "pytorchjob-port" if name == "pytorch" else "master", "containerPort": settings.port}]
+        found["ports"] = [
+            {"name": "pytorchjob-port" if name == "pytorch" else "master", "containerPort": settings.port}
+        ]
     return found
 
 
@@ -209,7 +250,9 @@ def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
     found: list[Document] = [{"name": name, "value": text} for name, text in {**plain, **own}.items()]
     if spec.pods > 1:
         found.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
-        found.append({"name": KEY, "valueFrom": {"secretKeyRef": {"name": f"{spec.name}-key", "key": KEY, "optional": True}}})
+        found.append(
+            {"name": KEY, "valueFrom": {"secretKeyRef": {"name": f"{spec.name}-key", "key": KEY, "optional": True}}}
+        )
     if token:
         found.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token, "key": "HF_TOKEN"}}})
     return found
@@ -218,91 +261,129 @@ def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
 def _pytorchjob(spec: Spec) -> list[Document]:
     """A PyTorchJob of the Training Operator (v1): a Master and Workers; one node is a Master alone.
 
-    `ExitCode` starts pods again from exit code 128 on: a lost peer (75, which the entry point makes 175), a stop that saved (143), a
-    kill by the kernel (137). `backoffLimit` would be no limit (kubeflow/trainer#2045): pods are recreated, and none has restarted. The
-    Master's entry point counts (`schedulers.entry`), and ends the job.
+    `ExitCode` starts pods again from exit code 128 on: a lost peer (75, which the entry point makes 175), a stop that
+    saved (143), a kill by the kernel (137). `backoffLimit` would be no limit (kubeflow/trainer#2045): pods are
+    recreated, and none has restarted. The Master's entry point counts (`schedulers.entry`), and ends the job.
     """
     restart = "ExitCode" if spec.settings.max_restarts else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": restart, "template": _pod(spec, "pytorch")}}
     if spec.pods > 1:
-        replicas["Worker"] = {"replicas": spec.pods - 1, "restartPolicy": restart, "template": _pod(spec, "pytorch", pod=1)}
-    return [{
-        "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(spec, queued=True),
-        "spec": {
-            **({"nprocPerNode": str(spec.processes[0])} if len(set(spec.processes)) == 1 else {}),
-            "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": spec.settings.finished_seconds},
-            "pytorchReplicaSpecs": replicas,
-        },
-    }]  # fmt: skip
+        replicas["Worker"] = {
+            "replicas": spec.pods - 1,
+            "restartPolicy": restart,
+            "template": _pod(spec, "pytorch", pod=1),
+        }
+    return [
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": _metadata(spec, queued=True),
+            "spec": {
+                **({"nprocPerNode": str(spec.processes[0])} if len(set(spec.processes)) == 1 else {}),
+                "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": spec.settings.finished_seconds},
+                "pytorchReplicaSpecs": replicas,
+            },
+        }
+    ]
 
 
 def _permanent(container: str) -> Document:
     """Return the rule that ends a job whose pod ended with a permanent error."""
-    return {"action": "FailJob", "onExitCodes": {"containerName": container, "operator": "In", "values": list(PERMANENT_CODES)}}
+    return {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": container, "operator": "In", "values": list(PERMANENT_CODES)},
+    }
 
 
 def _job(spec: Spec) -> list[Document]:
     """A plain Job, for clusters without an operator: pods with an index, which find the first by a headless Service.
 
-    It starts single pods again. Those that are left notice the lost one within 30 s, leave with 175, and are started again too, so that all
-    meet again and continue from the newest checkpoint; each of them counts as a failure. A pod that the cluster took away does not.
+    It starts single pods again. Those that are left notice the lost one within 30 s, leave with 175, and are started
+    again too, so that all meet again and continue from the newest checkpoint; each of them counts as a failure. A pod
+    that the cluster took away does not.
     """
     several = spec.pods > 1
     env = {"MASTER_ADDR": f"{spec.name}-0.{spec.name}"} if several else {}
     disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     service: Document = {
-        "apiVersion": "v1", "kind": "Service", "metadata": _metadata(spec),
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(spec),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # rank 0 waits for the others before it is ready, and they look for it
-            "selector": {RUN_LABEL: spec.name}, "ports": [{"name": "master", "port": spec.settings.port}],
+            "selector": {RUN_LABEL: spec.name},
+            "ports": [{"name": "master", "port": spec.settings.port}],
         },
-    }  # fmt: skip
+    }
     job: Document = {
-        "apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(spec, queued=True),
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(spec, queued=True),
         "spec": {
-            "completionMode": "Indexed", "completions": spec.pods, "parallelism": spec.pods,
+            "completionMode": "Indexed",
+            "completions": spec.pods,
+            "parallelism": spec.pods,
             "backoffLimit": spec.settings.max_restarts * spec.pods,
             "podReplacementPolicy": "Failed",  # never two pods of one rank
             "podFailurePolicy": {"rules": [disrupted, _permanent("train")]},
             "ttlSecondsAfterFinished": spec.settings.finished_seconds,
             "template": _pod(spec, "train", env=env, restartPolicy="Never", subdomain=spec.name if several else None),
         },
-    }  # fmt: skip
+    }
     return [service, job] if several else [job]
 
 
 def _trainjob(spec: Spec) -> list[Document]:
-    """A TrainJob of Trainer v2 with a TrainingRuntime of its own: the field that patches a shared one was renamed twice (2.1, 2.2).
+    """A TrainJob of Trainer v2 with a TrainingRuntime of its own: the field that patches a shared one was renamed twice
+    (2.1, 2.2).
 
-    The JobSet starts all pods again together, unless one ended with a permanent error. No `ttlSecondsAfterFinished`: the JobSet would
-    go, and the operator make it again (kubeflow/trainer#3779). The torch plugin looks for job and container `node`.
+    The JobSet starts all pods again together, unless one ended with a permanent error. No `ttlSecondsAfterFinished`:
+    the JobSet would go, and the operator make it again (kubeflow/trainer#3779). The torch plugin looks for job and
+    container `node`.
     """
     node: Document = {
-        "backoffLimit": 0, "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": [_permanent("node")]},
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": [_permanent("node")]},
         "template": _pod(spec, "node", restartPolicy="Never"),
-    }  # fmt: skip
+    }
     jobs: Document = {
         "failurePolicy": {
             "maxRestarts": spec.settings.max_restarts,
-            "rules": [{
-                "name": "permanent", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"], "targetReplicatedJobs": ["node"],
-            }],
+            "rules": [
+                {
+                    "name": "permanent",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                    "targetReplicatedJobs": ["node"],
+                }
+            ],
         },
-        "replicatedJobs": [{
-            "name": "node", "template": {"metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}}, "spec": node},
-        }],
-    }  # fmt: skip
+        "replicatedJobs": [
+            {
+                "name": "node",
+                "template": {"metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}}, "spec": node},
+            }
+        ],
+    }
     metadata = _metadata(spec)
     metadata["labels"] |= {f"{TRAINER}/framework": "torch"}
     runtime: Document = {
-        "apiVersion": f"{TRAINER}/v1alpha1", "kind": "TrainingRuntime", "metadata": metadata,
+        "apiVersion": f"{TRAINER}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata,
         "spec": {"mlPolicy": {"numNodes": spec.pods, "torch": {}}, "template": {"spec": jobs}},
-    }  # fmt: skip
-    return [runtime, {
-        "apiVersion": f"{TRAINER}/v1alpha1", "kind": "TrainJob", "metadata": _metadata(spec, queued=True),
-        "spec": {
-            "runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": spec.name},
-            "trainer": {"numNodes": spec.pods, "numProcPerNode": spec.processes[0]},
+    }
+    return [
+        runtime,
+        {
+            "apiVersion": f"{TRAINER}/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": _metadata(spec, queued=True),
+            "spec": {
+                "runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": spec.name},
+                "trainer": {"numNodes": spec.pods, "numProcPerNode": spec.processes[0]},
+            },
         },
-    }]  # fmt: skip
+    ]

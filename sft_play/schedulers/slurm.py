@@ -1,8 +1,8 @@
 """`make slurm`: plans, freezes the configuration, writes the batch script, and with `SUBMIT=1` gives it to sbatch.
 
-The script is `slurm.sh` with a head of options, variables and the command. Of the user only `slurm.setup` is given to a shell. All other
-values are quoted. What `slurm.sh` does about signals and turns was tried on
-Slurm 22.05 (`tests/multinode/test_slurm.py`):
+The script is `slurm.sh` with a head of options, variables and the command. Of the user only `slurm.setup` is given to a
+shell. All other values are quoted. What `slurm.sh` does about signals and turns was tried on Slurm 22.05
+(`tests/multinode/test_slurm.py`):
 
 - `--signal=B:USR1@N` reaches the batch shell alone; a preemption or `scancel` sends SIGTERM to the tasks alone. srun passes USR1 on, but
   answers SIGTERM with SIGKILL for its tasks, so only USR1 is sent to it.
@@ -54,8 +54,13 @@ TOKEN_FILE = "HF_TOKEN_PATH"
 """The one name with `TOKEN` in it whose value is no secret."""
 OPTIONS, OF_JOBS = ("SBATCH_", "SQUEUE_"), re.compile(r"SLURM_(?!CONF$)\w+")
 """What sbatch and squeue take options from; those of a job come from the job that the command was typed in."""
-DESCRIBING = "CONF JOB* NNODES NODE* TASKS_PER_NODE *_ON_NODE ARRAY_* RESTART_COUNT SUBMIT_* *CLUSTER TOPOLOGY_* SPANK_* CLUSTER_NAME PRIO_PROCESS"
-"""`SLURM_` variables of a job that describe it; srun takes all others for options. A shell's own reach the job even under `--export=NONE`."""
+DESCRIBING = (
+    "CONF JOB* NNODES NODE* TASKS_PER_NODE *_ON_NODE ARRAY_* RESTART_COUNT SUBMIT_* *CLUSTER TOPOLOGY_* SPANK_*"
+    " CLUSTER_NAME PRIO_PROCESS"
+)
+"""`SLURM_` variables of a job that describe it; srun takes all others for options. A shell's own reach the job even
+under `--export=NONE`.
+"""
 OF_STEPS = {
     "--mem": "MEM_PER_NODE", "--cpu-freq": "CPU_FREQ_REQ",
     **{f"--{name}": name.replace("-", "_").upper() for name in (
@@ -84,7 +89,9 @@ HINTS: tuple[tuple[str, str | None, str], ...] = (
 Errors of one thing name others: "account/partition combination"."""
 
 Tasks = Mapping[int, tuple[str, Sequence[str]]]
-"""Of a sweep: index in the array -> the run's name and the words that only this task's command has. Else empty: the index ends the name."""
+"""Of a sweep: index in the array -> the run's name and the words that only this task's command has. Else empty: the
+index ends the name.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,9 +149,16 @@ def write_job(call: Call, tasks: Tasks) -> int:
     number = submit(script, ahead.loaded.origins) if submitting else None
     if call.json:
         facts = {
-            "run": name, "script": str(script), "config": str(_next_to(script, "config")), "nodes": job.nodes, "processes_per_node": job.processes,
-            "gpus": job.gpus, "command": list(job.words), "job": number, "plan": ahead.plan.to_json(),
-        }  # fmt: skip
+            "run": name,
+            "script": str(script),
+            "config": str(_next_to(script, "config")),
+            "nodes": job.nodes,
+            "processes_per_node": job.processes,
+            "gpus": job.gpus,
+            "command": list(job.words),
+            "job": number,
+            "plan": ahead.plan.to_json(),
+        }
         print(json.dumps(facts, indent=2))
     else:
         print(_next(job, script, number))
@@ -164,27 +178,33 @@ def render(job: BatchJob) -> str:
         ],
         "@SETUP@": job.slurm.setup,
         "@JOB@": [
-            f"words=() run_name={quoted(job.run_name)}" + ('-"$SLURM_ARRAY_TASK_ID"' if array and not job.tasks else ""),
+            f"words=() run_name={quoted(job.run_name)}"
+            + ('-"$SLURM_ARRAY_TASK_ID"' if array and not job.tasks else ""),
             *_cases(job.tasks),
             f"job_id={number}",
-            f"log={quoted(str(job.logs) + '/slurm-')}\"$job_id\"",
+            f'log={quoted(str(job.logs) + "/slurm-")}"$job_id"',
             f"most_requeues={job.slurm.max_requeues} cpus={job.cpus}",
             f'command=({shlex.join(job.words)} "${{words[@]}}" RUN_NAME="$run_name" LAUNCH_AUTO_RESUME=true)',
         ],
-    }  # fmt: skip
+    }
     body = re.sub("@[A-Z]+@", lambda mark: "\n".join(parts[mark[0]]), TEMPLATE.read_text(encoding="utf-8"))
     return "\n".join(["#!/bin/bash", HEADER, *(f"#SBATCH {line}" for line in options(job)), "", body])
 
 
 def kept_variables(job: BatchJob) -> list[str]:
-    """Return the names, without `SLURM_`, of a job's variables that srun may see: those that describe it, and those of its own options."""
+    """Return the names, without `SLURM_`, of a job's variables that srun may see: those that describe it, and those of
+    its own options.
+    """
     own = [line.partition("=")[0] for line in options(job)]
     return [*DESCRIBING.split(), *(OF_STEPS[name] for name in own if name in OF_STEPS)]
 
 
 def _cases(tasks: Tasks) -> list[str]:
     """Return the shell lines that give each task of a sweep its own run."""
-    lines = [f"  {index}) run_name={shlex.quote(name)} words=({shlex.join(words)}) ;;" for index, (name, words) in tasks.items()]
+    lines = [
+        f"  {index}) run_name={shlex.quote(name)} words=({shlex.join(words)}) ;;"
+        for index, (name, words) in tasks.items()
+    ]
     return ["case $SLURM_ARRAY_TASK_ID in", *lines, "esac"] if tasks else []
 
 
@@ -193,15 +213,28 @@ def options(job: BatchJob) -> list[str]:
     slurm = job.slurm
     output = str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if slurm.array else '%j'}.out"
     given: dict[str, str | int | None] = {
-        "--job-name": job.run_name, "--nodes": job.nodes, "--ntasks-per-node": 1,
+        "--job-name": job.run_name,
+        "--nodes": job.nodes,
+        "--ntasks-per-node": 1,
         "--gpus-per-node": f"{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.processes}" if job.gpus else None,
-        "--cpus-per-task": job.cpus, "--mem": slurm.memory, "--time": slurm.time, "--partition": slurm.partition,
-        "--account": slurm.account, "--qos": slurm.qos, "--constraint": slurm.constraint, "--array": slurm.array,
-        "--signal": f"B:USR1@{slurm.warning_seconds}", "--requeue": "", "--open-mode": "append", "--output": output,
+        "--cpus-per-task": job.cpus,
+        "--mem": slurm.memory,
+        "--time": slurm.time,
+        "--partition": slurm.partition,
+        "--account": slurm.account,
+        "--qos": slurm.qos,
+        "--constraint": slurm.constraint,
+        "--array": slurm.array,
+        "--signal": f"B:USR1@{slurm.warning_seconds}",
+        "--requeue": "",
+        "--open-mode": "append",
+        "--output": output,
         **{name: value for name, _, value in (option.partition("=") for option in slurm.options)},
-    }  # fmt: skip
+    }
     return [
-        f"{name}={_for_sbatch(str(value))}" if value != "" else name for name, value in given.items() if value is not None
+        f"{name}={_for_sbatch(str(value))}" if value != "" else name
+        for name, value in given.items()
+        if value is not None
     ] + [EXPORT]
 
 
@@ -215,7 +248,8 @@ def _for_sbatch(value: str) -> str:
 def submit(script: Path, origins: Mapping[str, str]) -> str:
     """Submit a script and return the job's id. `origins`: where each key of its configuration was written.
 
-    Raise `HardwareError` where there is no sbatch, `UserError` with sbatch's own words where the job is refused. Nothing is in the queue then.
+    Raise `HardwareError` where there is no sbatch, `UserError` with sbatch's own words where the job is refused.
+    Nothing is in the queue then.
     """
     program = shutil.which("sbatch")
     if program is None:
@@ -227,7 +261,8 @@ def submit(script: Path, origins: Mapping[str, str]) -> str:
 
 
 def overriding(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables of a shell from which Slurm's programs take options, before those of a script and over its own.
+    """Return the variables of a shell from which Slurm's programs take options, before those of a script and over its
+    own.
 
     Inside a job, most that begin with `SLURM_` describe that job, and srun reads some of them as options.
     """
@@ -237,15 +272,22 @@ def overriding(environ: Mapping[str, str]) -> list[str]:
 
 def _shell() -> dict[str, str]:
     """Return this shell's variables without those."""
-    return {name: text for name, text in os.environ.items() if not name.startswith(OPTIONS) and not OF_JOBS.fullmatch(name)}
+    return {
+        name: text for name, text in os.environ.items() if not name.startswith(OPTIONS) and not OF_JOBS.fullmatch(name)
+    }
 
 
 def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str]) -> str:
     """Return what sbatch prints."""
     done = subprocess.run(
         [program, option, str(script.absolute())],
-        capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL, env=_shell(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=_shell(),
+    )
     if done.returncode == 0:
         return done.stdout
     words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
@@ -277,7 +319,10 @@ def _refuse_unlike(ahead: Ahead) -> None:
     if plan.device == "cuda" and len(kinds) > 1 and (plan.num_nodes > 1 or gpu_type):
         raise UserError(
             f"the plan has different GPUs (`{'`, `'.join(kinds)}`), but a batch job asks for the same on every node",
-            hint="plan for equal nodes, such as HARDWARE=4xA100 NUM_NODES=2; `slurm.gpu_type` or `slurm.constraint` then asks the cluster for them",
+            hint=(
+                "plan for equal nodes, such as HARDWARE=4xA100 NUM_NODES=2; `slurm.gpu_type` or `slurm.constraint` then"
+                " asks the cluster for them"
+            ),
         )
 
 
@@ -287,9 +332,16 @@ def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) 
     if ahead.options.deepspeed:
         words.append(f"DEEPSPEED_CONFIG={_next_to(script, 'deepspeed')}")
     return BatchJob(
-        run_name=name, nodes=ahead.plan.num_nodes, processes=ahead.processes, gpus=ahead.plan.device == "cuda", folder=Path.cwd(),
-        words=tuple(words), environment=environment, logs=script.parent, slurm=ahead.loaded.config.slurm,
-    )  # fmt: skip
+        run_name=name,
+        nodes=ahead.plan.num_nodes,
+        processes=ahead.processes,
+        gpus=ahead.plan.device == "cuda",
+        folder=Path.cwd(),
+        words=tuple(words),
+        environment=environment,
+        logs=script.parent,
+        slurm=ahead.loaded.config.slurm,
+    )
 
 
 def _target(ahead: Ahead, name: str) -> str:
@@ -303,7 +355,9 @@ def _target(ahead: Ahead, name: str) -> str:
 
 
 def _script(call: Call, name: str) -> Path:
-    """Return where the script goes: in the run's folder, or as `OUT` says. Raise `UserError` where another file is there."""
+    """Return where the script goes: in the run's folder, or as `OUT` says. Raise `UserError` where another file is
+    there.
+    """
     out = call.options.get("OUT")
     script = check_run(RunFolder(runs_folder() / name), writes=not out).path / "slurm" / "job.sbatch"
     if out:
@@ -320,20 +374,33 @@ def _next_to(script: Path, what: str) -> Path:
 
 
 def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that the script sets, and the names of those that are left out because they look like secrets."""
+    """Return the variables that the script sets, and the names of those that are left out because they look like
+    secrets.
+    """
     passed = {name: value for name, value in ambient.items() if PASSED.fullmatch(name) and value}
     withheld = sorted(name for name, value in passed.items() if name != TOKEN_FILE and mask(name, value) != value)
     kept = {name: value for name, value in passed.items() if name not in withheld}
     binaries = str(Path(sys.executable).parent)
     paths = kept.get("PATH", os.defpath).split(":")
     kept["PATH"] = ":".join(paths if binaries in paths else [binaries, *paths])
-    if "PYTHONPATH" in kept:  # entries are this folder's, and the job begins in it too, but its parts may change folders
+    if (
+        "PYTHONPATH" in kept
+    ):  # entries are this folder's, and the job begins in it too, but its parts may change folders
         kept["PYTHONPATH"] = ":".join(str(Path(part).absolute()) for part in kept["PYTHONPATH"].split(":") if part)
-    return kept | {"RUNS_DIR": str(runs_folder().absolute()), "SFT_PLAY_CACHE": str(cache_folder().absolute())}, withheld
+    return (
+        kept
+        | {
+            "RUNS_DIR": str(runs_folder().absolute()),
+            "SFT_PLAY_CACHE": str(cache_folder().absolute()),
+        },
+        withheld,
+    )
 
 
 def _write(ahead: Ahead, script: Path, text: str) -> None:
-    """Write configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raise `UserError`."""
+    """Write configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raise
+    `UserError`.
+    """
     setup = (
         "\n".join(ahead.loaded.config.slurm.setup) + "\n"
     )  # the only shell text that is not ours: it may leave a quote or a block open
@@ -356,16 +423,25 @@ def _write(ahead: Ahead, script: Path, text: str) -> None:
 def _notes(call: Call, ahead: Ahead, withheld: list[str]) -> list[str]:
     notes = []
     if not call.options.get("HARDWARE"):
-        what = "HARDWARE=4xH100 describes the cluster's nodes" if ahead.plan.device == "cpu" else "HARDWARE= describes others"
+        what = (
+            "HARDWARE=4xH100 describes the cluster's nodes"
+            if ahead.plan.device == "cpu"
+            else "HARDWARE= describes others"
+        )
         notes.append(f"planned for nodes like this machine; {what}")
     if theirs := overriding(os.environ):
-        notes.append(f"{', '.join(theirs)} of this shell would win over the script's options: the job is to be submitted without")
+        notes.append(
+            f"{', '.join(theirs)} of this shell would win over the script's options: the job is to be submitted without"
+        )
     if withheld:
         notes.append(
-            f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that `slurm.setup` reads"
+            f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that"
+            " `slurm.setup` reads"
         )
     if os.environ.get("HF_TOKEN"):
-        notes.append(f"HF_TOKEN is not written into the script: {HUB_LOGIN} keeps it in your home, where the job finds it")
+        notes.append(
+            f"HF_TOKEN is not written into the script: {HUB_LOGIN} keeps it in your home, where the job finds it"
+        )
     return notes
 
 
@@ -374,7 +450,10 @@ def _show(job: BatchJob, script: Path) -> str:
     nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, {job.slurm.time}"
     named = f"{plural(len(job.tasks), 'run')} of the sweep" if job.tasks else f"runs {job.run_name}-INDEX"
     tasks = f", tasks {job.slurm.array}: {named}" if job.slurm.array else ""
-    return f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_next_to(script, 'config')} (frozen: later edits elsewhere change nothing)"
+    return (
+        f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_next_to(script, 'config')} (frozen: later edits"
+        " elsewhere change nothing)"
+    )
 
 
 def _next(job: BatchJob, script: Path, number: str | None) -> str:
@@ -383,6 +462,7 @@ def _next(job: BatchJob, script: Path, number: str | None) -> str:
         return f"  submit   {f'env {without}' if without else ''}sbatch {shlex.quote(str(script))}"
     task = f"{number}_{first_index(job.slurm.array)}" if job.slurm.array else number
     return (
-        f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F {shlex.quote(f'{job.logs}/slurm-{task}.out')}\n"
-        f"  cancel   scancel {number}   (saves first)\n  save and take another turn: scancel --signal=USR1 --batch {task}"
+        f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F"
+        f" {shlex.quote(f'{job.logs}/slurm-{task}.out')}\n  cancel   scancel {number}   (saves first)\n  save and take"
+        f" another turn: scancel --signal=USR1 --batch {task}"
     )

@@ -1,6 +1,8 @@
-"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace and models to count, and answers each with a line of results.
+"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace and models to count, and answers each
+with a line of results.
 
-A separate process, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet autograd.
+A separate process, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet
+autograd.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 from sft_play.errors import UserError
 
 UNUSED = ("bitsandbytes", "deepspeed", "datasets")
-"""Imported by libraries only because they are installed, as in `training.process.import_libraries`; `trace.build` needs no bitsandbytes."""
+"""Imported by libraries only because they are installed, as in `training.process.import_libraries`; `trace.build` needs
+no bitsandbytes.
+"""
 
 
 def main() -> int:
@@ -39,7 +43,9 @@ def main() -> int:
 
 
 def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what is found for each request; `{"error": "..."}` where nothing is, with a `hint` where the user can do something."""
+    """Return what is found for each request; `{"error": "..."}` where nothing is, with a `hint` where the user can do
+    something.
+    """
     from sft_play.plan.sources import Case
     from sft_play.trace.run import count, trace
 

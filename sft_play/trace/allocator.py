@@ -1,8 +1,10 @@
-"""A model of CUDA's caching allocator as workers run it, with `expandable_segments:True`: what it must map for a sequence of allocations.
+"""A model of CUDA's caching allocator as workers run it, with `expandable_segments:True`: what it must map for a
+sequence of allocations.
 
-After torch's `CUDACachingAllocator`: small blocks (up to 1 MiB) and large ones have one range of addresses each, in which pages of 2 and
-of 20 MiB are mapped when they are needed. Best fit among free mapped blocks, else the lowest addresses where unmapped ones make room;
-any rest of 512 B is split off. At the limit whole free pages are given back, wherever they are: gaps cost little, but no block moves.
+After torch's `CUDACachingAllocator`: small blocks (up to 1 MiB) and large ones have one range of addresses each, in
+which pages of 2 and of 20 MiB are mapped when they are needed. Best fit among free mapped blocks, else the lowest
+addresses where unmapped ones make room; any rest of 512 B is split off. At the limit whole free pages are given back,
+wherever they are: gaps cost little, but no block moves.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class Range:
         raise AssertionError("addresses have an end")
 
     def map(self, block: Block, size: int) -> Block:
-        """Map free addresses from `block` on until `size` bytes are, and return them as one block that is not listed."""
+        """Map free addresses from `block` on until `size` bytes are, and return them as one block that is not
+        listed.
+        """
         self._map_some(block, size)
         while block.size < size:
             assert block.after is not None

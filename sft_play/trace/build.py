@@ -1,4 +1,6 @@
-"""The model of a case, as training would hold it, without its weights: built on the meta device, then given fake tensors."""
+"""The model of a case, as training would hold it, without its weights: built on the meta device, then given fake
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -63,16 +65,21 @@ def _signature(layer: nn.Module, *, settings: bool) -> str:
     parts: list[Any] = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
     for name, module in layer.named_modules():
         own = vars(module).items() if settings else ()
-        plain = {k: v for k, v in own if isinstance(v, (bool, str, int)) and not k.startswith("_") and not NUMBERING.search(k)}
+        plain = {
+            k: v
+            for k, v in own
+            if isinstance(v, (bool, str, int)) and not k.startswith("_") and not NUMBERING.search(k)
+        }
         parts.append((name, type(module).__name__, plain))
     return text_sha256(repr(parts))[:8]
 
 
 def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Counter[str]]:
-    """Return the layers of the smallest model, those of a model with one more layer of each kind, and how often each kind is.
+    """Return the layers of the smallest model, those of a model with one more layer of each kind, and how often each
+    kind is.
 
-    The smallest of several kinds has the first and the last layer, and the last one of each kind between them: where a peak is, layers
-    that are added before it only add what they hold.
+    The smallest of several kinds has the first and the last layer, and the last one of each kind between them: where a
+    peak is, layers that are added before it only add what they hold.
     """
     counts, between = Counter(kinds), range(1, len(kinds) - 1)
     ends = {0, len(kinds) - 1}
@@ -88,13 +95,17 @@ def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Count
 
 
 def with_layers(model: Any, kept: Sequence[int]) -> Any:
-    """Return a copy of the model in which only these layers compute; the others stay in their places, so that all numbering holds."""
+    """Return a copy of the model in which only these layers compute; the others stay in their places, so that all
+    numbering holds.
+    """
     holder, name = list_of_layers(model)
     layers = getattr(holder, name)
     answers = LAYER_OUTPUTS.get(model.config.model_type, 0)
     try:
         setattr(
-            holder, name, nn.ModuleList(layer if index in kept else Skipped(answers, index) for index, layer in enumerate(layers))
+            holder,
+            name,
+            nn.ModuleList(layer if index in kept else Skipped(answers, index) for index, layer in enumerate(layers)),
         )
         return copy.deepcopy(model)
     finally:
@@ -118,7 +129,10 @@ def prepare(case: Case, model: Any) -> nn.Module:
     else:
         model.requires_grad_(False)
         adapters = LoraSettings(
-            r=case.lora_r, alpha=2.0 * case.lora_r, dropout=case.lora_dropout, target_modules=cast(Any, case.target_modules)
+            r=case.lora_r,
+            alpha=2.0 * case.lora_r,
+            dropout=case.lora_dropout,
+            target_modules=cast(Any, case.target_modules),
         )
         model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
         if case.autocast:
@@ -139,7 +153,9 @@ def prepare(case: Case, model: Any) -> nn.Module:
 
 
 def materialise(model: nn.Module, device: str) -> None:
-    """Give every meta parameter and buffer a tensor on `device`, tied ones the same; inside a fake mode they hold nothing."""
+    """Give every meta parameter and buffer a tensor on `device`, tied ones the same; inside a fake mode they hold
+    nothing.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -217,7 +233,13 @@ class _NF4(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        return (grad @ _expand(grad, ctx.shape, grad.dtype) if ctx.needs_input_grad[0] else None), None, None, None, None
+        return (
+            (grad @ _expand(grad, ctx.shape, grad.dtype) if ctx.needs_input_grad[0] else None),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _expand(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -304,7 +326,9 @@ def _has_expanded(*_: Any) -> None:
 
 
 def quantise(model: nn.Module, quantization: str, compute: torch.dtype) -> None:
-    """Replace every linear layer but the head, as bitsandbytes does through transformers; in place, on the meta device."""
+    """Replace every linear layer but the head, as bitsandbytes does through transformers; in place, on the meta
+    device.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

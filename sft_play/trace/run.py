@@ -31,15 +31,17 @@ DEEPER = 8
 """Layers of the model whose loss between blocks is compared with that of the smallest."""
 
 STEP_TOKENS = {"token": 32, "chunk": 64}
-"""Tokens by which the two short rows differ that are traced in place of a long one, where a state is computed token by token (Mamba's first
-kind without its kernels) or chunk by chunk (gated delta rules): a trace of the long row would take minutes."""
+"""Tokens by which the two short rows differ that are traced in place of a long one, where a state is computed token by
+token (Mamba's first kind without its kernels) or chunk by chunk (gated delta rules): a trace of the long row would take
+minutes.
+"""
 
 
 def trace(case: Case) -> dict[str, Any]:
     """Return the moments of the whole model, extrapolated from few layers, and what an allocator would lose.
 
-    Every quantity is affine in the number of layers of each kind, moment by moment (tried: docs/planning.md), so a model with the
-    fewest layers and one with one layer more of each kind say it all.
+    Every quantity is affine in the number of layers of each kind, moment by moment (tried: docs/planning.md), so a
+    model with the fewest layers and one with one layer more of each kind say it all.
     """
     model = build.model_of(case)
     short = _short_rows(case, model)
@@ -67,8 +69,8 @@ def _deepen(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
 def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
     """Return the tokens of two short rows in which everything is affine, or `None` where the row itself is traced.
 
-    They have two chunks at least (one alone is another case), as many tokens left over in the last one as the long row, and labels for two
-    chunks of the head, if that has such. Two traces are to save time.
+    They have two chunks at least (one alone is another case), as many tokens left over in the last one as the long row,
+    and labels for two chunks of the head, if that has such. Two traces are to save time.
     """
     delta = any("Delta" in type(module).__name__ for module in model.modules())
     scanned = any(name.endswith("A_log") and p.dim() == 2 for name, p in model.named_parameters())
@@ -81,7 +83,9 @@ def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
 
 
 def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
-    """Return the trace of long rows by two of short ones. What an allocator loses is not affine, and left to the formula."""
+    """Return the trace of long rows by two of short ones. What an allocator loses is not affine, and left to the
+    formula.
+    """
     rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in short]
     first, second = (_deepen(one, build.model_of(one), losses=False) for one in rows)
     more = {"tokens": (case.row_tokens - short[0]) / (short[1] - short[0])}
@@ -93,10 +97,11 @@ def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
 
 
 def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[allocator.Event]]) -> dict[str, int]:
-    """Return what the allocator loses between blocks of the whole model, from `logs`, of which the first has the `smallest` layers.
+    """Return what the allocator loses between blocks of the whole model, from `logs`, of which the first has the
+    `smallest` layers.
 
-    Where activations are kept the loss grows with the layers, but unevenly: a model with several more layers tells its slope. With
-    recomputation it does not grow (replays of all layers: docs/planning.md).
+    Where activations are kept the loss grows with the layers, but unevenly: a model with several more layers tells its
+    slope. With recomputation it does not grow (replays of all layers: docs/planning.md).
     """
     few, whole = len(smallest), len(build.decoder_layers(model))
     depth = few if case.gradient_checkpointing else min(whole, max(DEEPER, few + 1))
@@ -109,17 +114,22 @@ def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[all
     return {"lost_bytes": max(lost)}
 
 
-def _extrapolate(base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, float]) -> dict[str, int]:
+def _extrapolate(
+    base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, float]
+) -> dict[str, int]:
     names = set(base).union(*(set(parts) for parts in grown.values()))
     return {
         name: int(
-            base.get(name, 0) + sum(missing[kind] * (parts.get(name, 0) - base.get(name, 0)) for kind, parts in grown.items())
+            base.get(name, 0)
+            + sum(missing[kind] * (parts.get(name, 0) - base.get(name, 0)) for kind, parts in grown.items())
         )
         for name in sorted(names)
     }
 
 
-def observe(case: Case, model: Any, *, real: bool = False, log: bool = False) -> tuple[dict[str, Peak], list[allocator.Event]]:
+def observe(
+    case: Case, model: Any, *, real: bool = False, log: bool = False
+) -> tuple[dict[str, Peak], list[allocator.Event]]:
     """Return the peak of each moment and the allocator's events of a model of the meta device, which it changes.
 
     `real` computes with real tensors of zeros, on the same device, for comparison.
@@ -133,8 +143,12 @@ def observe(case: Case, model: Any, *, real: bool = False, log: bool = False) ->
     return peaks, tracker.events or []
 
 
-def follow(case: Case, model: Any, held: Iterable[tuple[Tensor, str]], device: str, *, log: bool = False) -> StorageTracker:
-    """Run the case's steps on `device` and return the tracker of them; `held` are the tensors there are before, and their parts."""
+def follow(
+    case: Case, model: Any, held: Iterable[tuple[Tensor, str]], device: str, *, log: bool = False
+) -> StorageTracker:
+    """Run the case's steps on `device` and return the tracker of them; `held` are the tensors there are before, and
+    their parts.
+    """
     if case.autocast:  # as `Accelerator.prepare_model` does for mixed precision
         forward = torch.autocast(device_type=device, dtype=build.dtype_of(case.precision))(model.forward)
         model.forward = convert_outputs_to_fp32(forward)
@@ -155,14 +169,18 @@ PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"
 
 
 def count(architecture: dict[str, Any]) -> dict[str, Any]:
-    """Return the `ModelShape` of a `config.json` as plain data. Raise `DataError` for a model that is not trained here."""
+    """Return the `ModelShape` of a `config.json` as plain data. Raise `DataError` for a model that is not trained
+    here.
+    """
     family = architecture.get("model_type")
     try:
         settings = settings_of(architecture)
         model = build.on_meta(settings)
     except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
         said = str(error).strip().splitlines() or [""]
-        raise DataError(f"transformers cannot build this `{family}` model: {type(error).__name__}: {said[0]}") from error
+        raise DataError(
+            f"transformers cannot build this `{family}` model: {type(error).__name__}: {said[0]}"
+        ) from error
     text = settings.get_text_config()
     layers = build.decoder_layers(model)
     matrices = matrices_of(model)
@@ -212,7 +230,9 @@ def _setting(text: Any, name: str) -> Any:
 
 
 def matrices_of(model: Any) -> tuple[Matrices, ...]:
-    """Return every matrix of a model, alike ones of its layers together; a fused weight of experts counts each of them."""
+    """Return every matrix of a model, alike ones of its layers together; a fused weight of experts counts each of
+    them.
+    """
     head, adapted, prefix = model.get_output_embeddings(), set(lora.linear_names(model)), lora.text_prefix(model)
     found: Counter[Matrices] = Counter()
     for name, module in model.named_modules():
@@ -222,13 +242,21 @@ def matrices_of(model: Any) -> tuple[Matrices, ...]:
                 outputs, inputs = module.weight.shape[::-1] if isinstance(module, nn.Embedding) else module.weight.shape
                 found[Matrices(name=pattern, inputs=inputs, outputs=outputs, count=1, kind="ends")] += 1
         elif lora.is_linear(module):
-            inputs, outputs = (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+            inputs, outputs = (
+                (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+            )
             plain = type(module) in (nn.Linear, Conv1D)  # others transformers does not give to bitsandbytes
             kind: Any = "linear" if inside else "vision"
             one = Matrices(
-                name=pattern, inputs=inputs, outputs=outputs, count=1, kind=kind, auto=name in adapted, quantised=plain,
+                name=pattern,
+                inputs=inputs,
+                outputs=outputs,
+                count=1,
+                kind=kind,
+                auto=name in adapted,
+                quantised=plain,
                 refused=lora.why_not(model, name) or "",
-            )  # fmt: skip
+            )
             found[one] += 1
         elif not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             for own, parameter in module.named_parameters(recurse=False):

@@ -52,13 +52,20 @@ def batch_of(case: Case, device: str) -> Batch:
 def _kept(count: int, length: int, rows: int, device: str) -> tuple[Tensor, Tensor]:
     """Return label positions [K] and targets [rows, K]."""
     count = max(1, count)
-    return torch.arange(length - count, length, device=device), torch.zeros((rows, count), dtype=torch.long, device=device)
+    return torch.arange(length - count, length, device=device), torch.zeros(
+        (rows, count), dtype=torch.long, device=device
+    )
 
 
 @contextlib.contextmanager
 def real_branches(case: Case) -> Iterator[None]:
-    """Make transformers' mask code take the branches that real data take; for fake tensors it takes those of a compiler."""
-    packed, padded = case.layout == "flattened" and (case.rows > 1 or case.packed), case.layout == "padded" and case.rows > 1
+    """Make transformers' mask code take the branches that real data take; for fake tensors it takes those of a
+    compiler.
+    """
+    packed, padded = (
+        case.layout == "flattened" and (case.rows > 1 or case.packed),
+        case.layout == "padded" and case.rows > 1,
+    )
     find, ignore = masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa
 
     def found(position_ids: Tensor) -> Tensor | None:
@@ -75,11 +82,19 @@ def real_branches(case: Case) -> Iterator[None]:
         return weight.dtype == torch.bfloat16  # fake tensors refuse others; the fallback's results are as large
 
     usable = moe._can_use_grouped_mm
-    masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = found, ignored, grouped
+    masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = (
+        found,
+        ignored,
+        grouped,
+    )
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = find, ignore, usable
+        masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = (
+            find,
+            ignore,
+            usable,
+        )
 
 
 class StepTrace:
@@ -147,7 +162,9 @@ class StepTrace:
             parameter.grad = None
 
     def run(self, batch: Batch) -> None:
-        """The second optimizer step's last micro-step: of all it holds the most. Gradients and states before it are held, not computed."""
+        """The second optimizer step's last micro-step: of all it holds the most. Gradients and states before it are
+        held, not computed.
+        """
         tokens = torch.ones((), dtype=torch.long, device=batch["input_ids"].device)
         optimizer = None  # where its states are counted by formula
         if self.case.optim != "none":
@@ -177,8 +194,9 @@ BY_SHAPE = frozenset({
     aten.detach.default, aten.expand.default, aten.mm.default, aten.mul_.Tensor, aten.new_zeros.default, aten.select.int, aten.slice.Tensor,
     aten.slice_backward.default, aten.squeeze.dim, aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default,
 })  # fmt: skip
-"""Two operations of three, whose results' shapes follow from those of their arguments without exception, and in C++: three times as fast
-as a fake mode's bookkeeping."""
+"""Two operations of three, whose results' shapes follow from those of their arguments without exception, and in C++:
+three times as fast as a fake mode's bookkeeping.
+"""
 
 
 def _by_shape(func: Any, args: Any, kwargs: Any) -> Any:
@@ -186,7 +204,8 @@ def _by_shape(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [one for one in args if isinstance(one, Tensor)]
     first = tensors[0]
     if kwargs.get("device") or any(
-        type(one) is not FakeTensor or one.constant is not None or one.fake_device != first.fake_device for one in tensors
+        type(one) is not FakeTensor or one.constant is not None or one.fake_device != first.fake_device
+        for one in tensors
     ):
         return func(*args, **kwargs)
     with in_kernel_invocation_manager(first.fake_mode):
@@ -226,8 +245,9 @@ class _Block:
 class StorageTracker(TorchDispatchMode):
     """Counts storages by weak references, so that memory is given back in the count when it really is.
 
-    Works on real and on fake tensors alike. `device` is the device that is planned for: on `cuda` sizes are rounded as its
-    allocator does, and what its kernels need beside the CPU's is added (memory facts A.2: flash attention's backward pass).
+    Works on real and on fake tensors alike. `device` is the device that is planned for: on `cuda` sizes are rounded as
+    its allocator does, and what its kernels need beside the CPU's is added (memory facts A.2: flash attention's
+    backward pass).
     """
 
     def __init__(self, *, device: str, logit_width: int, log: bool = False) -> None:
@@ -307,8 +327,8 @@ class StorageTracker(TorchDispatchMode):
     def _inside(self, name: str, args: Any) -> int:
         """Return bytes that a CUDA kernel needs only while it runs, where the CPU's needs none.
 
-        Flash attention's backward pass accumulates dQ in fp32, padded to 128 rows and 32 columns, beside one fp32 sum a row; with
-        grouped heads it makes dK and dV for all heads first (flash-attention's `mha_bwd`).
+        Flash attention's backward pass accumulates dQ in fp32, padded to 128 rows and 32 columns, beside one fp32 sum a
+        row; with grouped heads it makes dK and dV for all heads first (flash-attention's `mha_bwd`).
         """
         if not self.cuda or name not in (ATTENTION_BACKWARD, VARLEN_BACKWARD):
             return 0

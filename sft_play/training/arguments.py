@@ -1,4 +1,6 @@
-"""transformers' `TrainingArguments` from configuration and plan: everything that is typed reaches them, or is refused with its reason."""
+"""transformers' `TrainingArguments` from configuration and plan: everything that is typed reaches them, or is refused
+with its reason.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from sft_play.training.ranks import uses_cpu_flag
 def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
     """Return the arguments of this rank (`RANK` in the environment).
 
-    Raise `HardwareError` for what this machine lacks, `UserError` for settings that transformers refuses in combination.
+    Raise `HardwareError` for what this machine lacks, `UserError` for settings that transformers refuses in
+    combination.
     """
     if plan.device == "cpu" and plan.precision != "fp32" and not uses_cpu_flag(plan):
         raise HardwareError(
@@ -44,7 +47,9 @@ def _try_schedule(args: TrainingArguments) -> None:
     """Make the learning rate's schedule once and ask it for every step, only to try it."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
     steps = {"num_warmup_steps": args.get_warmup_steps(args.max_steps), "num_training_steps": args.max_steps}
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    schedule = get_scheduler(
+        args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs
+    )
     for rule in getattr(schedule, "lr_lambdas", ()):
         for step in range(args.max_steps + 1):
             rule(step)
@@ -80,8 +85,12 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "ddp_broadcast_buffers": train.ddp_broadcast_buffers,
         "ddp_bucket_cap_mb": train.ddp_bucket_cap_mb,
         "dataloader_num_workers": loader_workers(config, plan.device),
-        "dataloader_pin_memory": plan.device == "cuda" if train.dataloader_pin_memory == "auto" else train.dataloader_pin_memory,
-        "eval_strategy": ("epoch" if has_validation else "no") if train.eval_strategy == "auto" else train.eval_strategy,
+        "dataloader_pin_memory": (
+            plan.device == "cuda" if train.dataloader_pin_memory == "auto" else train.dataloader_pin_memory
+        ),
+        "eval_strategy": (
+            ("epoch" if has_validation else "no") if train.eval_strategy == "auto" else train.eval_strategy
+        ),
         "eval_steps": train.eval_steps,
         "logging_strategy": "steps",
         "logging_steps": train.logging_steps,

@@ -34,20 +34,30 @@ KEPT = 0.5
 def rebalances(config: Config, plan: Plan) -> bool:
     """Whether shares may change while training.
 
-    Under ZeRO-3 and FSDP2 ranks wait for each other inside every layer, so none can tell its own speed: there the plan's shares stay, as
-    they do where a micro-batch or accumulation was typed, or slices of a line keep ranks together.
+    Under ZeRO-3 and FSDP2 ranks wait for each other inside every layer, so none can tell its own speed: there the
+    plan's shares stay, as they do where a micro-batch or accumulation was typed, or slices of a line keep ranks
+    together.
     """
     typed = plan.group_size > 1 or config.train.batch_size != "auto" or config.train.grad_accum != "auto"
-    return config.launch.balance == "auto" and not typed and plan.world_size > 1 and plan.strategy in ("ddp", "zero1", "zero2")
+    return (
+        config.launch.balance == "auto"
+        and not typed
+        and plan.world_size > 1
+        and plan.strategy in ("ddp", "zero1", "zero2")
+    )
 
 
 def together(plan: Plan) -> bool:
-    """Whether all ranks must make the same micro-steps: their engine communicates in each. Under DDP they meet in the last one only."""
+    """Whether all ranks must make the same micro-steps: their engine communicates in each. Under DDP they meet in the
+    last one only.
+    """
     return plan.strategy not in ("single", "ddp")
 
 
 def turns_of(config: Config, plan: Plan) -> int:
-    """Return the micro-steps of an optimizer step as the training loop counts them, the same on every rank; some may be empty."""
+    """Return the micro-steps of an optimizer step as the training loop counts them, the same on every rank; some may be
+    empty.
+    """
     most = max(rank.accumulation for rank in plan.ranks)
     if together(plan) or not rebalances(config, plan):
         return most
@@ -56,7 +66,9 @@ def turns_of(config: Config, plan: Plan) -> int:
 
 
 class Judge:
-    """Decides from what all ranks measured whether other shares are worth it; the same on every rank. No torch, no communication."""
+    """Decides from what all ranks measured whether other shares are worth it; the same on every rank. No torch, no
+    communication.
+    """
 
     def __init__(self, plan: Plan, turns: int) -> None:
         self.plan, self.turns = plan, turns
@@ -73,8 +85,12 @@ class Judge:
         self._looks = 0
 
     def look(self, measured: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
-        """Return the shares to change to from `shares`, `None` to keep them. `measured`: of each rank, seconds, rows, tokens and micro-steps."""
-        self._window = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._window, measured, strict=True)]
+        """Return the shares to change to from `shares`, `None` to keep them. `measured`: of each rank, seconds, rows,
+        tokens and micro-steps.
+        """
+        self._window = [
+            [a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._window, measured, strict=True)
+        ]
         if max(seconds for seconds, *_ in self._window) < SECONDS[self.alike]:
             return None
         window, self._window = self._window, [[0.0] * 4 for _ in measured]
@@ -93,7 +109,9 @@ class Judge:
         """Whether this window alone speaks for other shares."""
         paces = [pace for pace in paces_of(window) if pace]
         rows = spans(self.rows, shares)
-        return (max(rows) > min(rows) + 1 or max(paces) >= GAP * min(paces)) and self._better(window, shares) is not None
+        return (max(rows) > min(rows) + 1 or max(paces) >= GAP * min(paces)) and self._better(
+            window, shares
+        ) is not None
 
     def _better(self, sums: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
         costs = self.costs(sums)
@@ -110,7 +128,8 @@ class Judge:
     def costs(self, sums: Sequence[Sequence[float]]) -> list[Cost]:
         """Return what a row (or pack) costs each rank; one that was never measured can take none.
 
-        The seconds of a token are measured; how much of a micro-step is there however few its rows is the plan's estimate.
+        The seconds of a token are measured; how much of a micro-step is there however few its rows is the plan's
+        estimate.
         """
         tokens, units = sum(one[2] for one in sums), sum(one[1] for one in sums)
         if self.plan.pack_tokens:
@@ -122,7 +141,9 @@ class Judge:
                 continue
             row, micro_step = seconds / mine * tokens / max(units, 1.0), seconds / steps
             fixed = self._fixed_share(rank) * micro_step
-            found.append(Cost(fixed_seconds=fixed, row_seconds=row * (1 - fixed / micro_step), most_rows=self.most(rank)))
+            found.append(
+                Cost(fixed_seconds=fixed, row_seconds=row * (1 - fixed / micro_step), most_rows=self.most(rank))
+            )
         return found
 
     @staticmethod
@@ -135,8 +156,9 @@ class Judge:
     def most(self, rank: RankPlan) -> int:
         """Return the largest micro-batch that a rank may come to have.
 
-        Under DDP more rows mean more micro-steps of the size that was planned. Elsewhere the micro-batch grows, within its memory: not
-        where memory ran out before, nor where the planned one was tried on the device (`source: probe`) and no other was.
+        Under DDP more rows mean more micro-steps of the size that was planned. Elsewhere the micro-batch grows, within
+        its memory: not where memory ran out before, nor where the planned one was tried on the device (`source: probe`)
+        and no other was.
         """
         if not together(self.plan) or self.plan.recoveries or self.plan.source == "probe":
             return rank.micro_batch
@@ -177,7 +199,8 @@ def at_work(
 ) -> Shares | None:
     """Return the shares with a row at least for each of the ranks `working`; `None` where there is no room for that.
 
-    A rank that has none gets one slot after the other: under DDP micro-steps, then rows in each; where ranks make as many micro-steps, rows.
+    A rank that has none gets one slot after the other: under DDP micro-steps, then rows in each; where ranks make as
+    many micro-steps, rows.
     """
     found = list(shares)
     for _ in range(rows * len(shares)):
@@ -216,7 +239,9 @@ class Balancer(TrainerCallback):
         return [seconds, found["rows"], found["tokens"], found["micro_steps"]]
 
     def micro_batch(self, step: int) -> int | None:
-        """Return this rank's largest micro-batch in an optimizer step (from 1) whose shares were found while training, else `None`."""
+        """Return this rank's largest micro-batch in an optimizer step (from 1) whose shares were found while training,
+        else `None`.
+        """
         if len(self.sampler.changes) == 1:
             return None
         return self.sampler.shares_at(step - 1)[self.sampler.rank][0]
@@ -260,4 +285,6 @@ def describe(paces: Sequence[float], now: Sequence[int], then: Sequence[int], un
     slowest, times = max(range(len(paces)), key=lambda rank: paces[rank]), max(known) / min(known)
     why = f"rank {slowest} is {times:.1f} times slower than rank {paces.index(min(known))}"
     shares = (" + ".join(map(str, counts)) for counts in (now, then))
-    return f"{why if times >= GAP else 'the ranks are about equally fast'}: {unit} per step {' instead of '.join(shares)}"
+    return (
+        f"{why if times >= GAP else 'the ranks are about equally fast'}: {unit} per step {' instead of '.join(shares)}"
+    )

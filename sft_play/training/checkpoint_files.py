@@ -1,4 +1,6 @@
-"""Files of a checkpoint and of `model/` on their way to the disk: weights gathered, written, synced, listed with checksums, published."""
+"""Files of a checkpoint and of `model/` on their way to the disk: weights gathered, written, synced, listed with
+checksums, published.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ class Writing:
 class DiskCheck:
     """Compares a published checkpoint with its manifest once more, from the disk, in a thread of rank 0.
 
-    Reading a disk takes about as long as writing it, so training does not wait for it; what is older stays until it is done.
+    Reading a disk takes about as long as writing it, so training does not wait for it; what is older stays until it is
+    done.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -142,8 +145,8 @@ def _of_rank_0(path: Path) -> bool:
 def publish_model(context: TrainContext, trainer: Trainer) -> int:
     """Publish the last weights, or the best checkpoint's, as `model/`, by rename. Return their step. Collective.
 
-    Where the best checkpoint is damaged or gone this is reported, and the last weights are taken. Raise `HardwareError` where the model
-    cannot be written.
+    Where the best checkpoint is damaged or gone this is reported, and the last weights are taken. Raise `HardwareError`
+    where the model cannot be written.
     """
     run, ranks, best, step = context.run, context.ranks, None, trainer.state.global_step
     if context.config.train.load_best_model_at_end:
@@ -167,13 +170,17 @@ def publish_model(context: TrainContext, trainer: Trainer) -> int:
 
 
 def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | None, int]:
-    """Return name and step of the best checkpoint, (`None`, the last step) for the weights in memory; warns where it is damaged."""
+    """Return name and step of the best checkpoint, (`None`, the last step) for the weights in memory; warns where it is
+    damaged.
+    """
     if not best_step:
         return None, last_step
     best = run.checkpoint(best_step)
     if (reason := verify(best)) is None:
         return best.name, best_step
-    said = f"the best checkpoint is damaged: {best.name}: {reason}; `model/` has the weights of step {last_step} instead"
+    said = (
+        f"the best checkpoint is damaged: {best.name}: {reason}; `model/` has the weights of step {last_step} instead"
+    )
     print(f"warning: {run.checkpoints}: {said}", file=sys.stderr, flush=True)
     return None, last_step
 
@@ -205,8 +212,9 @@ def _write_model(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-# Gathering weights is a collective operation; writing them is none, so a disk that is full on rank 0 keeps no other rank waiting. The files
-# have one form under every strategy: complete, as safetensors that any tool loads, with configuration, tokenizer and template.
+# Gathering weights is a collective operation; writing them is none, so a disk that is full on rank 0 keeps no other
+# rank waiting. The files have one form under every strategy: complete, as safetensors that any tool loads, with
+# configuration, tokenizer and template.
 
 
 def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> dict[str, Any] | None:
@@ -246,15 +254,18 @@ def model_card(stamp: Stamp, run: str) -> str:
     facts = f"base_model: {base}\n" if on_hub else ""
     lora = f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else ""
     return (
-        f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags: [sft-play]\n---\n\n"
-        f"# {run}\n\n{'LoRA adapters over' if adapter else 'All weights, tuned from'} `{base}`, trained by SFT-Play: {stamp.mode}{lora}, "
-        f"rows of up to {stamp.max_seq_len} tokens, {stamp.global_batch_size} rows a step, {stamp.precision}, seed {stamp.seed}.\n\n"
-        f"Try it: `make infer RUN={run}`. `stamp.json` says all that made it.\n"
+        f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags:"
+        f" [sft-play]\n---\n\n# {run}\n\n{'LoRA adapters over' if adapter else 'All weights, tuned from'} `{base}`,"
+        f" trained by SFT-Play: {stamp.mode}{lora}, rows of up to {stamp.max_seq_len} tokens, {stamp.global_batch_size}"
+        f" rows a step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `make infer RUN={run}`. `stamp.json` says all"
+        " that made it.\n"
     )
 
 
 def predicted_bytes(trainer: Trainer) -> int:
-    """Return the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned model."""
+    """Return the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned
+    model.
+    """
     return sum(math.prod(whole_shape(p)) * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
 
 
@@ -271,7 +282,9 @@ def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if trainer.parts is None:
         return model.state_dict()
-    return trainer.parts.whole_state({name: one for name, one in model.named_parameters() if one.requires_grad or not adapters})
+    return trainer.parts.whole_state(
+        {name: one for name, one in model.named_parameters() if one.requires_grad or not adapters}
+    )
 
 
 def _once(whole: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -283,7 +296,8 @@ def _once(whole: Mapping[str, Any], model: Any) -> dict[str, Any]:
 def _copy_changing(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return `state` with every tensor that may change copied, those that share memory sharing their copy.
 
-    Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are written once.
+    Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are
+    written once.
     """
     frozen = {storage_of(p) for p in model.parameters() if not p.requires_grad}
     living = {storage_of(p) for p in (*model.parameters(), *model.buffers())}

@@ -1,4 +1,5 @@
-"""What DeepSpeed's own models say of a JSON: `python -m sft_play.training.deepspeed_models <settings.json`, as JSON on stdout.
+"""What DeepSpeed's own models say of a JSON: `python -m sft_play.training.deepspeed_models <settings.json`, as JSON on
+stdout.
 
 A process of its own, since DeepSpeed imports torch. Nothing is initialised and no device is touched.
 """
@@ -15,13 +16,18 @@ from typing import Any
 
 
 def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what is refused, each with the dotted `key` that it is about (empty where nobody says it) and DeepSpeed's `words`."""
+    """Return what is refused, each with the dotted `key` that it is about (empty where nobody says it) and DeepSpeed's
+    `words`.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
     from deepspeed.utils.logging import get_log_level_from_string
     from pydantic import ValidationError
 
     # One process here: the batch of all was compared with the plan's already.
-    alone = {**settings, "train_batch_size": settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"]}
+    alone = {
+        **settings,
+        "train_batch_size": settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"],
+    }
     asked = (
         ("", lambda: DeepSpeedConfig(alone)),
         ("log_level", lambda: get_log_level_from_string(settings.get("log_level") or "info")),
@@ -35,14 +41,20 @@ def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
             found += [{"key": _key(settings, error.title, one["loc"]), "words": one["msg"]} for one in error.errors()]
         except Exception as error:  # noqa: BLE001 - whatever it raises, a worker would end with it
             words = str(error)
-            found.append({"key": about or next((key for key in _keys(settings) if _names(words, key)), ""), "words": words})
+            found.append(
+                {"key": about or next((key for key in _keys(settings) if _names(words, key)), ""), "words": words}
+            )
     return found
 
 
 def _key(settings: Mapping[str, Any], model: str, location: tuple[int | str, ...]) -> str:
-    """Return the dotted key of an error inside a section, of which pydantic says only its model: `DeepSpeedZeroConfig`."""
+    """Return the dotted key of an error inside a section, of which pydantic says only its model:
+    `DeepSpeedZeroConfig`.
+    """
     names, stem = [str(part) for part in location], model.lower().removeprefix("deepspeed").removesuffix("config")
-    holders = [section for section, part in settings.items() if isinstance(part, Mapping) and names and names[0] in part]
+    holders = [
+        section for section, part in settings.items() if isinstance(part, Mapping) and names and names[0] in part
+    ]
     own = [section for section in holders if stem in section.replace("_", "")] or holders
     return ".".join([*own[:1], *names])
 

@@ -1,8 +1,10 @@
-"""The faults of a worker: caught around its program, told apart, recorded for the launcher and said to the user; and its signs of life.
+"""The faults of a worker: caught around its program, told apart, recorded for the launcher and said to the user; and
+its signs of life.
 
-A daemon thread tells the launcher of this machine every second where the training thread stands. Ranks are judged by their own launcher,
-which can look into `/proc`, and machines by each other's (`launch.rendezvous`). A launcher that is gone is a reason to leave with code 75;
-nothing is left half-done by leaving at once, since checkpoints and models are published by rename.
+A daemon thread tells the launcher of this machine every second where the training thread stands. Ranks are judged by
+their own launcher, which can look into `/proc`, and machines by each other's (`launch.rendezvous`). A launcher that is
+gone is a reason to leave with code 75; nothing is left half-done by leaving at once, since checkpoints and models are
+published by rename.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from sft_play.training.process import Activity, launched_world, leave_record, re
 from sft_play.training.stop_request import StopRequest, code_of
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
-"""What a worker does: run and activity (of its request), checkpoint to continue from, console of rank 0 -> exit code."""
+"""What a worker does: run and activity (of its request), checkpoint to continue from, console of rank 0 -> exit code.
+"""
 IN_ORDER = (0, 130, 143)
 """Codes of a worker that has done its work, or was stopped on request."""
 THREAD_SECONDS = 3.0
@@ -84,7 +87,9 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
         record["code"] = program(request, checkpoint, console)
     except Exception as problem:  # noqa: BLE001 - the last stop of a worker
         record = verdict(problem, run, request.activity)
-        if request.heard is not None and record.get("cause") == PEER:  # a rank that was asked to stop may leave before this one
+        if (
+            request.heard is not None and record.get("cause") == PEER
+        ):  # a rank that was asked to stop may leave before this one
             record = {"code": code_of(request.heard), "error": ""}
         print_fault(problem, record)
     finally:
@@ -118,9 +123,13 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
 def print_fault(problem: Exception, record: dict[str, Any]) -> None:
     """Print an error: a user's mistake in one line, everything else with its traceback.
 
-    What the launcher says itself, with a worker's words or as the end of the rank that was the cause, goes to the rank's log alone.
+    What the launcher says itself, with a worker's words or as the end of the rank that was the cause, goes to the
+    rank's log alone.
     """
-    with contextlib.suppress(MemoryError, OSError), contextlib.ExitStack() as stack:  # the record counts, and is written anyhow
+    with (
+        contextlib.suppress(MemoryError, OSError),
+        contextlib.ExitStack() as stack,
+    ):  # the record counts, and is written anyhow
         stream: Any = sys.stderr
         if (MARK in os.environ and record["code"] != 1) or record.get("cause", PEER) != PEER:
             log = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
@@ -151,14 +160,17 @@ def describe_full_disk(error: BaseException, run: RunFolder) -> str:
 def lost_its_peer(error: BaseException) -> bool:
     """Whether an error, or what it came from, only says that another rank has gone.
 
-    torch raises such errors of gloo and NCCL as plain RuntimeErrors or of its own types; a tracker's server that refuses is another's.
+    torch raises such errors of gloo and NCCL as plain RuntimeErrors or of its own types; a tracker's server that
+    refuses is another's.
     """
     torchs = (link for link in causes(error) if type(link) is RuntimeError or type(link).__module__.startswith("torch"))
     return any(PEER_GONE.search(str(link)) for link in torchs)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that an allocation failed on a device or in the machine's memory."""
+    """Whether an error, or one that it was raised from, says that an allocation failed on a device or in the machine's
+    memory.
+    """
     for link in causes(error, handled=False):
         if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
             return True
@@ -183,10 +195,12 @@ def _gpu_is_full() -> bool:
 
 
 def end(code: int) -> NoReturn:
-    """End this process without taking the interpreter down: a thread that then comes back from torch's C++ would abort it.
+    """End this process without taking the interpreter down: a thread that then comes back from torch's C++ would abort
+    it.
 
-    Where all went in order, threads that are no daemons get `THREAD_SECONDS`, and exit functions their turn: trackers may have something
-    to send. Else peers may hang in a collective operation that this rank has left; the launcher ends them.
+    Where all went in order, threads that are no daemons get `THREAD_SECONDS`, and exit functions their turn: trackers
+    may have something to send. Else peers may hang in a collective operation that this rank has left; the launcher ends
+    them.
     """
     if code in IN_ORDER:
         let_threads_end(THREAD_SECONDS)
@@ -197,7 +211,9 @@ def end(code: int) -> NoReturn:
 
 
 def let_threads_end(seconds: float) -> None:
-    """Wait for threads that are no daemons; those of executors, which wait for work, are told first that none will come."""
+    """Wait for threads that are no daemons; those of executors, which wait for work, are told first that none will
+    come.
+    """
     deadline = time.monotonic() + seconds
     executors = sys.modules.get("concurrent.futures.thread")
     tells = [threading.Thread(target=executors._python_exit, daemon=True)] if executors is not None else []
@@ -211,11 +227,14 @@ def let_threads_end(seconds: float) -> None:
 # ---- Signs of life
 
 PATIENCE = {"loading": (3600.0, 6.0), "saving": (1800.0, 3.0), "evaluating": (1800.0, 3.0), "leaving": (1800.0, 3.0)}
-"""Seconds without progress at least, by phase, or so many times the patience with a step if that is more; a step itself has no entry."""
+"""Seconds without progress at least, by phase, or so many times the patience with a step if that is more; a step itself
+has no entry.
+"""
 LEAST_SECONDS, STEPS = 600.0, 10.0
 TRACE_SECONDS, TRACE_SHARE = 5.0, 0.1
-"""So long before its patience ends, or such a share of it if that is more (never before its half), a rank tells of its collective
-operations: the launchers know of them when they judge."""
+"""So long before its patience ends, or such a share of it if that is more (never before its half), a rank tells of its
+collective operations: the launchers know of them when they judge.
+"""
 
 
 def patience(phase: str, typed: float | None, longest_step: float) -> float:
@@ -267,9 +286,16 @@ class Heartbeat:
         quiet, limit = time.monotonic() - doing.since, patience(doing.phase, self.hang_seconds, doing.longest_step)
         stands = quiet > max(limit / 2, limit - max(TRACE_SECONDS, TRACE_SHARE * limit))
         return Beat(
-            rank=self.rank, host=self.host, pid=os.getpid(), phase=doing.phase, step=doing.step,
-            micro_step=doing.micro_step, quiet=quiet, limit=limit, collectives=collectives_begun() if stands else None,
-        )  # fmt: skip
+            rank=self.rank,
+            host=self.host,
+            pid=os.getpid(),
+            phase=doing.phase,
+            step=doing.step,
+            micro_step=doing.micro_step,
+            quiet=quiet,
+            limit=limit,
+            collectives=collectives_begun() if stands else None,
+        )
 
     def _beat(self) -> None:
         traced = 0.0
@@ -282,7 +308,9 @@ class Heartbeat:
                 traced = since
                 with contextlib.suppress(OSError):  # after the beat: a GPU that has gone may never answer
                     keep_trace(self.run.rank_collectives(self.rank))
-            if not self._sender.works and os.getppid() != self._parent:  # else the launcher sees it, and may wait for a save
+            if (
+                not self._sender.works and os.getppid() != self._parent
+            ):  # else the launcher sees it, and may wait for a save
                 self._leave("the process that had started this rank is gone")
             time.sleep(LIMITS.tick)
 
@@ -321,7 +349,9 @@ def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: flo
             raise
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         there = ", ".join(f"{one} ({name})" for one, name in here.items())
-        text = f"{who} of {world} did not join within {timeout_seconds:g} s (`launch.timeout_seconds`); there are: {there}"
+        text = (
+            f"{who} of {world} did not join within {timeout_seconds:g} s (`launch.timeout_seconds`); there are: {there}"
+        )
         raise NotJoined(text, rank=missing[0]) from error
 
 
@@ -338,17 +368,23 @@ def show_life(run: RunFolder, activity: Activity) -> Iterator[Heartbeat]:
 
 
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of `torch._C._distributed_c10d` that tell what its flight recorder knows, as JSON: of builds with NCCL, and of all."""
+"""Functions of `torch._C._distributed_c10d` that tell what its flight recorder knows, as JSON: of builds with NCCL, and
+of all.
+"""
 
 
 def collectives_begun() -> int | None:
-    """Return how many collective operations this rank has enqueued, in all process groups; `None` where torch does not tell."""
+    """Return how many collective operations this rank has enqueued, in all process groups; `None` where torch does not
+    tell.
+    """
     each = [dump["pg_status"].values() for dump in _dumps(entries=False)]
     return max((sum(int(group["last_enqueued_collective"]) for group in groups) for groups in each), default=None)
 
 
 def keep_trace(path: Path) -> None:
-    """Write the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were none."""
+    """Write the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were
+    none.
+    """
     if found := next(iter(_dumps(entries=True)), None):
         write_text(path, json.dumps(found) + "\n")
 

@@ -1,4 +1,6 @@
-"""The processes that make a rank's batches: where they meet, which signals they hear, and that none of them fails in silence."""
+"""The processes that make a rank's batches: where they meet, which signals they hear, and that none of them fails in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from sft_play.launch.process import STOPS
 
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LONGEST_FOLDER = 103 - len("/pymp-12345678/listener-4194304-1000-12345678")
-"""Bytes of a folder below which multiprocessing opens a socket, whose path has at most 107 on Linux and 103 on macOS (`sun_path`)."""
+"""Bytes of a folder below which multiprocessing opens a socket, whose path has at most 107 on Linux and 103 on macOS
+(`sun_path`).
+"""
 
 
 def shorten_sockets() -> None:
@@ -26,12 +30,15 @@ def shorten_sockets() -> None:
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= LONGEST_FOLDER:
         return
-    short = next((folder for folder in SHORT_FOLDERS if Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)), None)
+    short = next(
+        (folder for folder in SHORT_FOLDERS if Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)), None
+    )
     if short is None:
         raise HardwareError(
-            f"TMPDIR is `{usual}`, which is too long for the sockets of processes that load data", place="environment",
+            f"TMPDIR is `{usual}`, which is too long for the sockets of processes that load data",
+            place="environment",
             hint=f"TMPDIR= of at most {LONGEST_FOLDER} characters, or train.dataloader_num_workers: 0",
-        )  # fmt: skip
+        )
     tempfile.tempdir = short
     try:
         multiprocessing.util.get_temp_dir()  # made once and kept, for children too
@@ -40,9 +47,11 @@ def shorten_sockets() -> None:
 
 
 def begin_loading(_worker: int = 0) -> None:
-    """For processes that load data (`worker_init_fn`): where all processes of a job get the signal, they must live until the save.
+    """For processes that load data (`worker_init_fn`): where all processes of a job get the signal, they must live
+    until the save.
 
-    A batch that cannot be handed over ends the process, of which its rank hears at once. Python would print why, and the rank would wait.
+    A batch that cannot be handed over ends the process, of which its rank hears at once. Python would print why, and
+    the rank would wait.
     """
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)

@@ -26,9 +26,9 @@ NOT_FOR_THE_MODEL = ("targets", "rows", "lengths", "tokens")
 def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
     """Return the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.batches.Collator`.
 
-    `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and never
-    [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.kernels.chunk_head` changed computes
-    the sum itself, chunk by chunk.
+    `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and
+    never [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.kernels.chunk_head`
+    changed computes the sum itself, chunk by chunk.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
     targets = batch["targets"]
@@ -52,7 +52,9 @@ IDLE = "idle"
 
 
 def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> GlobalBatchSampler:
-    """Return the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan says so."""
+    """Return the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan
+    says so.
+    """
     config, plan = context.config, context.plan
     assert len(dataset) == split.rows, (len(dataset), split.rows)
     order = row_order(config.data, split, config.train.seed)
@@ -74,7 +76,9 @@ def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> Glo
     )
 
 
-def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments) -> DataLoaderShard:
+def train_loader(
+    sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments
+) -> DataLoaderShard:
     """Return this rank's micro-batches; accelerate must not share them out again."""
     if args.dataloader_num_workers:
         shorten_sockets()
@@ -95,11 +99,12 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
 
 
 def step_totals(ranks: Ranks, batches: list[Batch], *, together: bool) -> Tensor:
-    """Return the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are left out.
+    """Return the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are
+    left out.
 
-    Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one, but the last, in
-    which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...]; a single
-    process waits for nothing.
+    Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one,
+    but the last, in which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of
+    micro-step 1, ...]; a single process waits for nothing.
     """
     counts = [label_tokens(batch) for batch in batches if batch["rows"]]
     labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long, device=ranks.device)

@@ -1,5 +1,5 @@
-"""What a training measures and writes down: `metrics.jsonl` and progress lines, each step once also after a resume; seconds of a step by
-phase; and what each rank uses of its device, its process and its machine.
+"""What a training measures and writes down: `metrics.jsonl` and progress lines, each step once also after a resume;
+seconds of a step by phase; and what each rank uses of its device, its process and its machine.
 """
 
 from __future__ import annotations
@@ -33,18 +33,27 @@ ROWS_KEPT = 10_000
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the complete rows of a metrics file up to and including `step`, without a torn last line."""
-    return [row for row in read_json_lines(path) if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step]
+    return [
+        row
+        for row in read_json_lines(path)
+        if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step
+    ]
 
 
 def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what saving took in a run, resumes included, from the rows of `metrics.jsonl`; it is `saving` in `training_metrics.json`.
+    """Return what saving took in a run, resumes included, from the rows of `metrics.jsonl`; it is `saving` in
+    `training_metrics.json`.
 
     `pause_seconds`: how long training stood still, for saves that failed too.
     """
     saves = [row for row in rows if row.get("kind") == "save"]
     failed = sum("failed" in row for row in saves)
     parts = ("pause_seconds", "write_seconds", "verify_seconds", "bytes")
-    return {"saved": len(saves) - failed, "failed": failed, **{part: sum(row.get(part) or 0 for row in saves) for part in parts}}
+    return {
+        "saved": len(saves) - failed,
+        "failed": failed,
+        **{part: sum(row.get(part) or 0 for row in saves) for part in parts},
+    }
 
 
 class MetricsFile(TrainerCallback):
@@ -61,7 +70,9 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step and not self.path.is_file() and state.is_world_process_zero:
             print(
-                f"warning: {self.path}: it is gone; it begins again after step {state.global_step}", file=sys.stderr, flush=True
+                f"warning: {self.path}: it is gone; it begins again after step {state.global_step}",
+                file=sys.stderr,
+                flush=True,
             )
         # From the start again nothing is kept, not even an evaluation before the first step.
         rows = rows_until(self.path, state.global_step) if state.global_step else []
@@ -71,7 +82,9 @@ class MetricsFile(TrainerCallback):
         logs = logs or {}
         if "rank_loss" in logs:
             row = {"kind": "train", "step": state.global_step, "epoch": logs.get("epoch")}
-            self.add(row | {k: finite(v) for k, v in logs.items() if k in TRAIN_KEYS or k.startswith(("rank_", "node_"))})
+            self.add(
+                row | {k: finite(v) for k, v in logs.items() if k in TRAIN_KEYS or k.startswith(("rank_", "node_"))}
+            )
         elif "eval_loss" in logs:
             row = {"kind": "eval", "step": state.global_step, "epoch": logs.get("epoch")}
             self.add(row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})
@@ -101,7 +114,9 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(TrainerCallback):
-    """A plain line now and then, in the log and on the console; where the launcher shows a panel, the console gets evaluations only."""
+    """A plain line now and then, in the log and on the console; where the launcher shows a panel, the console gets
+    evaluations only.
+    """
 
     def __init__(self, console: TextIO | None, log: TextIO, *, panel: bool = False) -> None:
         self.console, self.log, self.panel = console, log, panel
@@ -135,8 +150,9 @@ class Progress(TrainerCallback):
 
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
-"""Of a step: waiting for rows, own computation, waiting for other ranks, the update. Under ZeRO-3 and FSDP2, where ranks communicate inside
-every layer, the two passes hold that too."""
+"""Of a step: waiting for rows, own computation, waiting for other ranks, the update. Under ZeRO-3 and FSDP2, where
+ranks communicate inside every layer, the two passes hold that too.
+"""
 UNRESOLVED = 1024
 """Events of a GPU that may wait to be read."""
 
@@ -144,8 +160,9 @@ UNRESOLVED = 1024
 class Stopwatch:
     """Seconds of this rank by phase, and rows, tokens and micro-steps, since the process began.
 
-    A backward pass ends for us when all gradients of this rank are there: a callback that the pass itself queues before DDP queues the
-    one that waits for the all-reduces. On a GPU events on its stream are compared later, so that nothing waits for the device meanwhile.
+    A backward pass ends for us when all gradients of this rank are there: a callback that the pass itself queues before
+    DDP queues the one that waits for the all-reduces. On a GPU events on its stream are compared later, so that nothing
+    waits for the device meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -181,12 +198,16 @@ class Stopwatch:
                 loss.register_hook(self._queue)
 
     def computed(self) -> None:
-        """Call in the backward pass when this rank's gradients are all there and something is about to wait for other ranks."""
+        """Call in the backward pass when this rank's gradients are all there and something is about to wait for other
+        ranks.
+        """
         if self._phase == "backward":
             self.enter("communication")
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds of all phases that have ended, and `rows`, `tokens` (padding included) and `micro_steps`."""
+        """Return the seconds of all phases that have ended, and `rows`, `tokens` (padding included) and
+        `micro_steps`.
+        """
         if self._passed:
             self._resolve(self._since)
         return dict(self._sums)
@@ -223,8 +244,9 @@ class Lap:
 
 SECONDS_BETWEEN_SAMPLES = 1.0
 SLOWED = 0x8 | 0x20 | 0x40 | 0x80
-"""NVML's reasons of a lower clock that are a fault: hardware slowdown, heat (software's and hardware's), power brake. Not the power cap, which
-every busy card meets."""
+"""NVML's reasons of a lower clock that are a fault: hardware slowdown, heat (software's and hardware's), power brake.
+Not the power cap, which every busy card meets.
+"""
 
 
 def used_bytes(nvml: Any, gpu: Shown) -> int:
@@ -240,11 +262,14 @@ SAMPLES: Mapping[str, Callable[[Any, Shown], float]] = {
     "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu.card) / 1000,
     "throttled": lambda nvml, gpu: 100.0 * bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.card) & SLOWED),
 }
-"""Sampled of this rank's own GPU: GiB of all programs on it, percent, degrees Celsius, watts, percent of the samples."""
+"""Sampled of this rank's own GPU: GiB of all programs on it, percent, degrees Celsius, watts, percent of the samples.
+"""
 
 
 class Sampler:
-    """Asks the driver about one GPU in a thread: torch would take some hundred MiB of a card (pytorch#86493), and a driver may be slow."""
+    """Asks the driver about one GPU in a thread: torch would take some hundred MiB of a card (pytorch#86493), and a
+    driver may be slow.
+    """
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -287,7 +312,9 @@ class Sampler:
 
 
 OWN = ("memory_gib", "reserved_gib", "resident_gib", "cpu_percent", *SAMPLES)
-"""Of a process: its peak on its device, what torch has reserved there, its memory on the host, its use of CPU (100: one core)."""
+"""Of a process: its peak on its device, what torch has reserved there, its memory on the host, its use of CPU (100: one
+core).
+"""
 NODE = ("cpu_percent", "memory_gib", "network_mb_s")
 """Of a machine: CPU and memory in use, and what all interfaces but loopback sent and received, in MB/s."""
 
@@ -307,14 +334,20 @@ class Readings:
     def __init__(self) -> None:
         place = int(os.environ.get("LOCAL_RANK", "0"))
         self._first, self._process = place == 0, psutil.Process()
-        self._then, self._spent, self._moved = time.perf_counter(), time.process_time(), _network_bytes() if place == 0 else 0
+        self._then, self._spent, self._moved = (
+            time.perf_counter(),
+            time.process_time(),
+            _network_bytes() if place == 0 else 0,
+        )
         psutil.cpu_percent()  # counts from now on
         self._sampler = Sampler(place) if torch.cuda.is_available() else None
         if self._sampler:
             self._sampler.start()
 
     def read(self) -> list[float]:
-        """Return `OWN`, then `NODE`; NaN for what is not known, and for each of `NODE` in all but a machine's first process."""
+        """Return `OWN`, then `NODE`; NaN for what is not known, and for each of `NODE` in all but a machine's first
+        process.
+        """
         now, spent = time.perf_counter(), time.process_time()
         seconds = max(now - self._then, 1e-9)
         found = {
@@ -341,7 +374,9 @@ def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
     own = {f"rank_{name}": column for name, column in zip(OWN, zip(*ranks, strict=True), strict=False)}
     nodes = zip(*(row[len(OWN) :] for row in ranks if not math.isnan(row[len(OWN)])), strict=True)
     found = own | {f"node_{name}": column for name, column in zip(NODE, nodes, strict=True)}
-    return {name: [figures(value) for value in column] for name, column in found.items() if not all(map(math.isnan, column))}
+    return {
+        name: [figures(value) for value in column] for name, column in found.items() if not all(map(math.isnan, column))
+    }
 
 
 def figures(value: float) -> float:

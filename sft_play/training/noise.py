@@ -1,4 +1,6 @@
-"""NEFTune by row: each row's noise is drawn by its id and the step and scaled by its own length, whatever shares its micro-batch."""
+"""NEFTune by row: each row's noise is drawn by its id and the step and scaled by its own length, whatever shares its
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NEFTUNE = "neftune_noise_alpha"
 
 
 class RowNoise:
-    """Adds noise to a model's embeddings (Jain et al. 2023, arXiv 2310.05914): uniform within alpha / sqrt(length x width)."""
+    """Adds noise to a model's embeddings (Jain et al. 2023, arXiv 2310.05914): uniform within alpha / sqrt(length x
+    width).
+    """
 
     def __init__(self, model: Any, alpha: float, seed: int, part: tuple[int, int]) -> None:
         """`part`: the slice of each line that this rank has, as `data.batches.Collator` takes it."""

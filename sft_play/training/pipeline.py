@@ -1,7 +1,8 @@
-"""A pipeline: the stages of a group pass the micro-batches of a step on, forward and back (1F1B, Narayanan et al. 2019, SOSP).
+"""A pipeline: the stages of a group pass the micro-batches of a step on, forward and back (1F1B, Narayanan et al. 2019,
+SOSP).
 
-Every stage reads the same batches, so only hidden states and their gradients travel, while the next micro-batch is computed. Activations and
-gradients have a process group each: on GPUs the operations of one group wait for each other.
+Every stage reads the same batches, so only hidden states and their gradients travel, while the next micro-batch is
+computed. Activations and gradients have a process group each: on GPUs the operations of one group wait for each other.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Pipeline:
         at: Callable[[Batch], None],
         enter: Callable[[str], None],
     ) -> Tensor:
-        """Compute the gradients of `scale` times the summed loss of a step's micro-batches; return [summed loss, label tokens] on every stage.
+        """Compute the gradients of `scale` times the summed loss of a step's micro-batches; return [summed loss, label
+        tokens] on every stage.
 
         `at` is called with each batch before its pass, `enter` with each phase. Collective over the group.
         """
@@ -92,7 +94,9 @@ class Pipeline:
         return self._share_sums(sums)
 
     def measure(self, batch: Batch) -> Tensor:
-        """Return [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the group."""
+        """Return [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the
+        group.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         with torch.no_grad():
             self._forward(batch, sums)
@@ -139,7 +143,9 @@ class Pipeline:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Within, the model's own `generate` runs on all stages at once: each keeps its layers' cache, and all get the last one's logits."""
+        """Within, the model's own `generate` runs on all stages at once: each keeps its layers' cache, and all get the
+        last one's logits.
+        """
         base = self.stage.base
         patched, whole = base.__dict__.get("forward"), base.forward
 
@@ -170,7 +176,9 @@ class Pipeline:
     def _send(self, tensor: Tensor, to: int, group: Any) -> None:
         tensor = tensor.contiguous()
         self._sent.append((distributed.isend(tensor, dst=to, group=group), tensor))
-        while len(self._sent) > 2 * (self.behind + 2):  # so old that it has arrived; until it is waited for, gloo keeps it
+        while len(self._sent) > 2 * (
+            self.behind + 2
+        ):  # so old that it has arrived; until it is waited for, gloo keeps it
             self._sent.popleft()[0].wait()
 
     def _settle(self) -> None:
@@ -184,7 +192,9 @@ class Pipeline:
     # ---- Gradients and weights
 
     def share_gradients(self) -> None:
-        """Sum gradients over the pipelines, and those of an embedding that first and last stage hold. Collective over all ranks."""
+        """Sum gradients over the pipelines, and those of an embedding that first and last stage hold. Collective over
+        all ranks.
+        """
         trained = [parameter for parameter in self.stage.model.parameters() if parameter.requires_grad]
         if self.ranks.data_world > 1:
             for parameter in trained:
@@ -197,7 +207,9 @@ class Pipeline:
                 distributed.all_reduce(parameter.grad, group=self.ends)
 
     def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
-        """Return the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over the group."""
+        """Return the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over
+        the group.
+        """
         twice = {id(parameter) for parameter in self.stage.shared} if not self.stage.begins else set()
         gradients = [(one.grad, id(one) in twice) for one in parameters if one.grad is not None]
         total = torch.zeros((), device=self.ranks.device)
@@ -212,7 +224,8 @@ class Pipeline:
         return norm
 
     def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over all ranks.
+        """Return the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over
+        all ranks.
 
         What only one stage trains is taken from it; others may hold it frozen.
         """

@@ -1,4 +1,6 @@
-"""A worker's process: its place among the ranks, what it is doing, where its output goes, the packages it imports, the record it leaves."""
+"""A worker's process: its place among the ranks, what it is doing, where its output goes, the packages it imports, the
+record it leaves.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Activity:
     rows: list[int] = field(default_factory=list)
     """Row ids of the micro-batch."""
     micro_batch: int | None = None
-    """Rows (with packing: packs) that this rank has at a time by shares that were found while training; `None` with the plan's."""
+    """Rows (with packing: packs) that this rank has at a time by shares that were found while training; `None` with the
+    plan's.
+    """
     since: float = field(default_factory=time.monotonic)
     """When the training thread last made progress (monotonic seconds)."""
     longest_step: float = 0.0
@@ -104,7 +108,9 @@ class Activity:
         }[self.phase]
         if self.micro_step is not None:
             rows = ", ".join(map(str, self.rows[:16])) + (", ..." if len(self.rows) > 16 else "")
-            words += f", micro-batch {self.micro_step}" + (f" (row{'s' if len(self.rows) > 1 else ''} {rows})" if rows else "")
+            words += f", micro-batch {self.micro_step}" + (
+                f" (row{'s' if len(self.rows) > 1 else ''} {rows})" if rows else ""
+            )
         return words
 
     def facts(self) -> dict[str, Any]:
@@ -122,7 +128,9 @@ def reserve(run: RunFolder, rank: int) -> None:
 
 
 def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
-    """Write `exit-rank{N}.json` with the time, on a full disk in the reserved space; nothing where the run's folder is gone."""
+    """Write `exit-rank{N}.json` with the time, on a full disk in the reserved space; nothing where the run's folder is
+    gone.
+    """
     value = {**record, "time": time.time()}
     if is_gone(run.path):
         return
@@ -142,7 +150,8 @@ def _reserved(run: RunFolder, rank: int) -> Path:
 class Tee:
     """A text stream that writes to a log file and, on rank 0, to the console too.
 
-    Neither ends a run: on a full disk the log stays short, and a console that is closed (`| head`) is written to no more.
+    Neither ends a run: on a full disk the log stays short, and a console that is closed (`| head`) is written to no
+    more.
     """
 
     def __init__(self, log: TextIO, console: TextIO | None) -> None:
@@ -172,10 +181,11 @@ class Tee:
 
 
 def redirect(log: Path, rank: int) -> TextIO | None:
-    """Send this process's output to `log`, native libraries' included, and rank 0's Python output to the console as well.
+    """Send this process's output to `log`, native libraries' included, and rank 0's Python output to the console as
+    well.
 
-    The console is standard output: on standard error `accelerate launch` and torchrun speak, and it goes to `logs/launcher.log`.
-    Return the console of rank 0 (for the progress line), `None` for others.
+    The console is standard output: on standard error `accelerate launch` and torchrun speak, and it goes to
+    `logs/launcher.log`. Return the console of rank 0 (for the progress line), `None` for others.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     file = io.TextIOWrapper(open_own(log), encoding="utf-8", line_buffering=True)
@@ -198,32 +208,48 @@ def log_alone() -> TextIO:
 
 
 def quiet_libraries() -> None:
-    """Let libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern users."""
+    """Let libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern
+    users.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore")
-    for name in ("transformers", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed", "torch.distributed", "bitsandbytes"):
+    for name in (
+        "transformers",
+        "accelerate",
+        "datasets",
+        "peft",
+        "deepspeed",
+        "DeepSpeed",
+        "torch.distributed",
+        "bitsandbytes",
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
     """Import torch, transformers, accelerate and PEFT; call before anything else does.
 
-    PEFT and accelerate import bitsandbytes and DeepSpeed only because they are installed: where the plan has no use for them, `None` in
-    `sys.modules` makes them look absent (Python's reference, 5.3.1). transformers' `Trainer` does the same with `datasets`, which user
-    code may still want, so that is hidden during this import alone. Garbage collection rests meanwhile (a fifth of the time), and never
-    again walks over what was imported.
+    PEFT and accelerate import bitsandbytes and DeepSpeed only because they are installed: where the plan has no use for
+    them, `None` in `sys.modules` makes them look absent (Python's reference, 5.3.1). transformers' `Trainer` does the
+    same with `datasets`, which user code may still want, so that is hidden during this import alone. Garbage collection
+    rests meanwhile (a fifth of the time), and never again walks over what was imported.
     """
     gc.disable()
     if config.tuning.backend == "unsloth":
         os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # it asks the hub for a file that counts its users
-        os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth"))  # else a folder in the working one
+        os.environ.setdefault(
+            "UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth")
+        )  # else a folder in the working one
         import unsloth  # noqa: F401 - it changes what is imported after it
     os.environ.setdefault(
         "COMET_DISABLE_AUTO_LOGGING", "1"
     )  # transformers imports Comet if it is there, and it would follow MLflow's runs
-    absent = {"deepspeed": not plan.strategy.startswith("zero"), "bitsandbytes": not uses_bitsandbytes(config, plan, prepared)}
+    absent = {
+        "deepspeed": not plan.strategy.startswith("zero"),
+        "bitsandbytes": not uses_bitsandbytes(config, plan, prepared),
+    }
     for name in [name for name, is_absent in absent.items() if is_absent and not config.model.trust_remote_code]:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     hides_datasets = sys.modules.setdefault("datasets", None) is None  # type: ignore[arg-type]
@@ -236,7 +262,9 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
 
 
 def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
-    """Whether weights are quantised, or may be (by Unsloth, or in the base as it comes), or an optimizer's states are."""
+    """Whether weights are quantised, or may be (by Unsloth, or in the base as it comes), or an optimizer's states
+    are.
+    """
     from sft_play.model.resolve import quantisation_of
 
     return (

@@ -1,4 +1,6 @@
-"""`train.profile`: some steps of a rank under `torch.profiler`, as a Chrome trace and a summary that needs no torch to be read."""
+"""`train.profile`: some steps of a rank under `torch.profiler`, as a Chrome trace and a summary that needs no torch to
+be read.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class Profiler(TrainerCallback):
         if self.torchs and not self.done:
             self.torchs.stop()
         if not self.done:
-            print(f"note: `train.profile` has measured nothing: step {self.asked.start} was not made here", file=sys.stderr)
+            print(
+                f"note: `train.profile` has measured nothing: step {self.asked.start} was not made here",
+                file=sys.stderr,
+            )
 
     def _keep(self, torchs: profile) -> None:
         """Write the trace and its summary: seconds of a step, and shares of its time."""
@@ -73,14 +78,25 @@ class Profiler(TrainerCallback):
         totals = [row for row in torchs.key_averages() if not row.key.startswith("ProfilerStep")]
         spent = {id(row): float(row.self_device_time_total if self.gpu else row.self_cpu_time_total) for row in totals}
         totals = sorted(totals, key=lambda row: -spent[id(row)])[:COSTLIEST]
-        write_json(self.folder / f"{self.name}.json", {
-            "start": self.asked.start, "steps": count, "device": "cuda" if self.gpu else "cpu", "step_seconds": wall / 1e6 / count,
-            "shares": shares,
-            "operators": [
-                {"name": row.key, "calls": row.count / count, "seconds": spent[id(row)] / 1e6 / count, "share": spent[id(row)] / wall}
-                for row in totals
-            ],
-        })  # fmt: skip
+        write_json(
+            self.folder / f"{self.name}.json",
+            {
+                "start": self.asked.start,
+                "steps": count,
+                "device": "cuda" if self.gpu else "cpu",
+                "step_seconds": wall / 1e6 / count,
+                "shares": shares,
+                "operators": [
+                    {
+                        "name": row.key,
+                        "calls": row.count / count,
+                        "seconds": spent[id(row)] / 1e6 / count,
+                        "share": spent[id(row)] / wall,
+                    }
+                    for row in totals
+                ],
+            },
+        )
 
     def _dump_memory(self) -> None:
         torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.name}.memory.pickle"))
@@ -91,8 +107,8 @@ def _on_gpu(event: Any) -> bool:
 
 
 def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: float) -> dict[str, float]:
-    """Return shares of `wall` that add up to 1: `kernels`, then `communication` and `copies` that no kernel hides, waiting for
-    `data`, and `gaps`, in which the device had nothing to do. Times are microseconds.
+    """Return shares of `wall` that add up to 1: `kernels`, then `communication` and `copies` that no kernel hides,
+    waiting for `data`, and `gaps`, in which the device had nothing to do. Times are microseconds.
 
     Of a GPU its own events count, of a CPU operators that call no other.
     """

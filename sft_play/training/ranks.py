@@ -1,7 +1,8 @@
-"""The ranks that train together: what they tell each other, what every part of a training is given, and the checks of the world (ADR 4).
+"""The ranks that train together: what they tell each other, what every part of a training is given, and the checks of
+the world (ADR 4).
 
-All collective operations are here, but for the gradients', ZeRO's and FSDP's own. Messages are JSON in tensors of bytes, never pickles, which
-would run a peer's code.
+All collective operations are here, but for the gradients', ZeRO's and FSDP's own. Messages are JSON in tensors of
+bytes, never pickles, which would run a peer's code.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def outline(tensors: Mapping[str, Tensor]) -> Outline:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank among all. Each method is a collective operation: all ranks must call it, in the same order. A single rank waits for nothing."""
+    """This rank among all. Each method is a collective operation: all ranks must call it, in the same order. A single
+    rank waits for nothing.
+    """
 
     rank: int = 0
     world: int = 1
@@ -63,7 +66,9 @@ class Ranks:
     group_size: int = 1
     """Neighbouring ranks that train the same rows."""
     copies: int = 1
-    """How many of them compute all tokens of these rows, each with its part of the weights (`launch.tensor_parallel`, stages)."""
+    """How many of them compute all tokens of these rows, each with its part of the weights (`launch.tensor_parallel`,
+    stages).
+    """
 
     @property
     def data_rank(self) -> int:
@@ -194,7 +199,9 @@ class TrainContext:
 
 
 def uses_cpu_flag(plan: Plan) -> bool:
-    """Whether accelerate must be told that there is no GPU. With DeepSpeed and FSDP the flag would silently turn them off."""
+    """Whether accelerate must be told that there is no GPU. With DeepSpeed and FSDP the flag would silently turn them
+    off.
+    """
     return plan.device == "cpu" and plan.strategy in ("single", "ddp")
 
 
@@ -219,7 +226,9 @@ def group_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
 
 
 def replicas_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
-    """Return the process group of the ranks that hold the same slices as this one, and train other rows. Collective over all ranks."""
+    """Return the process group of the ranks that hold the same slices as this one, and train other rows. Collective
+    over all ranks.
+    """
     groups = [list(range(first, ranks.world, ranks.group_size)) for first in range(ranks.group_size)]
     group, _ = distributed.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_seconds))
     return group
@@ -228,7 +237,8 @@ def replicas_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGrou
 def check_peers(plan: Plan, ranks: Ranks) -> None:
     """Raise `HardwareError` where a rank of another machine does not know the run's key. Collective.
 
-    torch's store takes whoever reaches its port; a stranger that took a rank's place there is found here, before anything is shared.
+    torch's store takes whoever reaches its port; a stranger that took a rank's place there is found here, before
+    anything is shared.
     """
     if plan.num_nodes == 1 or (key := key_here()) is None:
         return
@@ -247,7 +257,8 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
     """
     if gpus > 1:
         raise HardwareError(
-            f"this process sees {gpus} GPUs and would train under torch's DataParallel; the plan is one card for each process",
+            f"this process sees {gpus} GPUs and would train under torch's DataParallel; the plan is one card for each"
+            " process",
             hint="start workers through `make`, or show one card: CUDA_VISIBLE_DEVICES=0",
         )
     found = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
@@ -261,17 +272,20 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
 
 
 def ranks_together(context: TrainContext) -> tuple[int, ...]:
-    """Return the ranks that see the run folder of rank 0, the same on each. Collective where there are several machines.
+    """Return the ranks that see the run folder of rank 0, the same on each. Collective where there are several
+    machines.
 
-    The disk itself is asked: rank 0 writes a file with a random name, the others look for it. Raise `CheckpointError` where a checkpoint
-    could not be complete: parts of the states on machines with separate run folders.
+    The disk itself is asked: rank 0 writes a file with a random name, the others look for it. Raise `CheckpointError`
+    where a checkpoint could not be complete: parts of the states on machines with separate run folders.
     """
     plan, ranks, folder = context.plan, context.ranks, context.run.path
     if plan.num_nodes == 1 or plan.world_size == 1:
         return tuple(range(plan.world_size))
     mark: str | None = None
     if ranks.first:
-        with contextlib.suppress(OSError):  # a folder that cannot be written says so again, and better, when a checkpoint is
+        with contextlib.suppress(
+            OSError
+        ):  # a folder that cannot be written says so again, and better, when a checkpoint is
             name = f".seen-{secrets.token_hex(8)}"
             (folder / name).touch()
             mark = name
@@ -283,16 +297,20 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
     apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
     if apart and plan.strategy in SHARDED and context.config.train.save_strategy != "no":
         raise CheckpointError(
-            f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} cannot see the run folder"
-            " of rank 0",
-            hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
-            " `train.save_strategy: no`",
+            f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} cannot"
+            " see the run folder of rank 0",
+            hint=(
+                "let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with"
+                " `launch.strategy: ddp`, or set `train.save_strategy: no`"
+            ),
         )
     return tuple(rank for rank, sees in enumerate(seen) if sees)
 
 
 def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
-    """Raise `CheckpointError` on every rank when they would continue from different checkpoints: machines with a run folder each."""
+    """Raise `CheckpointError` on every rank when they would continue from different checkpoints: machines with a run
+    folder each.
+    """
     starts = ranks.gather(checkpoint.name if checkpoint else "its start")
     if len(set(starts)) > 1:
         told = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))

@@ -7,8 +7,8 @@
     publish    rank 0 joins the lists, renames, moves `last` and `best`
     rotate     rank 0 removes what is too old when all of the new one has been read from the disk again, during the next steps
 
-A rank that cannot write says so when they agree, so none waits for it. Then the partial folder is removed, one warning is given, the
-run trains on and tries again at the next interval.
+A rank that cannot write says so when they agree, so none waits for it. Then the partial folder is removed, one warning
+is given, the run trains on and tries again at the next interval.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Saver(TrainerCallback):
     # ---- What the trainer calls, on every rank alike
 
     def save(self) -> None:
-        """Save this step's checkpoint, or begin to in the background. What cannot be written is reported, not raised. Collective."""
+        """Save this step's checkpoint, or begin to in the background. What cannot be written is reported, not raised.
+        Collective.
+        """
         step = self.trainer.state.global_step
         self.finish()
         self.tidy(wait_seconds=CHECK_SECONDS)
@@ -94,7 +96,9 @@ class Saver(TrainerCallback):
             self._settle(writing, started)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Move `best` where a process ended between the naming of the best checkpoint and the link, or a copy has a folder there."""
+        """Move `best` where a process ended between the naming of the best checkpoint and the link, or a copy has a
+        folder there.
+        """
         run, step = self.context.run, state.best_global_step
         if not (state.global_step and step and self.context.ranks.first):
             return
@@ -109,14 +113,17 @@ class Saver(TrainerCallback):
             self.context.activity.enter("training", step=state.global_step + 1)
 
     def tidy(self, *, wait_seconds: float = 0.0) -> None:
-        """Remove old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank 0's own work."""
+        """Remove old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank
+        0's own work.
+        """
         check = self._check
         if check is None or not check.is_over(wait_seconds=wait_seconds):
             return
         self._check = None
         if check.damage is not None:
             self._say(
-                f"warning: {check.checkpoint}: it differs on the disk from what was written: {check.damage}; older ones stay"
+                f"warning: {check.checkpoint}: it differs on the disk from what was written: {check.damage}; older ones"
+                " stay"
             )
             return
         run, step = self.context.run, self.trainer.state.best_global_step
@@ -169,7 +176,9 @@ class Saver(TrainerCallback):
         return None if room.enough else f"there is no space for it on the disk: {room}"
 
     def _predict(self) -> int:
-        """Return the bytes that this rank will write: as many as at the save before, at the first from what it holds."""
+        """Return the bytes that this rank will write: as many as at the save before, at the first from what it
+        holds.
+        """
         if self._predicted is not None:
             return self._predicted
         first, weights = self.context.ranks.first, predicted_bytes(self.trainer)
@@ -189,7 +198,9 @@ class Saver(TrainerCallback):
             weights = gather_weights(context, trainer, clone=background or (local is not None and local.window > 0))
             average = local.copies() if local is not None and context.ranks.first else {}
         states = collect(context, trainer, local, self.counters(), clone=background, average=average)
-        mine = bring_together(context.ranks, states, self.together) if len(self.together) < context.ranks.world else states
+        mine = (
+            bring_together(context.ranks, states, self.together) if len(self.together) < context.ranks.world else states
+        )
         return Writing(
             step=step,
             folder=partial_folder(context.run, step),
@@ -200,7 +211,9 @@ class Saver(TrainerCallback):
         )
 
     def _memory_allows(self) -> bool:
-        """Whether the host's memory holds a copy of the states of all its ranks; says once when it does not. Collective."""
+        """Whether the host's memory holds a copy of the states of all its ranks; says once when it does not.
+        Collective.
+        """
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed, free = self._predict() * ranks_here, ram_bytes()[1]
         if not self.context.ranks.any(free - needed < SPARE_MEMORY_BYTES):
@@ -213,7 +226,9 @@ class Saver(TrainerCallback):
 
     def _trainer_state(self) -> str:
         state, trainer = self.trainer.state, self.trainer
-        for callback in [c for c in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(c, ExportableState)]:
+        for callback in [
+            c for c in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(c, ExportableState)
+        ]:
             state.stateful_callbacks[type(callback).__name__] = callback.state()
         return json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
 
@@ -270,7 +285,8 @@ class Saver(TrainerCallback):
         if first:
             goes_on = "training continues and tries again at the next save"
             self._say(
-                f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.name_newest()}; {goes_on}"
+                f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.name_newest()};"
+                f" {goes_on}"
             )
         self.context.add_row(kind="save", step=step, pause_seconds=pause, failed=reason)
 

@@ -1,18 +1,22 @@
-"""Training over slow networks: gradients in fewer bytes (`launch.compression`), and steps that each rank makes alone (`launch.local_steps`).
+"""Training over slow networks: gradients in fewer bytes (`launch.compression`), and steps that each rank makes alone
+(`launch.local_steps`).
 
-Compression is a communication hook of DDP that gloo and NCCL both take: each bucket travels in 16 bits. Torch's own hooks do the same, but its
-bf16 hook insists on NCCL, and its fp16 hook casts before it scales: gradients below 6e-5 lose digits and those above 65,504 become infinite.
+Compression is a communication hook of DDP that gloo and NCCL both take: each bucket travels in 16 bits. Torch's own
+hooks do the same, but its bf16 hook insists on NCCL, and its fp16 hook casts before it scales: gradients below 6e-5
+lose digits and those above 65,504 become infinite.
 
-Local steps follow DiLoCo (Douillard et al. 2023, arXiv 2311.08105). Every rank takes its rows of each global batch as usual, with the mean
-loss over *its own* label tokens, and updates its own weights by its own optimizer. After every H steps, and after the last one,
+Local steps follow DiLoCo (Douillard et al. 2023, arXiv 2311.08105). Every rank takes its rows of each global batch as
+usual, with the mean loss over *its own* label tokens, and updates its own weights by its own optimizer. After every H
+steps, and after the last one,
 
     g = anchor - sum_i n_i w_i / sum_i n_i     n_i: label tokens of rank i since the last average
     v = momentum * v + g
     anchor = anchor - rate * (g + momentum * v)     Nesterov, as torch.optim.SGD has it
 
-and all continue from the anchor. Only weights that train travel. Evaluations and checkpoints in between see the average of the ranks'
-weights and change nothing: a resumed run is the uninterrupted one to the bit, since a checkpoint holds each rank's own weights and optimizer
-states. A step still exchanges some numbers (counts of tokens, norms, requests to stop).
+and all continue from the anchor. Only weights that train travel. Evaluations and checkpoints in between see the average
+of the ranks' weights and change nothing: a resumed run is the uninterrupted one to the bit, since a checkpoint holds
+each rank's own weights and optimizer states. A step still exchanges some numbers (counts of tokens, norms, requests to
+stop).
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its types.
@@ -33,8 +37,10 @@ from sft_play.training.loss import IDLE, label_tokens
 from sft_play.training.ranks import TrainContext
 
 FP16_SCALE = 1024.0
-"""Gradients are multiplied by it on the wire as fp16, and divided again: three digits from 6e-8 to 64 instead of from 6e-5 to 65,504.
-Gradients of a mean over tokens are small: see docs/slow-networks.md for how many a scale of one would lose."""
+"""Gradients are multiplied by it on the wire as fp16, and divided again: three digits from 6e-8 to 64 instead of from
+6e-5 to 65,504. Gradients of a mean over tokens are small: see docs/slow-networks.md for how many a scale of one would
+lose.
+"""
 FP16_MOST = 65504.0
 ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"
 """States of a parameter in a checkpoint: all ranks' common ones, and the average that was neither."""
@@ -110,7 +116,8 @@ class LocalSteps(TrainerCallback):
         """Each rank's gradient norm of the last step."""
         self._step_tokens, self._part = 0, torch.ones(())
         trainer.model_wrapped.require_backward_grad_sync = False
-        # Nor buffers, which `train.ddp_broadcast_buffers` sends in the first forward pass: a rank without rows makes none.
+        # Nor buffers, which `train.ddp_broadcast_buffers` sends in the first forward pass: a rank without rows makes
+        # none.
         trainer.model_wrapped.require_forward_param_sync = False
         trained = [(name, one) for name, one in trainer.model.named_parameters() if one.requires_grad]
         self.names: list[str] = [name for name, _ in trained]
@@ -122,7 +129,9 @@ class LocalSteps(TrainerCallback):
     # ---- What the trainer calls
 
     def begin_step(self, batches: Sequence[Batch], total: Tensor) -> None:
-        """Notes a step's micro-batches, `total` label tokens over all ranks; this rank passes over those that it has nothing in."""
+        """Notes a step's micro-batches, `total` label tokens over all ranks; this rank passes over those that it has
+        nothing in.
+        """
         self._step_tokens = sum(int(label_tokens(batch)) for batch in batches if batch["rows"])
         self.own_tokens = max(1, self._step_tokens)
         self._part = self.own_tokens * self.context.ranks.world / total
@@ -130,7 +139,9 @@ class LocalSteps(TrainerCallback):
             batch[IDLE] = not batch["rows"]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss over this rank's own tokens as its part of the loss over all, for the logs: their mean over ranks is that loss."""
+        """Return a loss over this rank's own tokens as its part of the loss over all, for the logs: their mean over
+        ranks is that loss.
+        """
         return loss * self._part.to(loss.device)
 
     @property
@@ -139,7 +150,9 @@ class LocalSteps(TrainerCallback):
         return not self._step_tokens
 
     def agree(self, norm: float) -> float:
-        """Return the largest of all ranks' gradient norms, the same on each; no number where one is none. Collective."""
+        """Return the largest of all ranks' gradient norms, the same on each; no number where one is none.
+        Collective.
+        """
         self.norms = [found for (found,) in self.context.ranks.table([norm])]
         return float(torch.tensor(self.norms, dtype=torch.float64).max())  # which passes a NaN on
 
@@ -155,13 +168,17 @@ class LocalSteps(TrainerCallback):
             self.synchronise()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the average in the model where training ended early: that is what the last checkpoint and `model/` have."""
+        """Leave the average in the model where training ended early: that is what the last checkpoint and `model/`
+        have.
+        """
         if self.window:
             self._put_average()
             self.window = self.tokens = 0
 
     def copies(self) -> dict[str, Tensor]:
-        """Return the trained parameters as they are now, on the CPU; within `averaged`, the average. Nothing where all ranks have the same."""
+        """Return the trained parameters as they are now, on the CPU; within `averaged`, the average. Nothing where all
+        ranks have the same.
+        """
         if not self.window:
             return {}
         return {name: one.detach().to("cpu", copy=True) for name, one in zip(self.names, self.parameters, strict=True)}
@@ -199,10 +216,14 @@ class LocalSteps(TrainerCallback):
             self.parameters[index].copy_(self.anchor[index] - gradient)
 
     def _differences(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each parameter's index with anchor minus the ranks' token-weighted average, fp32, in its shape. Collective."""
+        """Yield each parameter's index with anchor minus the ranks' token-weighted average, fp32, in its shape.
+        Collective.
+        """
         ranks, counts = self.context.ranks, self.counts()
         world = ranks.world
-        weight = self.tokens * world / sum(counts) if sum(counts) else 1.0  # how much more than an equal share this rank counts
+        weight = (
+            self.tokens * world / sum(counts) if sum(counts) else 1.0
+        )  # how much more than an equal share this rank counts
         for group in split_into_groups([parameter.numel() for parameter in self.parameters]):
             parts = [(self.anchor[index] - self.parameters[index].detach().float()).reshape(-1) for index in group]
             flat = torch.cat(parts).mul_(weight)

@@ -1,5 +1,6 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR1, and SIGHUP but under `nohup`. Signals are read from a pipe by a thread: a main thread that waits in
-a collective operation, or for a library to load, would not hear them. What a request leads to:
+"""Requests to stop: SIGTERM, SIGINT, SIGUSR1, and SIGHUP but under `nohup`. Signals are read from a pipe by a thread: a
+main thread that waits in a collective operation, or for a library to load, would not hear them. What a request leads
+to:
 
 - before the first step has ended there is nothing to save: the process leaves at once;
 - afterwards the ranks agree at the end of a step (`training.stopping`), save and leave;
@@ -78,7 +79,9 @@ class StopRequest:
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
     def share(self, connect: Callable[[], Any]) -> None:
-        """Tell other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it alone."""
+        """Tell other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it
+        alone.
+        """
         self._sharing = threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True)
         self._sharing.start()
 
@@ -115,13 +118,18 @@ class StopRequest:
             elif self.nothing_to_save:
                 since = f"after step {self.first_step}" if self.first_step else "of this run"
                 kept = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
-                self._leave("nothing is lost: no step has ended since the start" if self.step == self.first_step else kept)
+                self._leave(
+                    "nothing is lost: no step has ended since the start" if self.step == self.first_step else kept
+                )
             if time.monotonic() > deadline:
                 self._leave(
-                    f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is complete"
+                    f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is"
+                    " complete"
                 )
             time.sleep(LOOK_SECONDS)
-        time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
+        time.sleep(
+            AFTER_SAVE_SECONDS
+        )  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
         os._exit(self._code)
 
     def _leave(self, why: str) -> None:
@@ -137,7 +145,9 @@ class StopRequest:
 
     def _share(self, connect: Callable[[], Any]) -> None:
         told = False
-        with contextlib.suppress(RuntimeError):  # without a store, and when it is gone, ranks still agree at the end of each step
+        with contextlib.suppress(
+            RuntimeError
+        ):  # without a store, and when it is gone, ranks still agree at the end of each step
             store = connect()
             while not self._ended:
                 if self.heard is not None and not told:

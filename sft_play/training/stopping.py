@@ -1,4 +1,6 @@
-"""When training ends: at its last step, on request (all ranks together), without a better evaluation, at a NaN or a spike."""
+"""When training ends: at its last step, on request (all ranks together), without a better evaluation, at a NaN or a
+spike.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ from sft_play.training.states.facts import loss_scaler
 from sft_play.training.stop_request import StopRequest
 
 LEFT_OUT_LIMIT = 20
-"""Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16 times."""
+"""Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16
+times.
+"""
 
 
 class Finite:
-    """Stops a run whose loss or gradient norm is no number: before the update, except under DeepSpeed, which leaves it out by itself."""
+    """Stops a run whose loss or gradient norm is no number: before the update, except under DeepSpeed, which leaves it
+    out by itself.
+    """
 
     def __init__(self, context: TrainContext, trainer: Trainer, saver: Saver) -> None:
         self.context, self.trainer, self.saver = context, trainer, saver
@@ -48,8 +54,9 @@ class Finite:
     def require_finite_norm(self, value: float, loss: Tensor) -> None:
         """Raise `DataError` on all ranks when the gradient norm, the same on each, is no number.
 
-        A loss scaler (fp16) looks for its scale by trying: it leaves such an update out and halves. There the run stops when
-        `LEFT_OUT_LIMIT` updates in a row were left out, or when the scale has come down to 1, where nothing is scaled any more.
+        A loss scaler (fp16) looks for its scale by trying: it leaves such an update out and halves. There the run stops
+        when `LEFT_OUT_LIMIT` updates in a row were left out, or when the scale has come down to 1, where nothing is
+        scaled any more.
         """
         if math.isfinite(value):
             self.left_out = 0
@@ -84,8 +91,10 @@ class Finite:
         return DataError(
             f"the {what} of step {step} is {value}{who}{why}; training has stopped; {self.saver.name_newest()}",
             place=str(self.context.run.bad_rows(blamed[0] if blamed and mine not in blamed else mine)),
-            hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`; "
-            "docs/troubleshooting.md#loss-is-nan",
+            hint=(
+                "lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then"
+                " `make resume`; docs/troubleshooting.md#loss-is-nan"
+            ),
         )
 
 
@@ -103,10 +112,12 @@ WHAT = "the rows of a step whose gradient norm jumps"
 
 
 class SpikeGuard(TrainerCallback, ExportableState):
-    """Compares each step's gradient norm with the median of those before it (`train.spike_guard`); steps that jump may be left out.
+    """Compares each step's gradient norm with the median of those before it (`train.spike_guard`); steps that jump may
+    be left out.
 
-    The norm is that of the gradients over all ranks, so every rank decides alike. The norms seen so far are part of a checkpoint: a
-    resumed run decides as the uninterrupted one would. A jump counts among the norms too: a new level is one after 25 steps.
+    The norm is that of the gradients over all ranks, so every rank decides alike. The norms seen so far are part of a
+    checkpoint: a resumed run decides as the uninterrupted one would. A jump counts among the norms too: a new level is
+    one after 25 steps.
     """
 
     def __init__(self, context: TrainContext) -> None:
@@ -131,7 +142,9 @@ class SpikeGuard(TrainerCallback, ExportableState):
                 write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def jumps(self, norm: float, *, step: int, rows: list[int]) -> bool:
-        """Notes the norm of a step; return whether its update is to be left out. A norm that is no number is not judged here."""
+        """Notes the norm of a step; return whether its update is to be left out. A norm that is no number is not judged
+        here.
+        """
         if self.mode == "off" or not math.isfinite(norm):
             return False
         before = self.norms[-WINDOW:]
@@ -167,10 +180,11 @@ STORE_SECONDS = 30.0
 
 
 class StepEnds(TrainerCallback):
-    """Lets the last step of an epoch do what is due at the epoch's end: evaluate, then save. So a checkpoint knows its step's evaluation.
+    """Lets the last step of an epoch do what is due at the epoch's end: evaluate, then save. So a checkpoint knows its
+    step's evaluation.
 
-    The run's last step is always saved. Wherever a checkpoint may be written there is a row of metrics too: it sums up the steps since the
-    one before, which a run that is resumed in between could not repeat.
+    The run's last step is always saved. Wherever a checkpoint may be written there is a row of metrics too: it sums up
+    the steps since the one before, which a run that is resumed in between could not repeat.
     """
 
     def __init__(self, steps_per_epoch: int | None) -> None:
@@ -199,7 +213,9 @@ class EvaluationStopped(Exception):
 
 
 class StopOnRequest(TrainerCallback):
-    """Lets the step end when any rank was asked to stop; all agree, save (unless `train.save_strategy` is `no`) and stop."""
+    """Lets the step end when any rank was asked to stop; all agree, save (unless `train.save_strategy` is `no`) and
+    stop.
+    """
 
     def __init__(self, request: StopRequest, ranks: Ranks) -> None:
         self.request, self.ranks = request, ranks
@@ -226,7 +242,9 @@ class StopOnRequest(TrainerCallback):
         self.request.step = self.request.first_step = state.global_step
         self.request.saved = state.global_step or None
         if self.ranks.world > 1:
-            self.request.share(lambda: open_store(STORE_SECONDS))  # a separate connection: threads must not wait for each other
+            self.request.share(
+                lambda: open_store(STORE_SECONDS)
+            )  # a separate connection: threads must not wait for each other
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step
@@ -246,7 +264,9 @@ class StopOnRequest(TrainerCallback):
         if args.save_strategy == "no" and state.global_step >= state.max_steps:
             return  # all is trained, and only the model can keep it: it is written, and the run is complete
         self.stopped = True
-        control.should_save = args.save_strategy != "no" and state.global_step > 0 and self.request.saved != state.global_step
+        control.should_save = (
+            args.save_strategy != "no" and state.global_step > 0 and self.request.saved != state.global_step
+        )
         control.should_log = control.should_log or control.should_save
 
     # ---- Evaluations
@@ -258,7 +278,8 @@ class StopOnRequest(TrainerCallback):
     def between_batches(self) -> None:
         """Call before each batch, on all ranks equally often. Raise `EvaluationStopped` on all of them together.
 
-        Ranks agree after a number of batches that takes about half a second, so that waiting for each other costs nothing.
+        Ranks agree after a number of batches that takes about half a second, so that waiting for each other costs
+        nothing.
         """
         self._batches += 1
         if self._batches < self._every:
@@ -272,7 +293,9 @@ class StopOnRequest(TrainerCallback):
         self._batches, self._looked = 0, now
 
     def after_batches(self) -> None:
-        """Call after the last batch, on all ranks, where some may have left theirs. Raise `EvaluationStopped` on all of them."""
+        """Call after the last batch, on all ranks, where some may have left theirs. Raise `EvaluationStopped` on all of
+        them.
+        """
         if self._agree()[0]:
             raise EvaluationStopped
 
@@ -282,9 +305,11 @@ class StopOnRequest(TrainerCallback):
 
 
 class MissedEvaluation(TrainerCallback):
-    """Takes up the evaluation that came after the checkpoint from which a run continues, or makes it where a stop or a fault ended it.
+    """Takes up the evaluation that came after the checkpoint from which a run continues, or makes it where a stop or a
+    fault ended it.
 
-    `trainer` is the `SftTrainer`. Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone by then.
+    `trainer` is the `SftTrainer`. Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone
+    by then.
     """
 
     def __init__(self, trainer: Any, ends: StepEnds) -> None:
@@ -321,13 +346,17 @@ class Patience(EarlyStoppingCallback):
         train = context.config.train
         self.patience: int | None = train.early_stopping_patience
         """Evaluations in a row without a better value; `None` never stops."""
-        super().__init__(early_stopping_patience=self.patience or 0, early_stopping_threshold=train.early_stopping_threshold)
+        super().__init__(
+            early_stopping_patience=self.patience or 0, early_stopping_threshold=train.early_stopping_threshold
+        )
         self.run, self.ranks = context.run, context.ranks
         self.reason: str | None = None
         """Why training ended early; `None` where it did not."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take up what the checkpoint holds. A run that had stopped, and was ended before its model was published, makes no step."""
+        """Take up what the checkpoint holds. A run that had stopped, and was ended before its model was published,
+        makes no step.
+        """
         kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         attributes = (kept or {}).get("attributes", {})
         self.early_stopping_patience_counter = attributes.get("early_stopping_patience_counter", 0)
@@ -354,7 +383,13 @@ class Patience(EarlyStoppingCallback):
         )
         if self.ranks.first:
             print(self.reason, flush=True)
-            event = {"event": "stopped_early", "time": time.time(), "node": 0, "step": state.global_step, "reason": self.reason}
+            event = {
+                "event": "stopped_early",
+                "time": time.time(),
+                "node": 0,
+                "step": state.global_step,
+                "reason": self.reason,
+            }
             with side_file(self.run.events, "the event `stopped_early`"):
                 append_json_line(self.run.events, event)
 

@@ -1,4 +1,6 @@
-"""TensorBoard (loss and memory per rank, speed, MFU, GPU use, CPU and network of each machine, learning curves), and other trackers."""
+"""TensorBoard (loss and memory per rank, speed, MFU, GPU use, CPU and network of each machine, learning curves), and
+other trackers.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ LETTERS, ANSWERS = 2_000, 3
 class Curves(TrainerCallback):
     """Writes what is logged as scalars into `tb/`; a resumed run continues where its checkpoint was.
 
-    What the disk has no room for is left out (`metrics.jsonl` has it later), and a new file is begun when there is some again. Written
-    without the library's own thread, which would end at a full disk with a traceback.
+    What the disk has no room for is left out (`metrics.jsonl` has it later), and a new file is begun when there is some
+    again. Written without the library's own thread, which would end at a full disk with a traceback.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -91,9 +93,12 @@ class Curves(TrainerCallback):
                 self._files += 1
                 name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{self._files}"
                 self.stream = open_own(self.folder / name, empty=True)
-                RecordWriter(self.stream).write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+                RecordWriter(self.stream).write(
+                    Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()
+                )
             RecordWriter(self.stream).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
-            # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.
+            # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are
+            # never made again.
             self.stream.flush()
         except OSError:  # a torn record ends what readers take from a file
             stream, self.stream = self.stream, None
@@ -115,7 +120,8 @@ def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-# Trackers (W&B, MLflow, Comet, Aim) by callbacks in a thread each: one that fails or hangs is a warning and ends no run.
+# Trackers (W&B, MLflow, Comet, Aim) by callbacks in a thread each: one that fails or hangs is a warning and ends no
+# run.
 
 
 END_SECONDS = 10.0
@@ -130,7 +136,9 @@ class Tracked(TrainerCallback):
     `make` returns that callback; it is called in the thread, since some libraries bind their run to one.
     """
 
-    def __init__(self, name: str, make: Callable[[], TrainerCallback], run: RunFolder, end_seconds: float = END_SECONDS) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], TrainerCallback], run: RunFolder, end_seconds: float = END_SECONDS
+    ) -> None:
         self.name, self.run, self.end_seconds = name, run, end_seconds
         self._make, self._failed = make, False
         self._inner: Any = None
@@ -182,17 +190,24 @@ class Tracked(TrainerCallback):
             os.environ["WANDB_LOG_MODEL"] = "false"  # it would save the model in this thread while others use it
             known = known or uuid.uuid4().hex[:8]
             found = {
-                "WANDB_RUN_ID": known, "WANDB_RESUME": "allow", "WANDB_PROJECT": "sft-play", "WANDB_DIR": folder, "WANDB_CONSOLE": "off",
+                "WANDB_RUN_ID": known,
+                "WANDB_RESUME": "allow",
+                "WANDB_PROJECT": "sft-play",
+                "WANDB_DIR": folder,
+                "WANDB_CONSOLE": "off",
                 "WANDB_DISABLE_CODE": "true",
-            }  # fmt: skip
+            }
         elif self.name == "comet_ml":
             known = known or uuid.uuid4().hex
             found = {"COMET_EXPERIMENT_KEY": known, "COMET_PROJECT_NAME": "sft-play", "COMET_OFFLINE_DIRECTORY": folder}
         elif self.name == "mlflow":
             found = {
-                "MLFLOW_TRACKING_URI": (self.run.path.absolute() / "mlruns").as_uri(), "MLFLOW_EXPERIMENT_NAME": "sft-play",
-                "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-            } | ({"MLFLOW_RUN_ID": known} if known else {})  # fmt: skip
+                "MLFLOW_TRACKING_URI": (self.run.path.absolute() / "mlruns").as_uri(),
+                "MLFLOW_EXPERIMENT_NAME": "sft-play",
+                "MLFLOW_ALLOW_FILE_STORE": "true",
+                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+                "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+            } | ({"MLFLOW_RUN_ID": known} if known else {})
         for name, value in found.items():
             os.environ.setdefault(name, value)
         keep_id(self.run, self.name, known)
@@ -217,13 +232,17 @@ def flat(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Return numbers only, one name for each rank or machine: `rank_loss/0`."""
     found: dict[str, Any] = {}
     for name, value in logs.items():
-        parts = {f"{name}/{index}": one for index, one in enumerate(value)} if isinstance(value, list) else {name: value}
+        parts = (
+            {f"{name}/{index}": one for index, one in enumerate(value)} if isinstance(value, list) else {name: value}
+        )
         found |= {key: one for key, one in parts.items() if isinstance(one, (int, float))}
     return found
 
 
 class AimTracker(TrainerCallback):
-    """Writes numbers as sequences of an Aim run, on rank 0; a step that is trained again after a resume replaces its value."""
+    """Writes numbers as sequences of an Aim run, on rank 0; a step that is trained again after a resume replaces its
+    value.
+    """
 
     def __init__(self, run: RunFolder) -> None:
         self.folder = run
@@ -234,9 +253,14 @@ class AimTracker(TrainerCallback):
 
         before = read_object(self.folder.path / IDS).get(AIM) if state.global_step else None
         self.run = Run(
-            before, repo=os.environ.get("AIM_REPO") or str(self.folder.path), experiment=self.folder.name, force_resume=True,
-            log_system_params=False, capture_terminal_logs=False, system_tracking_interval=None,
-        )  # fmt: skip
+            before,
+            repo=os.environ.get("AIM_REPO") or str(self.folder.path),
+            experiment=self.folder.name,
+            force_resume=True,
+            log_system_params=False,
+            capture_terminal_logs=False,
+            system_tracking_interval=None,
+        )
         self.run.name = self.folder.name
         self.run["config"] = read_json(self.folder.config)["config"]
         keep_id(self.folder, AIM, self.run.hash)
@@ -265,6 +289,8 @@ def tracker_callbacks(config: Config, run: RunFolder) -> list[Tracked]:
     names = trackers(config)
     names = get_available_reporting_integrations() if "all" in names else names
     served = [
-        Tracked(name, INTEGRATION_TO_CALLBACK[name], run) for name in names if name in INTEGRATION_TO_CALLBACK and name != OWN
+        Tracked(name, INTEGRATION_TO_CALLBACK[name], run)
+        for name in names
+        if name in INTEGRATION_TO_CALLBACK and name != OWN
     ]
     return served + ([Tracked(AIM, lambda: AimTracker(run), run)] if AIM in names else [])

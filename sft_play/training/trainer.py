@@ -71,7 +71,9 @@ class AmongReplicas(DistributedDataParallelKwargs):
 
 
 class RankRow(NamedTuple):
-    """What a rank did since the last row of metrics: sums over its window, seconds in a step of each of `PHASES`, in their order, readings."""
+    """What a rank did since the last row of metrics: sums over its window, seconds in a step of each of `PHASES`, in
+    their order, readings.
+    """
 
     loss: float
     label_tokens: float
@@ -136,9 +138,13 @@ class SftTrainer(Trainer):
         return self.parts if isinstance(self.parts, Pipeline) else None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa lose small ones."""
+        """Let FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa
+        lose small ones.
+        """
         super().create_accelerator_and_postprocess()
-        if self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled:  # another strategy than planned is refused right after
+        if (
+            self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled
+        ):  # another strategy than planned is refused right after
             reduce_in_fp32(self.accelerator.state.fsdp_plugin)
             if self.parts is not None:
                 self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # the slices are shared out already
@@ -183,7 +189,9 @@ class SftTrainer(Trainer):
         return total
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Skip a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees it."""
+        """Skip a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees
+        it.
+        """
         if inputs.pop(IDLE):
             return torch.zeros((), device=self.args.device)
         if self.pipeline is not None:
@@ -195,7 +203,9 @@ class SftTrainer(Trainer):
         return loss if self.local is None else self.local.scale_loss(loss)
 
     def _train_through_stages(self, pipeline: Pipeline, labels: Tensor | int) -> Tensor:
-        """Take all micro-batches of a step through the stages when the loop comes to the first; return the loss as `compute_loss` does."""
+        """Take all micro-batches of a step through the stages when the loop comes to the first; return the loss as
+        `compute_loss` does.
+        """
         batches, self._micro_batches = [self._prepare_inputs(batch) for batch in self._micro_batches], []
         if not batches:
             return torch.zeros((), device=self.args.device)
@@ -208,7 +218,8 @@ class SftTrainer(Trainer):
         sums = pipeline.train(batches, scale, lambda batch: at(batch["rows"]), self.watch.enter)
         self.watch.enter("optimizer")
         counts = [
-            torch.full_like(sums[0], sum(count)) for count in ([b["tokens"] for b in batches], [len(b["rows"]) for b in batches])
+            torch.full_like(sums[0], sum(count))
+            for count in ([b["tokens"] for b in batches], [len(b["rows"]) for b in batches])
         ]
         self._window += torch.stack([*sums, *counts])
         return sums[0].float() * self.context.ranks.data_world / labels
@@ -230,7 +241,9 @@ class SftTrainer(Trainer):
         # Filled on the device: a copy from the host would wait for it.
         counts = [torch.full_like(sums[0], count) for count in (inputs["tokens"], len(inputs["rows"]))]
         self._window += torch.stack([*sums, *counts])
-        if self.is_deepspeed_enabled and self.accelerator.sync_gradients:  # it makes the update inside the backward pass
+        if (
+            self.is_deepspeed_enabled and self.accelerator.sync_gradients
+        ):  # it makes the update inside the backward pass
             self.finite.require_finite_loss(self._window[0])
         if self.local is not None:
             return total / self.local.own_tokens
@@ -238,7 +251,9 @@ class SftTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clip; where ranks hold slices, by the norm of what all of them have."""
-        return super()._clip_grad_norm(model) if self.parts is None else self._clip_slices(model, self.args.max_grad_norm)
+        return (
+            super()._clip_grad_norm(model) if self.parts is None else self._clip_slices(model, self.args.max_grad_norm)
+        )
 
     def _clip_slices(self, model: Any, most: float) -> Tensor:
         assert self.parts is not None
@@ -246,13 +261,17 @@ class SftTrainer(Trainer):
         if (scaler := self.accelerator.scaler) is not None:
             self.accelerator.unscale_gradients()
             for overflown in scaler._found_inf_per_device(self.optimizer.optimizer).values():
-                distributed.all_reduce(overflown)  # else a rank that saw none would make a step which the others leave out
+                distributed.all_reduce(
+                    overflown
+                )  # else a rank that saw none would make a step which the others leave out
         return self.parts.clip(model.parameters(), most)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Stop before the update when loss or gradients are no numbers, and leave it out when they jump (`train.spike_guard`).
+        """Stop before the update when loss or gradients are no numbers, and leave it out when they jump
+        (`train.spike_guard`).
 
-        DeepSpeed steps inside the backward pass: it leaves out an update that is no number by itself, and only then we stop.
+        DeepSpeed steps inside the backward pass: it leaves out an update that is no number by itself, and only then we
+        stop.
         """
         step = self.state.global_step + 1
         self.context.activity.enter("updating", step=step)
@@ -268,12 +287,18 @@ class SftTrainer(Trainer):
         if jumps and self.local is not None:
             self.local.leave_out()
         if jumps or (self.local is not None and self.local.empty):
-            model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient; the schedule goes on
+            model.zero_grad(
+                set_to_none=True
+            )  # an optimizer passes over parameters without a gradient; the schedule goes on
         return norm
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Return what `train.weight_decay` applies to: matrices, without the state-space and time-mixing ones that their authors leave out."""
-        matrices = {name for name, one in model.named_parameters() if len(whole_shape(one)) > 1 and not UNDECAYED.search(name)}
+        """Return what `train.weight_decay` applies to: matrices, without the state-space and time-mixing ones that
+        their authors leave out.
+        """
+        matrices = {
+            name for name, one in model.named_parameters() if len(whole_shape(one)) > 1 and not UNDECAYED.search(name)
+        }
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -284,7 +309,9 @@ class SftTrainer(Trainer):
         """Nothing: the base class would add those zeros up over all ranks, and wait for that, at every log."""
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
-        """Log, save, then evaluate: nothing that only scores may cost a checkpoint. What evaluations change is taken up by a resumed run."""
+        """Log, save, then evaluate: nothing that only scores may cost a checkpoint. What evaluations change is taken up
+        by a resumed run.
+        """
         self.watch.enter("")
         due, self.control.should_evaluate = self.control.should_evaluate, False
         super()._maybe_log_save_evaluate(*arguments, **named)
@@ -302,7 +329,8 @@ class SftTrainer(Trainer):
             lap, steps = self._lap.take(), max(self.state.global_step - self._logged_step, 1)
             mine = [*(lap[phase] / steps for phase in PHASES), *self._readings.read()]
             table = [
-                RankRow.of(row) for row in self.context.ranks.table(torch.cat([self._window, self._window.new_tensor(mine)]))
+                RankRow.of(row)
+                for row in self.context.ranks.table(torch.cat([self._window, self._window.new_tensor(mine)]))
             ]
             tokens, ranks = sum(row.tokens for row in table) / self.context.ranks.copies, self.context.plan.ranks
             extra: dict[str, Any] = {
@@ -312,7 +340,9 @@ class SftTrainer(Trainer):
                 "tokens_per_second": tokens / seconds,
                 "step_seconds": seconds / steps,
                 **{f"rank_{name}_seconds": [figures(getattr(row, name)) for row in table] for name in PHASES},
-                "rank_tokens_per_second": [figures(row.tokens / steps / max(row.forward + row.backward, 1e-9)) for row in table],
+                "rank_tokens_per_second": [
+                    figures(row.tokens / steps / max(row.forward + row.backward, 1e-9)) for row in table
+                ],
                 **as_logs([row.readings for row in table]),
                 "rank_memory_limit_gib": [figures(rank.capacity_bytes / 2**30) for rank in ranks],
                 "rank_memory_plan_gib": [figures(rank.peak_bytes / 2**30) for rank in ranks],
@@ -339,7 +369,9 @@ class SftTrainer(Trainer):
     # ---- Evaluation
 
     def score(self, made: dict[str, Any] | None = None) -> None:
-        """Evaluate, or take up what `made`, a row of metrics, says of this step's evaluation: the best step, patience, the learning rate."""
+        """Evaluate, or take up what `made`, a row of metrics, says of this step's evaluation: the best step, patience,
+        the learning rate.
+        """
         if made is None:
             metrics = self._evaluate(None, None, skip_scheduler=True)
         else:
@@ -353,11 +385,15 @@ class SftTrainer(Trainer):
         self.saver.link_best()
 
     def as_average(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model has the weights that evaluations and checkpoints see: under local steps the ranks' average."""
+        """Within, the model has the weights that evaluations and checkpoints see: under local steps the ranks'
+        average.
+        """
         return contextlib.nullcontext() if self.local is None else self.local.averaged()
 
     def show_scored_weights(self) -> None:
-        """Let an optimizer with two faces show the weights that are scored and saved; the next micro-step turns them again."""
+        """Let an optimizer with two faces show the weights that are scored and saved; the next micro-step turns them
+        again.
+        """
         inner = inner_optimizer(self.optimizer)
         if callable(turn := getattr(inner, "eval", None)):
             turn()
@@ -374,7 +410,9 @@ class SftTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return token-weighted loss and perplexity of the validation rows, in all and per source, and scores of answers."""
+        """Return token-weighted loss and perplexity of the validation rows, in all and per source, and scores of
+        answers.
+        """
         started = time.perf_counter()
         self.context.activity.enter("evaluating", step=self.state.global_step)
         self.show_scored_weights()

@@ -1,4 +1,6 @@
-"""`make accept-gpu`: its steps run on a CPU with small models, keep what they have when they end, and its page says what is unverified."""
+"""`make accept-gpu`: its steps run on a CPU with small models, keep what they have when they end, and its page says
+what is unverified.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.waiting import until
 def accept(cache: Path, tmp_path: Path):
     def run(*words: str) -> Done:
         places = [f"FOLDER={tmp_path / 'work'}", f"WRITE={tmp_path / 'page.md'}"]
-        return called(lambda: main([*words, *places]), environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""}))
+        return called(
+            lambda: main([*words, *places]), environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""})
+        )
 
     return run
 
@@ -60,7 +64,9 @@ def test_a_failed_step_is_reported_and_a_later_call_adds_to_the_page(accept, tin
 
 
 @pytest.mark.slow
-def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(cache: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(
+    cache: Path, tiny: Path, tmp_path: Path
+) -> None:
     places = [f"FOLDER={tmp_path / 'work'}", f"WRITE={tmp_path / 'page.md'}", f"SMALL={tiny}", "STEPS=0,4,5"]
     env, kept = environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""}), tmp_path / "work" / "results.json"
     with subprocess.Popen(
@@ -81,7 +87,9 @@ def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(cache
     assert steps["0"]["rows"] and "5" not in steps
 
 
-def test_a_step_without_time_is_not_begun_and_what_an_earlier_call_measured_stays(accept, tiny: Path, tmp_path: Path) -> None:
+def test_a_step_without_time_is_not_begun_and_what_an_earlier_call_measured_stays(
+    accept, tiny: Path, tmp_path: Path
+) -> None:
     done = accept("STEPS=9,10", f"SMALL={tiny}", "SECONDS=1")
     assert done.code == 1 and "10  8B: every weight: not begun, no time is left" in done.err
     assert not (tmp_path / "page.md").exists()

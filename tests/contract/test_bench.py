@@ -40,7 +40,9 @@ def test_it_measures_keeps_and_is_used(program: Program, tiny_config: Path, tmp_
         "the same by this calibration",
     } == {name for name in rows if not name.startswith("matmul") or "2048" in name}
     assert all(row["measured"] > 0 for row in found["rows"])
-    assert all(row["ratio"] == pytest.approx(row["measured"] / row["expected"]) for row in found["rows"] if row["expected"])
+    assert all(
+        row["ratio"] == pytest.approx(row["measured"] / row["expected"]) for row in found["rows"] if row["expected"]
+    )
     assert found["fit"]["points"] >= 6 and found["fit"]["flops_per_second"] > 0
     kept = Path(found["calibration"])
     assert kept.is_file() and kept.parent == tmp_path / "cache" / "calibration"

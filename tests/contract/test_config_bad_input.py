@@ -117,14 +117,17 @@ def test_what_config_prints_can_be_used_again(in_process: Program, tmp_path: Pat
     again = tmp_path / "again.yaml"
     again.write_text(shown.out, encoding="utf-8")
     first, second = (
-        in_process("config", f"CONFIG={name}", "JSON=1", *more).json for name, more in (("h100_pair", words), (again, []))
+        in_process("config", f"CONFIG={name}", "JSON=1", *more).json
+        for name, more in (("h100_pair", words), (again, []))
     )
     assert {key: row["value"] for key, row in first.items()} == {key: row["value"] for key, row in second.items()}
     assert first["train.adam_beta2"] == {"value": 0.95, "origin": "TRAIN_ADAM_BETA2=0.95"}
     assert second["train.adam_beta2"]["origin"].startswith(f"{again}:")
 
 
-def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origins(in_process: Program, tmp_path: Path) -> None:
+def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origins(
+    in_process: Program, tmp_path: Path
+) -> None:
     noticed = in_process("config", "CONFIG=smoke", "JSON=1", env={"NCCL_TIMEOUT": "77", "SFT_TRAIN_SEED": "5"})
     assert noticed.json["launch.timeout_seconds"] == {"value": 77, "origin": "environment NCCL_TIMEOUT=77"}
     assert noticed.json["train.seed"]["origin"] == "environment SFT_TRAIN_SEED=5" and "no library reads" in noticed.err

@@ -49,7 +49,9 @@ def test_any_text_survives_make_and_shell(value: str) -> None:
 
 
 @pytest.mark.quiet
-@pytest.mark.parametrize("words", [("config", "CONFIG=configs/quickstart.yaml"), ("gpu-info",)], ids=["config", "gpu-info"])
+@pytest.mark.parametrize(
+    "words", [("config", "CONFIG=configs/quickstart.yaml"), ("gpu-info",)], ids=["config", "gpu-info"]
+)
 def test_quick_commands_answer_within_half_a_second(program, words: tuple[str, ...]) -> None:
     """By their processor time: `import torch` takes 1.8 s on a quiet machine, and more on a busy one, as they do."""
     seconds = min(seconds_of(lambda: program(*words))[0] for _ in range(3))
@@ -62,7 +64,13 @@ def test_every_preset_fits_the_schema_for_editors(preset: Path) -> None:
 
 
 def test_the_schema_for_editors_knows_the_types_of_a_source() -> None:
-    source = {"path": "a.jsonl", "weight": 0.5, "columns": {"question": "frage"}, "name": None, "split": "${data.split}"}
+    source = {
+        "path": "a.jsonl",
+        "weight": 0.5,
+        "columns": {"question": "frage"},
+        "name": None,
+        "split": "${data.split}",
+    }
     assert SCHEMA.is_valid({"data": {"sources": [source]}})
     for wrong in ({"weight": "much"}, {"rows": 0}, {"colums": {}}):
         assert not SCHEMA.is_valid({"data": {"sources": [source | wrong]}}), wrong
@@ -76,7 +84,9 @@ def test_rendered_files_are_up_to_date() -> None:
         ROOT / "configs" / "schema.json": render_reference.render_schema(),
         ROOT / "AGENTS.md": render_reference.render_agents(COMMANDS),
     }
-    assert [path for path, text in rendered.items() if path.read_text(encoding="utf-8") != text] == [], "run `make render`"
+    assert [path for path, text in rendered.items() if path.read_text(encoding="utf-8") != text] == [], (
+        "run `make render`"
+    )
 
 
 def test_a_data_file_as_configuration_is_told_where_it_belongs(in_process: Program, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""`make data`: what it prints, keeps in the cache and refuses; the same rows for any number of processes; nothing half-made when stopped."""
+"""`make data`: what it prints, keeps in the cache and refuses; the same rows for any number of processes; nothing
+half-made when stopped.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Data = Callable[..., Done]
 
 
 @pytest.fixture
-def data(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Data]:
+def data(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Data]:
     """Runs `make data JSON=1` on `key: value` lines, in this process."""
     for name, value in (("RUNS_DIR", tmp_path / "runs"), ("SFT_PLAY_CACHE", tmp_path / "cache"), ("HF_HUB_OFFLINE", 1)):
         monkeypatch.setenv(name, str(value))
@@ -61,7 +65,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"Question {i}?", "completion": f"Answer {i}.", "author": f"a{i % 7}"} for i in range(start, start + count)
+        {"prompt": f"Question {i}?", "completion": f"Answer {i}.", "author": f"a{i % 7}"}
+        for i in range(start, start + count)
     ]
 
 
@@ -81,13 +86,19 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
     held = write_rows(tmp_path / "held.jsonl", [*pairs(3, start=28), {"prompt": "long", "completion": "word " * 100}])
     lines = [
         f'data.sources: [{{"path": "{train}", "weight": 3}}, {{"path": "{more}", "name": "more", "weight": 2}}]',
-        f'data.validation: [{{"path": "{held}"}}]', "data.overlong: drop",
-    ]  # fmt: skip
+        f'data.validation: [{{"path": "{held}"}}]',
+        "data.overlong: drop",
+    ]
     done = data(*lines)
     assert done.code == 0, done.err
     found = done.json
     first, second = found["train"]["sources"]
-    assert (first["name"], first["format"], first["rows_read"], first["kept"]) == (str(train), "prompt_completion", 34, 30)
+    assert (first["name"], first["format"], first["rows_read"], first["kept"]) == (
+        str(train),
+        "prompt_completion",
+        34,
+        30,
+    )
     assert (first["duplicates"], first["dropped"]) == (4, {})
     assert (second["name"], second["format"], second["kept"]) == ("more", "question_answer", 5)
     assert first["tokens"] + second["tokens"] == found["train"]["split"]["tokens"]
@@ -123,11 +134,17 @@ def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(t
         save_config(load_config(document, environ={}), run.config)
         done = subprocess.run(
             [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)],
-            capture_output=True, text=True, timeout=200, env=env, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=env,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         found.append(Prepared.load(run.prepared))
-        imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+        imported = {
+            line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")
+        }
         assert ("transformers" in imported) == (name == "first")
     prepared = found[0]
     assert prepared == found[1] and prepared.train and prepared.validation
@@ -135,7 +152,9 @@ def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(t
     assert (prepared.model.source, prepared.model.path) == ("folder", str(tiny.resolve()))
 
 
-def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_rows_for_every_number_of_processes(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [*pairs(1500), *pairs(20)])
     found = []
     for number in (1, 2):
@@ -152,7 +171,9 @@ def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path,
 def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", pairs(200))
     done = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: author")
-    sides = [{int(re.sub(r"\D", "", answer)) % 7 for answer in answers(done, split)} for split in ("train", "validation")]
+    sides = [
+        {int(re.sub(r"\D", "", answer)) % 7 for answer in answers(done, split)} for split in ("train", "validation")
+    ]
     assert sides[0] | sides[1] == set(range(7))
     assert not sides[0] & sides[1]
     missing = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: writer")
@@ -287,12 +308,18 @@ def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, t
     file = tmp_path / "rows.jsonl"
     good = [json.dumps(row) for row in pairs(4)]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    unwritten = json.dumps({"prompt": [{"role": "user", "content": "2+2?"}], "completion": [call]})  # ChatML writes no calls
-    file.write_text("\n".join([good[0], "not json", good[1], '{"prompt": "q"}', "not json", good[2], unwritten, good[3]]) + "\n")
+    unwritten = json.dumps(
+        {"prompt": [{"role": "user", "content": "2+2?"}], "completion": [call]}
+    )  # ChatML writes no calls
+    file.write_text(
+        "\n".join([good[0], "not json", good[1], '{"prompt": "q"}', "not json", good[2], unwritten, good[3]]) + "\n"
+    )
     stopped = data(f"data.train_path: {file}")
     assert stopped.code == 4
     assert f"{file}:2:1: is not JSON" in stopped.err and "(2 such rows; the first is here)" in stopped.err
-    assert "bad rows: 4, each with its reason in " in stopped.err and "; DATA_BAD_ROWS=drop leaves them out" in stopped.err
+    assert (
+        "bad rows: 4, each with its reason in " in stopped.err and "; DATA_BAD_ROWS=drop leaves them out" in stopped.err
+    )
     dropped = data(f"data.train_path: {file}", "data.bad_rows: drop")
     assert len(answers(dropped)) == 4
     assert "8 read as prompt_completion, 4 kept, 4 left out (bad row); " in dropped.err
@@ -302,7 +329,9 @@ def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, t
         places = re.findall(r"^.*jsonl:(\d+).*: .*$", Path(named).read_text(encoding="utf-8"), re.MULTILINE)
         assert sorted(map(int, places)) == [2, 4, 5, 7]
     file.write_text("not json\n")
-    assert "the sources hold no row: 1 left out (bad row)" in data(f"data.train_path: {file}", "data.bad_rows: drop").err
+    assert (
+        "the sources hold no row: 1 left out (bad row)" in data(f"data.train_path: {file}", "data.bad_rows: drop").err
+    )
 
 
 def test_rows_of_preferences_are_told_how_to_train_on_the_chosen(data: Data, tmp_path: Path) -> None:
@@ -321,9 +350,12 @@ class Running:
     def __init__(self, document: Path, cache: Path) -> None:
         self.cache = cache / "data"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sft_play", "data", f"CONFIG={document}"], env=environment(cache, cache), cwd=ROOT,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "sft_play", "data", f"CONFIG={document}"],
+            env=environment(cache, cache),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         deadline = time.monotonic() + 300
         self.workers: list[psutil.Process] = []
         while len(self.workers) < 2 and time.monotonic() < deadline:
@@ -349,7 +381,9 @@ def running(tmp_path: Path, tiny: Path) -> Callable[[], Running]:
     return lambda: Running(document, tmp_path / "cache")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
 def test_a_signal_leaves_nothing(number: int, code: int, running: Callable[[], Running]) -> None:
     started = running()
     os.kill(started.process.pid, number)
@@ -379,23 +413,35 @@ def test_a_row_that_json_cannot_write_is_a_bad_row_with_its_place(data: Data, tm
     from pyarrow import Table, parquet
 
     def row(number: int, value: Any) -> dict[str, Any]:
-        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": value}}}]}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"a": value}}}],
+        }
         described = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
         return {"messages": [{"role": "user", "content": f"q{number}"}, call], "tools": described}
 
     half = write_rows(tmp_path / "half.jsonl", [row(1, "x"), row(2, "\ud83d"), row(3, "y")])
     dated = tmp_path / "dated.parquet"
     parquet.write_table(Table.from_pylist([row(1, datetime.date(2026, 1, 1))]), dated)
-    for file, place, said in ((half, ":2", "half of a surrogate pair"), (dated, ", row 1", "is date, which JSON does not have")):
+    for file, place, said in (
+        (half, ":2", "half of a surrogate pair"),
+        (dated, ", row 1", "is date, which JSON does not have"),
+    ):
         refused = data(f"data.train_path: {file}", "data.chat_template: qwen3", "model.max_seq_len: 512")
         assert (
             refused.code == 4
             and f"{file}{place}: `messages[1].tool_calls[0].arguments.a` " in refused.err
             and said in refused.err
         )
-    dropped = data(f"data.train_path: {half}", "data.chat_template: qwen3", "model.max_seq_len: 512", "data.bad_rows: drop")
+    dropped = data(
+        f"data.train_path: {half}", "data.chat_template: qwen3", "model.max_seq_len: 512", "data.bad_rows: drop"
+    )
     assert dropped.code == 0, dropped.err
-    assert (dropped.json["train"]["sources"][0]["kept"], dropped.json["train"]["sources"][0]["dropped"]) == (2, {"bad row": 1})
+    assert (dropped.json["train"]["sources"][0]["kept"], dropped.json["train"]["sources"][0]["dropped"]) == (
+        2,
+        {"bad row": 1},
+    )
 
 
 def test_a_folder_of_splits_is_trained_and_validated_by_its_splits(data: Data, tmp_path: Path) -> None:
@@ -404,7 +450,8 @@ def test_a_folder_of_splits_is_trained_and_validated_by_its_splits(data: Data, t
         write_rows(folder / f"{name}.jsonl", pairs(5, start=first))
     refused = data(f"data.train_path: {folder}")
     assert (
-        refused.code == 4 and "there are several splits: `train` (1 file), `validation` (1 file), `test` (1 file)" in refused.err
+        refused.code == 4
+        and "there are several splits: `train` (1 file), `validation` (1 file), `test` (1 file)" in refused.err
     )
     found = data(
         f'data.sources: [{{"path": "{folder}", "split": "train"}}]',

@@ -1,4 +1,6 @@
-"""Each finding of `make doctor`, provoked by the condition that it is about: stub packages, fake tools, limits, taken ports."""
+"""Each finding of `make doctor`, provoked by the condition that it is about: stub packages, fake tools, limits, taken
+ports.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Doctor:
         path.chmod(0o755)
 
     def torch(self, *, cuda: str | None, fails: str = "", broken: str = "") -> None:
-        """Puts another torch in front of the installed one; `fails` is what it says of every GPU, `broken` of being imported."""
+        """Puts another torch in front of the installed one; `fails` is what it says of every GPU, `broken` of being
+        imported.
+        """
         package = self.folder / "stubs" / "torch"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(
@@ -75,16 +79,26 @@ class Doctor:
         )
         self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{self.environment['PYTHONPATH']}"
 
-    def findings(self, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None) -> Mapping[str, Mapping[str, Any]]:
+    def findings(
+        self, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
+    ) -> Mapping[str, Mapping[str, Any]]:
         """Runs it; returns id -> finding."""
         process = subprocess.run(
             [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1"],
-            cwd=self.working, env=self.environment, capture_output=True, text=True, timeout=240, check=False, preexec_fn=limit,
-        )  # fmt: skip
+            cwd=self.working,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            preexec_fn=limit,
+        )
         assert process.stdout, process.stderr
         found = {finding["id"]: finding for finding in json.loads(process.stdout)["findings"]}
         severities = {finding["severity"] for finding in found.values()}
-        assert severities <= {"error", "warning", "note"} and process.returncode == 3 * ("error" in severities), process.stderr
+        assert severities <= {"error", "warning", "note"} and process.returncode == 3 * ("error" in severities), (
+            process.stderr
+        )
         assert all(finding["text"] and finding["remedy"] for finding in found.values())
         return found
 
@@ -99,7 +113,14 @@ def doctor(tmp_path: Path) -> Doctor:
 
 @pytest.mark.pinned
 def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
-    assert set(doctor.findings()) <= {"hub-unreachable", "port-29500", "memory-low", "shared-memory", "disk-low", "open-files"}
+    assert set(doctor.findings()) <= {
+        "hub-unreachable",
+        "port-29500",
+        "memory-low",
+        "shared-memory",
+        "disk-low",
+        "open-files",
+    }
 
 
 def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
@@ -233,7 +254,10 @@ def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
     (doctor.folder / "runs").mkdir()
     for tool in ("mount", "unshare"):
         (doctor.bin / tool).symlink_to(str(shutil.which(tool)))
-    script = f'mount -t tmpfs -o size=100m none {doctor.folder}/runs && mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
+    script = (
+        f"mount -t tmpfs -o size=100m none {doctor.folder}/runs && mount -t tmpfs -o size=64m none /dev/shm && exec"
+        ' "$@"'
+    )
     found = doctor.findings(prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
     assert found["disk-low"]["severity"] == "error"
     assert "64 MiB" in found["shared-memory"]["text"]
@@ -254,7 +278,9 @@ def test_the_command_reads_a_configuration(doctor: Doctor) -> None:
 
 
 def test_every_finding_is_documented() -> None:
-    sources = "".join((ROOT / "sft_play" / name).read_text(encoding="utf-8") for name in ("doctor.py", "plan/detect.py"))
+    sources = "".join(
+        (ROOT / "sft_play" / name).read_text(encoding="utf-8") for name in ("doctor.py", "plan/detect.py")
+    )
     ids = set(re.findall(r'Finding\(\s*"([\w-]+)"', sources))
     ids |= {"runs-folder", "cache-folder", "port-29500"}
     documented = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")

@@ -57,7 +57,9 @@ def test_examples_each_have_a_readme_with_one_command() -> None:
         assert list(folder.glob("*.yaml")), folder.name
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "benchmarks-evaluation", "benchmarks-preparation", "benchmarks-saving", "memory"])
+@pytest.mark.parametrize(
+    "name", ["benchmarks", "benchmarks-evaluation", "benchmarks-preparation", "benchmarks-saving", "memory"]
+)
 def test_a_page_of_figures_holds_its_bounds(name: str) -> None:
     introduction, mark, measured = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition(MARK)
     assert f"write=docs/{name}.md" in introduction and mark and measured
@@ -65,11 +67,22 @@ def test_a_page_of_figures_holds_its_bounds(name: str) -> None:
 
 
 SYMPTOMS = {
-    "nccl-timeout", "connect-call-failed", "hangs-after-initialized", "cuda-out-of-memory", "one-gpu-slower-than-the-others",
-    "process-group-not-initialized", "gpu-utilization-low", "loss-is-nan", "no-space-left", "401-403-or-a-gated-model",
-    "expected-scalar-type", "checkpoint-of-another-backend", "address-already-in-use", "different-versions-on-machines",
+    "nccl-timeout",
+    "connect-call-failed",
+    "hangs-after-initialized",
+    "cuda-out-of-memory",
+    "one-gpu-slower-than-the-others",
+    "process-group-not-initialized",
+    "gpu-utilization-low",
+    "loss-is-nan",
+    "no-space-left",
+    "401-403-or-a-gated-model",
+    "expected-scalar-type",
+    "checkpoint-of-another-backend",
+    "address-already-in-use",
+    "different-versions-on-machines",
     "slow-training-over-ethernet",
-}  # fmt: skip
+}
 
 
 def sources(folder: str) -> str:

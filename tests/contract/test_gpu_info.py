@@ -28,14 +28,21 @@ def test_two_different_cards(program: Program, tmp_path: Path) -> None:
     assert lines[2] == "  0: NVIDIA H200, 139.8 GiB (130.0 free), compute capability 9.0, bf16 yes, fp8 yes"
     assert lines[3] == "  1: Tesla T4, 14.7 GiB (14.0 free), compute capability 7.5, bf16 no, fp8 no"
     assert lines[4] == "  0 - 1: one PCIe host bridge"
-    facts = program("gpu-info", "JSON=1", env=Machine(cards=(H200, H200), linked=True).environment(tmp_path / "nvml")).json
+    facts = program(
+        "gpu-info", "JSON=1", env=Machine(cards=(H200, H200), linked=True).environment(tmp_path / "nvml")
+    ).json
     assert facts["links"] == [{"from": 0, "to": 1, "link": "NVLink x 4"}]
 
 
 def test_hidden_cards_are_not_counted(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
     one = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).out
-    assert one.startswith("Number of GPUs: 1\n") and "CUDA_VISIBLE_DEVICES=1" in one and "Tesla T4" in one and "H200" not in one
+    assert (
+        one.startswith("Number of GPUs: 1\n")
+        and "CUDA_VISIBLE_DEVICES=1" in one
+        and "Tesla T4" in one
+        and "H200" not in one
+    )
     none = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": ""}).out.splitlines()
     assert none[:2] == ["Number of GPUs: 0", "  CUDA_VISIBLE_DEVICES= hides all 2"]
 

@@ -1,4 +1,6 @@
-"""Every command with every part of a run as a stranger could make it: nothing outside is written or read, one line says why, other runs are shown."""
+"""Every command with every part of a run as a stranger could make it: nothing outside is written or read, one line says
+why, other runs are shown.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,21 @@ from tests.hostile_runs import CONTENTS, FILES, FOLDERS, SECRET, make_hostile, p
 
 SECONDS = 10
 NAMED = {
-    "inspect": ["OUT={out}"], "infer": ["PROMPT=a"], "push": ["REPO=a/b"], "merge": [], "logs": [], "serve": [], "memory-check": [], "profile": [],
-    "stop": [], "cluster-check": ["CLUSTER={out}"], "train-cluster": ["CLUSTER={inventory}"], "cluster-status": ["CLUSTER={inventory}"],
-    "cluster-logs": ["CLUSTER={inventory}"], "cluster-stop": ["CLUSTER={inventory}"],
-}  # fmt: skip
+    "inspect": ["OUT={out}"],
+    "infer": ["PROMPT=a"],
+    "push": ["REPO=a/b"],
+    "merge": [],
+    "logs": [],
+    "serve": [],
+    "memory-check": [],
+    "profile": [],
+    "stop": [],
+    "cluster-check": ["CLUSTER={out}"],
+    "train-cluster": ["CLUSTER={inventory}"],
+    "cluster-status": ["CLUSTER={inventory}"],
+    "cluster-logs": ["CLUSTER={inventory}"],
+    "cluster-stop": ["CLUSTER={inventory}"],
+}
 """What a command needs beside `RUN`."""
 BY_NAME = {
     "slurm": ["CONFIG={config}", "RUN_NAME=bad"],
@@ -47,8 +60,8 @@ def complete(cache: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) 
     rows, config = folder / "rows.jsonl", folder / "c.yaml"
     rows.write_text("".join(f'{{"prompt": "a{i}", "completion": "b{i}"}}\n' for i in range(24)))
     config.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 64}}\ndata: {{train_path: {rows}, validation: 0.2}}\ntrain: {{max_steps: 2, save_steps: 1,"
-        " global_batch_size: 4, predict_with_generate: true, generation_max_new_tokens: 2}\n"
+        f"model: {{name: {tiny}, max_seq_len: 64}}\ndata: {{train_path: {rows}, validation: 0.2}}\ntrain: {{max_steps:"
+        " 2, save_steps: 1, global_batch_size: 4, predict_with_generate: true, generation_max_new_tokens: 2}\n"
     )
     must_run(["train", f"CONFIG={config}", "RUN_NAME=good"], environment(cache, folder / "runs"))
     return folder / "runs" / "good"
@@ -56,7 +69,9 @@ def complete(cache: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @contextmanager
 def watched(outside: Path) -> Iterator[list[str]]:
-    """Yields what this process opens outside of the run, whatever links lead there, and lets nothing take longer than `SECONDS`."""
+    """Yields what this process opens outside of the run, whatever links lead there, and lets nothing take longer than
+    `SECONDS`.
+    """
     opened: list[str] = []
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
@@ -105,11 +120,15 @@ def check(done: Done, outside: Path, before: dict[str, str], opened: list[str], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind == "link" else pytest.mark.long) for kind in FILES])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "link" else pytest.mark.long) for kind in FILES]
+)
 def test_no_command_follows_what_a_stranger_put_into_a_run(
     kind: str, complete: Path, tmp_path: Path, in_process: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the part is one that a command can do without, it is refused all the same: by one gate, before anything is read or written."""
+    """Where the part is one that a command can do without, it is refused all the same: by one gate, before anything is
+    read or written.
+    """
     outside, runs = tmp_path / "outside", tmp_path / "runs"
     runs.mkdir()
     shutil.copytree(complete, runs / "good", symlinks=True)
@@ -147,8 +166,12 @@ def test_no_command_follows_what_a_stranger_put_into_a_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_no_file_of_a_run_ends_a_command_with_a_traceback(kind: str, complete: Path, tmp_path: Path, in_process: Program) -> None:
-    """JSON nested 200,000 times, and values of other types: what a command can do without is left out, else one line says what is wrong."""
+def test_no_file_of_a_run_ends_a_command_with_a_traceback(
+    kind: str, complete: Path, tmp_path: Path, in_process: Program
+) -> None:
+    """JSON nested 200,000 times, and values of other types: what a command can do without is left out, else one line
+    says what is wrong.
+    """
     outside, runs = tmp_path / "outside", tmp_path / "runs"
     runs.mkdir()
     shutil.copytree(complete, runs / "good", symlinks=True)
@@ -169,7 +192,9 @@ def test_no_file_of_a_run_ends_a_command_with_a_traceback(kind: str, complete: P
 def test_a_change_between_the_look_and_the_use_is_caught_by_the_open(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
-    for number, make in enumerate((lambda path: path.symlink_to(secret), lambda path: path.hardlink_to(secret), os.mkfifo)):
+    for number, make in enumerate(
+        (lambda path: path.symlink_to(secret), lambda path: path.hardlink_to(secret), os.mkfifo)
+    ):
         path = tmp_path / f"made-{number}"
         make(path)
         with pytest.raises(OSError, match="it is "):

@@ -15,9 +15,14 @@ from tests.conftest import Program
 pytestmark = pytest.mark.slow
 
 ROWS = [
-    {"messages": [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", "content": f"It is {2 * n}, <b>sure</b>."}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {n} plus {n}?"},
+            {"role": "assistant", "content": f"It is {2 * n}, <b>sure</b>."},
+        ]
+    }
     for n in range(12)
-]  # fmt: skip
+]
 LONG = {"question": "What?", "answer": "word " * 400}
 
 
@@ -25,7 +30,9 @@ LONG = {"question": "What?", "answer": "word " * 400}
 def arguments(tiny: Path, tmp_path: Path) -> list[str]:
     chat, pairs = tmp_path / "chat.jsonl", tmp_path / "pairs.jsonl"
     chat.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, ROWS[0]]))
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in [{"question": "[/b] \x1b[2JWho?", "answer": "Nobody."}, LONG]))
+    pairs.write_text(
+        "".join(json.dumps(row) + "\n" for row in [{"question": "[/b] \x1b[2JWho?", "answer": "Nobody."}, LONG])
+    )
     config = tmp_path / "small.yaml"
     config.write_text(
         f"model: {{name: {tiny}, max_seq_len: 96}}\n"
@@ -42,7 +49,9 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
         assert re.fullmatch(r"«(It is \d+, <b>sure</b>\.|Nobody\.)<\|im_end\|>»", shown), shown
     assert done.out.count("<|im_start|>user") == done.out.count("train row ") > 5
     assert "skipped in chat: 1 (duplicate)" in done.out
-    assert re.search(r"skipped in \[/pairs\] :smile:: 1 \(longer than model\.max_seq_len\): \S+pairs\.jsonl:2", done.out)
+    assert re.search(
+        r"skipped in \[/pairs\] :smile:: 1 \(longer than model\.max_seq_len\): \S+pairs\.jsonl:2", done.out
+    )
     assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown letter for letter"
 
 
@@ -63,7 +72,9 @@ def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: 
     assert done.code == 0, done.err
     assert str(path) in done.out
     manifest = in_process(*arguments, "JSON=1").json["manifest"]["split"]
-    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", path.read_text(encoding="utf-8")), "nothing comes from a server"
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", path.read_text(encoding="utf-8")), (
+        "nothing comes from a server"
+    )
     with browser(tmp_path / "profile") as shown:
         for width in (390, 1440):
             shown.open("about:blank")
@@ -79,9 +90,16 @@ def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: 
         assert trained.count("It is ") + trained.count("Nobody.") == manifest["rows"] and "What is" not in trained
         typed = "box.value = '{}'; box.dispatchEvent(new Event('input'))"
         shown.value("box = document.querySelector('input[type=search]');" + typed.format("NOBODY.<|im"))
-        assert shown.value("document.querySelectorAll('.row').length") == 1, "in any letter case, over the border of two pieces"
-        assert shown.value("[...document.querySelectorAll('mark')].map((one) => one.textContent).join('')") == "Nobody.<|im"
-        shown.value("[...document.querySelectorAll('button')].find((one) => one.textContent.startsWith('validation')).click()")
+        assert shown.value("document.querySelectorAll('.row').length") == 1, (
+            "in any letter case, over the border of two pieces"
+        )
+        assert (
+            shown.value("[...document.querySelectorAll('mark')].map((one) => one.textContent).join('')")
+            == "Nobody.<|im"
+        )
+        shown.value(
+            "[...document.querySelectorAll('button')].find((one) => one.textContent.startsWith('validation')).click()"
+        )
         shown.value("box = document.querySelector('input[type=search]');" + typed.format(""))
         assert shown.value("document.querySelectorAll('.row').length") == 12 + 1 - manifest["rows"], "the other split"
         assert "scored" in shown.value("document.body.innerText")

@@ -1,4 +1,6 @@
-"""`make kubernetes` as a user types it: files, JSON, the example of two L40S pods, and clear errors that write nothing."""
+"""`make kubernetes` as a user types it: files, JSON, the example of two L40S pods, and clear errors that write
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_files_go_to_the_runs_folder_and_json_says_which(in_process: Program, tm
     assert done.json["files"] == [str(tmp_path / "runs" / "demo" / "pytorchjob.yaml")]
     assert (done.json["pods"], done.json["cards"], done.json["plan"]["world_size"]) == (2, ["L40S"] * 2, 2)
     text = Path(done.json["files"][0]).read_text()
-    assert "# PyTorchJob of the run demo, rendered by: make kubernetes CONFIG=configs/l40s_pair.yaml HARDWARE=L40S" in text
+    assert (
+        "# PyTorchJob of the run demo, rendered by: make kubernetes CONFIG=configs/l40s_pair.yaml HARDWARE=L40S" in text
+    )
     again = in_process("kubernetes", *TWO, "RUN_NAME=demo")
     assert again.code == 0 and Path(done.json["files"][0]).read_text() == text
     assert "kubectl apply -f" in again.out and "2 pods with 1 GPU (L40S) each" in again.out
@@ -40,10 +44,14 @@ def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"), 3, "not even one row of 2048 tokens fits"),
+        (
+            ("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"),
+            3,
+            "not even one row of 2048 tokens fits",
+        ),
         (("OUT=FILE/x",), 2, "error: OUT: "),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_error_and_nothing_is_written(
     in_process: Program, tmp_path: Path, words: tuple[str, ...], code: int, said: str
 ) -> None:

@@ -1,4 +1,5 @@
-"""What is rendered is accepted by the schemas of Kubernetes, by the official models of the operators and by rules for what both miss.
+"""What is rendered is accepted by the schemas of Kubernetes, by the official models of the operators and by rules for
+what both miss.
 
 The packages come with the development tools (ADR 2).
 """
@@ -17,11 +18,20 @@ from tests.kubernetes_runs import KINDS, documents, pods
 
 VERSION = "1.34"
 FULL = (
-    "KUBERNETES_TRACKING_CLAIM=aim", "KUBERNETES_TOKEN_SECRET=hub", "KUBERNETES_INFINIBAND=true", "KUBERNETES_HCA=mlx5",
-    "KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs", "KUBERNETES_NAMESPACE=training", "KUBERNETES_QUEUE=team",
-    "KUBERNETES_NODE_SELECTOR={gpu: l40s}", "KUBERNETES_ENV={NCCL_DEBUG: INFO}", "KUBERNETES_PULL_SECRET=registry",
-    "KUBERNETES_TOLERATIONS=[{key: gpu, operator: Exists, effect: NoExecute, tolerationSeconds: 60}]", "KUBERNETES_RDMA_COUNT=2",
-)  # fmt: skip
+    "KUBERNETES_TRACKING_CLAIM=aim",
+    "KUBERNETES_TOKEN_SECRET=hub",
+    "KUBERNETES_INFINIBAND=true",
+    "KUBERNETES_HCA=mlx5",
+    "KUBERNETES_CREATE_CLAIMS=true",
+    "KUBERNETES_STORAGE_CLASS=nfs",
+    "KUBERNETES_NAMESPACE=training",
+    "KUBERNETES_QUEUE=team",
+    "KUBERNETES_NODE_SELECTOR={gpu: l40s}",
+    "KUBERNETES_ENV={NCCL_DEBUG: INFO}",
+    "KUBERNETES_PULL_SECRET=registry",
+    "KUBERNETES_TOLERATIONS=[{key: gpu, operator: Exists, effect: NoExecute, tolerationSeconds: 60}]",
+    "KUBERNETES_RDMA_COUNT=2",
+)
 Document = dict[str, Any]
 
 
@@ -36,7 +46,9 @@ def builtin_problem(document: Document) -> str | None:
 
 
 def lost(given: Any, kept: Any, where: str = "") -> Iterator[str]:
-    """Yields what a model that ignores unknown fields did not keep, and what it put an empty text for: required, and not given."""
+    """Yields what a model that ignores unknown fields did not keep, and what it put an empty text for: required, and
+    not given.
+    """
     if isinstance(given, Mapping) and isinstance(kept, Mapping):
         yield from (f"{where}.{key}" for key in given if key not in kept)
         yield from (f"{where}.{key}: missing" for key, value in kept.items() if key not in given and value == "")
@@ -70,7 +82,9 @@ def read_by_operator(document: Document) -> Any:
 
 def problem(document: Document) -> str | None:
     """Returns what the schema of any of our documents says."""
-    read = {"PyTorchJob": read_by_operator, "TrainJob": read_by_trainer, "TrainingRuntime": read_by_trainer}.get(document["kind"])
+    read = {"PyTorchJob": read_by_operator, "TrainJob": read_by_trainer, "TrainingRuntime": read_by_trainer}.get(
+        document["kind"]
+    )
     return next(lost(document, read(document)), None) if read else builtin_problem(document)
 
 
@@ -79,7 +93,9 @@ def problem(document: Document) -> str | None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: int) -> None:
     found = documents(f"KUBERNETES_KIND={kind}", f"NUM_NODES={nodes}", *words)
-    assert [(document["kind"], problem(document)) for document in found] == [(document["kind"], None) for document in found]
+    assert [(document["kind"], problem(document)) for document in found] == [
+        (document["kind"], None) for document in found
+    ]
     templates = pods(found)
     assert templates
     for template in templates:  # custom resources hold pods unchecked
@@ -96,9 +112,11 @@ def test_pods_name_what_is_there_and_may_do_little(kind: str) -> None:
     for pod in (template["spec"] for template in pods(found)):
         [one] = pod["containers"]
         assert one["resources"]["requests"] == one["resources"]["limits"]
-        assert all(("ConfigMap", volume["configMap"]["name"]) in named for volume in pod["volumes"] if "configMap" in volume)
+        assert all(
+            ("ConfigMap", volume["configMap"]["name"]) in named for volume in pod["volumes"] if "configMap" in volume
+        )
         assert "subdomain" not in pod or ("Service", pod["subdomain"]) in named
         assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
-        assert not one["securityContext"]["allowPrivilegeEscalation"] and one["securityContext"]["capabilities"]["drop"] == [
-            "ALL"
-        ]
+        assert not one["securityContext"]["allowPrivilegeEscalation"] and one["securityContext"]["capabilities"][
+            "drop"
+        ] == ["ALL"]

@@ -12,14 +12,28 @@ import pytest
 from tests.documents import ROOT
 from tests.training_runs import Trial, command, make_run
 
-UNUSED = ("bitsandbytes", "deepspeed", "datasets", "pandas", "nltk", "rouge_score", "sacrebleu", "tensorflow", "trafilatura")
+UNUSED = (
+    "bitsandbytes",
+    "deepspeed",
+    "datasets",
+    "pandas",
+    "nltk",
+    "rouge_score",
+    "sacrebleu",
+    "tensorflow",
+    "trafilatura",
+)
 """What a plain worker must not import: seconds of processor time for each rank."""
 
 
 def test_a_launcher_starts_without_torch() -> None:
-    """That no module of layers 0 to 2 imports a heavy package, but the store of several machines, is import-linter's contract."""
+    """That no module of layers 0 to 2 imports a heavy package, but the store of several machines, is import-linter's
+    contract.
+    """
     code = "import sys, sft_play.__main__, sft_play.launch.commands; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True
+    )
     assert done.stdout == "False\n"
 
 

@@ -1,4 +1,6 @@
-"""Machines that are not here, from `make plan` to the refusal of `make train`: what a user of each of them reads (B20)."""
+"""Machines that are not here, from `make plan` to the refusal of `make train`: what a user of each of them reads
+(B20).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def test_a_slice_is_planned_with_its_own_memory_and_share_of_the_card(tmp_path: 
     with on_machine(emulated(tmp_path, "mig")):
         (largest,) = detect().devices
     assert (largest.memory_bytes, largest.free_bytes) == (int(39.25 * 2**30), int(39.2 * 2**30))
-    assert largest.peak_flops == pytest.approx(312e12 * 3 / 7) and largest.bandwidth == pytest.approx(2039e9 * 39.25 / 79.2)
-    with on_machine(Machine(cards=(A100_SPLIT, RTX4090)).environment(tmp_path)):  # a process sees whole cards, or one slice
+    assert largest.peak_flops == pytest.approx(312e12 * 3 / 7) and largest.bandwidth == pytest.approx(
+        2039e9 * 39.25 / 79.2
+    )
+    with on_machine(
+        Machine(cards=(A100_SPLIT, RTX4090)).environment(tmp_path)
+    ):  # a process sees whole cards, or one slice
         assert [device.name for device in detect().devices] == ["NVIDIA GeForce RTX 4090"]
 
 
@@ -43,14 +49,18 @@ def test_wsl2_is_planned_without_expandable_segments(in_process: Program, tmp_pa
 
 
 @pytest.mark.parametrize("line", ["use_cpu: true\ndistributed_type: MULTI_GPU", "distributed_type: MULTI_CPU"])
-def test_an_accelerate_file_that_asks_for_the_cpu_leaves_gpus_alone(in_process: Program, tmp_path: Path, line: str) -> None:
+def test_an_accelerate_file_that_asks_for_the_cpu_leaves_gpus_alone(
+    in_process: Program, tmp_path: Path, line: str
+) -> None:
     file = tmp_path / "acc.yaml"
     file.write_text(f"{line}\nnum_processes: 2\n")
     env, words = emulated(tmp_path / "machine", "unlike_pair"), ("CONFIG=configs/quickstart.yaml", "JSON=1")
     done = in_process("plan", *words, f"ACCELERATE_CONFIG={file}", env=env)
     assert (done.json["device"], done.json["world_size"]) == ("cpu", 2) and "GPUs are left alone" in done.err, done.err
     assert in_process("plan", *words, env=env).json["device"] == "cuda"
-    in_process("plan", *words, f"ACCELERATE_CONFIG={file}", "HARDWARE=2xA100").refused(2, "asks for the CPU", "HARDWARE=cpu")
+    in_process("plan", *words, f"ACCELERATE_CONFIG={file}", "HARDWARE=2xA100").refused(
+        2, "asks for the CPU", "HARDWARE=cpu"
+    )
 
 
 REFUSED: dict[str, tuple[Machine, str, str]] = {
@@ -86,7 +96,9 @@ def test_training_is_refused_before_there_is_a_run(in_process: Program, tmp_path
 def test_the_plan_says_what_torch_cannot_use(program: Program, tmp_path: Path) -> None:
     done = program("plan", *QLORA, env=emulated(tmp_path, "v100", torch=True))
     assert done.code == 0 and done.json["device"] == "cuda"
-    assert "warning: torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0)\nhint: " in done.err
+    assert (
+        "warning: torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0)\nhint: " in done.err
+    )
     fine = program("plan", *QLORA, env=emulated(tmp_path, "t4", torch=True))
     assert fine.code == 0 and "warning" not in fine.err
 
@@ -94,7 +106,9 @@ def test_the_plan_says_what_torch_cannot_use(program: Program, tmp_path: Path) -
 def test_a_lost_card_can_be_left_out(tmp_path: Path, in_process: Program) -> None:
     env = Machine(cards=(replace(RTX3090, lost=True), RTX3090)).environment(tmp_path)
     assert "`CUDA_VISIBLE_DEVICES=1` continues without it" in in_process("gpu-info", env=env).err
-    facts = in_process("memory-check", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).json
+    facts = in_process(
+        "memory-check", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}
+    ).json
     assert facts["devices"][0]["device"] == facts["need"]["ranks"][0]["device"] == "cuda:1"
 
 
@@ -103,7 +117,9 @@ def test_answers_use_one_card_or_say_why_not(tmp_path: Path, capsys: pytest.Capt
 
     if torch.version.cuda:
         pytest.skip("this torch is built with CUDA")
-    with on_machine(emulated(tmp_path, "unlike_pair") | {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}):
+    with on_machine(
+        emulated(tmp_path, "unlike_pair") | {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    ):
         assert best_device() == "cpu"
         assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
     assert "is a build without CUDA" in capsys.readouterr().err

@@ -66,8 +66,14 @@ def make(*words: str, before: Callable[[], object] | None = None) -> subprocess.
     installed = ["-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench"]
     return subprocess.run(
         ["make", *installed, *words],
-        cwd=ROOT, env=CLEAN, capture_output=True, text=True, timeout=240, check=False, preexec_fn=before,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        preexec_fn=before,
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,9 @@ def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
     done = subprocess.run(
         ["make", "ci", "ENV=prod"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
     )
-    assert "unknown variable `ENV`, perhaps of another make" in done.stderr and "MAKEOVERRIDES =" in done.stderr, done.stderr
+    assert "unknown variable `ENV`, perhaps of another make" in done.stderr and "MAKEOVERRIDES =" in done.stderr, (
+        done.stderr
+    )
 
 
 def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: Path) -> None:
@@ -102,7 +110,9 @@ def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: P
         (["-B", "plan"], ROOT),
         (["plan", "-nB"], ROOT),
     ):
-        done = subprocess.run(["make", *words], cwd=folder, env=CLEAN, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["make", *words], cwd=folder, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 2 and f"type `make -C {ROOT} ...`" in done.stderr and not done.stdout, done.stderr
         said.append(done.stderr)
     assert all("its own folder" in one for one in said[:2]) and all("`-B` would" in one for one in said[2:])
@@ -168,6 +178,8 @@ def test_what_scripts_see_of_a_failure() -> None:
         (["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"], "here that is `NUM_GPUS=4`"),
     ],
 )
-def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(words: list[str], said: str) -> None:
+def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(
+    words: list[str], said: str
+) -> None:
     done = make(*HERE, *words)
     assert done.returncode and said in done.stderr and "make:" not in done.stderr, done.stderr

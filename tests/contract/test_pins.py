@@ -34,7 +34,9 @@ def test_everything_that_is_needed_is_pinned_and_installed_so() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     waiting = [(Requirement(text), {""}) for group in groups for text in group]
-    loose = {one.name for one, _ in waiting if canonicalize_name(one.name) not in pins and "==" not in str(one.specifier)}
+    loose = {
+        one.name for one, _ in waiting if canonicalize_name(one.name) not in pins and "==" not in str(one.specifier)
+    }
     assert loose == set(), "named in pyproject.toml"
     seen = set()
     while waiting:

@@ -18,9 +18,17 @@ from tests.plans import prepared_rows
 from tests.processor_time import importing, seconds_of
 
 KEYS = {
-    "world_size", "strategy", "source", "ranks", "global_batch_size", "steps", "tokens_per_second", "communication_share", "reasons",
+    "world_size",
+    "strategy",
+    "source",
+    "ranks",
+    "global_batch_size",
+    "steps",
+    "tokens_per_second",
+    "communication_share",
+    "reasons",
     "remedies",
-}  # fmt: skip
+}
 PARTS = {"frozen", "quant_state", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "context"}
 
 
@@ -38,9 +46,13 @@ def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> Non
     done = program("plan", "CONFIG=configs/quickstart.yaml", env=env)
     assert done.code == 0, done.err
     for part in (
-        "plan: single on ", "accumulation 2 = 8 global / (4 per process x 1 process)", "tokens/s (a prior, not measured here)",
-        "activations", "free", "to run it: make train CONFIG=configs/quickstart.yaml",
-    ):  # fmt: skip
+        "plan: single on ",
+        "accumulation 2 = 8 global / (4 per process x 1 process)",
+        "tokens/s (a prior, not measured here)",
+        "activations",
+        "free",
+        "to run it: make train CONFIG=configs/quickstart.yaml",
+    ):
         assert part in done.out
     assert not (tmp_path / "runs").exists()
 
@@ -72,7 +84,9 @@ def test_what_is_typed_counts(in_process: Program, tiny_config: Path, tmp_path: 
     own = tmp_path / "own.json"
     own.write_text('{"zero_optimization": {"stage": 1}} // mine\n', encoding="utf-8")
     assert (
-        in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", f"DEEPSPEED_CONFIG={own}", "JSON=1").json["strategy"]
+        in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", f"DEEPSPEED_CONFIG={own}", "JSON=1").json[
+            "strategy"
+        ]
         == "zero1"
     )
     ours = in_process(
@@ -100,11 +114,19 @@ def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path:
     ("words", "code", "parts"),
     [
         (["HARDWARE=2xH110"], 3, ["HARDWARE=2xH110", "did you mean `H100`?", "a name of docs/hardware.md, such as "]),
-        (["HARDWARE=8GB", "TUNING_MODE=full", "MODEL_NAME=Qwen/Qwen2.5-7B-Instruct"], 3, ["not even one row", "TUNING_MODE=qlora"]),
-        (["HARDWARE=2xH100", "TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8", "LAUNCH_STRATEGY=zero3"], 2, ["int8 and ZeRO-3"]),
+        (
+            ["HARDWARE=8GB", "TUNING_MODE=full", "MODEL_NAME=Qwen/Qwen2.5-7B-Instruct"],
+            3,
+            ["not even one row", "TUNING_MODE=qlora"],
+        ),
+        (
+            ["HARDWARE=2xH100", "TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8", "LAUNCH_STRATEGY=zero3"],
+            2,
+            ["int8 and ZeRO-3"],
+        ),
         (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),
     ],
-)  # fmt: skip
+)
 def test_refusals(in_process: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]) -> None:
     done = in_process("plan", "CONFIG=configs/quickstart.yaml", *words)
     assert done.code == code and done.err.startswith("error: "), done.out + done.err
@@ -129,9 +151,14 @@ def test_all_faults_of_a_deepspeed_json_before_anything_starts(
     done = in_process(command, f"CONFIG={tiny_config}", f"DEEPSPEED_CONFIG={path}", *typed, *words)
     assert done.code == 2 and done.err.count("error: ") == 7, done.err
     keys = (
-        "train_batchsize", "overlap_com", "optimizer.params.lr", "scheduler.type", "gradient_clipping", "train_micro_batch_size_per_gpu",
+        "train_batchsize",
+        "overlap_com",
+        "optimizer.params.lr",
+        "scheduler.type",
+        "gradient_clipping",
+        "train_micro_batch_size_per_gpu",
         "train_batch_size",
-    )  # fmt: skip
+    )
     for line, key in enumerate(keys, 1):
         assert re.search(rf"ds\.json:{line}: .*{re.escape(key)}", done.err), done.err
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,6 @@
-"""`make plan` of families that the formulas do not know: counted on the model itself and traced, or refused with the reason."""
+"""`make plan` of families that the formulas do not know: counted on the model itself and traced, or refused with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ def test_a_model_as_its_family_saves_it_is_counted_and_traced(program: Program, 
     model = tiny_model("nemotron_h", "meta")
     model.config.save_pretrained(tmp_path)
     assert "num_hidden_layers" not in json.loads((tmp_path / "config.json").read_text())
-    words, env = (*PLAN, f"MODEL_NAME={tmp_path}", "TUNING_MODE=full", "JSON=1"), {"SFT_PLAY_CACHE": str(tmp_path / "cache")}
+    words, env = (
+        (*PLAN, f"MODEL_NAME={tmp_path}", "TUNING_MODE=full", "JSON=1"),
+        {"SFT_PLAY_CACHE": str(tmp_path / "cache")},
+    )
     plan = program(*words, env=env).json
     assert plan["source"] == "trace"
     assert (
-        "the formulas do not know `nemotron_h`: parameters and adapters are counted on the model itself, activations are traced"
-        in plan["reasons"]
+        "the formulas do not know `nemotron_h`: parameters and adapters are counted on the model itself, activations"
+        " are traced" in plan["reasons"]
     )
     assert plan["ranks"][0]["memory_bytes"]["trained"] == 4 * sum(p.numel() for p in model.parameters())
     formula = program(*words, "SOURCE=formula", env=env).json
@@ -37,7 +42,11 @@ def test_what_a_mixture_s_adapters_and_experts_are_is_said(program: Program, tmp
     tiny_model("glm4_moe", "meta").config.save_pretrained(tmp_path)
     words = (*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula", "TUNING_MODE=qlora")
     done = program(*words, "TUNING_LORA_TARGET_MODULES=[mlp.gate]")
-    assert done.code == 2 and "`mlp.gate` (it routes tokens to experts), where" in done.err and "experts.gate_up_proj" in done.err
+    assert (
+        done.code == 2
+        and "`mlp.gate` (it routes tokens to experts), where" in done.err
+        and "experts.gate_up_proj" in done.err
+    )
     done = program(*words, "TUNING_QUANTIZATION=int8")
     assert "GiB in all instead of" in done.out, done.err
 

@@ -1,4 +1,6 @@
-"""The shipped presets are those of docs/presets.md, and what comments and pages say of batches and speeds is what the plan finds."""
+"""The shipped presets are those of docs/presets.md, and what comments and pages say of batches and speeds is what the
+plan finds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_s
     path = ROOT / "configs" / f"{name}.yaml"
     described, (micro, accumulation) = MADE_FOR[name], QUOTED[name]
     devices = parse_hardware(described).devices
-    comment = " ".join(line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    comment = " ".join(
+        line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")
+    )
     config = load_config(path, (), {}).config
     rows = micro * accumulation * (1 if config.launch.strategy == "pipeline" else len(devices))
     assert config.train.global_batch_size == rows

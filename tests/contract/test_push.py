@@ -55,7 +55,9 @@ def test_a_card_holds_no_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> N
     folder = tmp_path / "tuned"
     shutil.copytree(runs / "tuned", folder)
     path, evil = folder / "model" / "stamp.json", "<script>alert(1)</script> [x](javascript:alert(1)) `"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model": evil, "strategy": evil, "versions": {evil: evil}}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "base_model": evil, "strategy": evil, "versions": {evil: evil}})
+    )
     done = typed(runs, "card", f"RUN={folder}", f"OUT={tmp_path / 'card.md'}")
     assert done.code == 0, done.err
     text = (tmp_path / "card.md").read_text()
@@ -65,12 +67,18 @@ def test_a_card_holds_no_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"peft_type": "IA3"}, "`peft_type` is `IA3`"), ({"layer_replication": [[0, 100_000]]}, "`layer_replication`"), ({"r": "x"}, "`r` is `x`"),
-        ({"r": 10**9}, "`r` is `1000000000`"), ({"target_modules": "(.*a)*b"}, "may match names without end"),
-        ({"rank_pattern": {".*.*.*x": 4}}, "may match names without end"), ([], "`peft_type` is `None`"),
+        ({"peft_type": "IA3"}, "`peft_type` is `IA3`"),
+        ({"layer_replication": [[0, 100_000]]}, "`layer_replication`"),
+        ({"r": "x"}, "`r` is `x`"),
+        ({"r": 10**9}, "`r` is `1000000000`"),
+        ({"target_modules": "(.*a)*b"}, "may match names without end"),
+        ({"rank_pattern": {".*.*.*x": 4}}, "may match names without end"),
+        ([], "`peft_type` is `None`"),
     ],
-)  # fmt: skip
-def test_an_adapter_of_another_making_is_refused_in_a_sentence(changed: Any, said: str, runs: Path, tmp_path: Path) -> None:
+)
+def test_an_adapter_of_another_making_is_refused_in_a_sentence(
+    changed: Any, said: str, runs: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "tuned"
     shutil.copytree(runs / "tuned", folder)
     path = folder / "model" / "adapter_config.json"
@@ -83,19 +91,31 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
     with serve_repository() as hub:
         done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", hub=hub)
         assert done.code == 0, done.err
-        assert "a new private repository" in done.out and "adapter_model.safetensors" in done.out and "YES=1" in done.out
+        assert (
+            "a new private repository" in done.out and "adapter_model.safetensors" in done.out and "YES=1" in done.out
+        )
         assert not hub.name and not hub.files
 
-        for name in ("notes.txt", "passwords.json", "evil.md", "old.safetensors"):  # what else is beside the weights stays here
+        for name in (
+            "notes.txt",
+            "passwords.json",
+            "evil.md",
+            "old.safetensors",
+        ):  # what else is beside the weights stays here
             (runs / "tuned" / "model" / name).write_text("mine alone")
         done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub)
         assert done.code == 0, done.err
-        assert not any(b"mine alone" in content or str(runs.parent).encode() in content for content in hub.files.values())
+        assert not any(
+            b"mine alone" in content or str(runs.parent).encode() in content for content in hub.files.values()
+        )
         assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "tiny"
         assert hub.name == "me/tuned" and hub.private is True
         assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= set(hub.files)
         assert not {"stamp.json", "optimizer-rank0.safetensors"} & set(hub.files)
-        assert hub.files["adapter_model.safetensors"] == (runs / "tuned" / "model" / "adapter_model.safetensors").read_bytes()
+        assert (
+            hub.files["adapter_model.safetensors"]
+            == (runs / "tuned" / "model" / "adapter_model.safetensors").read_bytes()
+        )
         assert b"model-index" in hub.files["README.md"]
 
         again = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", hub=hub)
@@ -124,4 +144,6 @@ def test_what_would_go_is_shown_without_a_hub(runs: Path, token: str, why: str) 
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500]" in done.out, "the card"
     assert done.out.endswith("nothing was uploaded; YES=1 does it\n")
     found = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token=token).json
-    assert (found["exists"], found["replaced"], found["uploaded"]) == (None, None, None) and found["card"].startswith("---")
+    assert (found["exists"], found["replaced"], found["uploaded"]) == (None, None, None) and found["card"].startswith(
+        "---"
+    )

@@ -49,7 +49,9 @@ print(json.dumps({"accelerate": result, "keys": render_deepspeed_keys.table()}))
 
 def test_the_libraries_read_them_and_the_table_of_keys_is_fresh() -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    shown = subprocess.check_output([sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment, text=True, timeout=240)
+    shown = subprocess.check_output(
+        [sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment, text=True, timeout=240
+    )
     found = json.loads(shown.splitlines()[-1])
     assert set(found["accelerate"]) == set(KEPT)
     assert found["accelerate"]["cpu_ddp"] == ["MULTI_GPU", 2, "no", None]

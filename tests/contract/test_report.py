@@ -33,18 +33,29 @@ def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -
     ranks = [{"rank": number, "device": "cpu", "memory_bytes": {"frozen": 2**30, "free": 2**30}} for number in (0, 1)]
     plan = {"steps": 40, "strategy": "ddp", "world_size": 2, "num_nodes": 1, "ranks": ranks, "reasons": [HOSTILE]}
     rows = [{"kind": "train", "step": s, "loss": 3 / s, "rank_tokens": [9, 7], "grad_norm": 1.0} for s in range(1, 41)]
-    rows += [rows.pop() | {"grad_norm": float("nan")}, {"kind": "eval", "step": 40, "eval_loss": 1.0, "eval_rougeL": 0.5}]
-    events = [{"event": "resumed", "time": 2.0, "checkpoint": "step-000020"}, {"event": "finished", "time": 3.0, "code": 0}]
+    rows += [
+        rows.pop() | {"grad_norm": float("nan")},
+        {"kind": "eval", "step": 40, "eval_loss": 1.0, "eval_rougeL": 0.5},
+    ]
+    events = [
+        {"event": "resumed", "time": 2.0, "checkpoint": "step-000020"},
+        {"event": "finished", "time": 3.0, "code": 0},
+    ]
     answer = {"row": 0, "prompt": HOSTILE, "reference": "r", "answer": HOSTILE, "scores": {"rougeL": 0.5}}
     contents: dict[Path, list[Any]] = {
         folder / "config.json": [
-            {"config": {"tuning": {"mode": "lora", "lora": {"r": rank, "alpha": 32}}, "train": {"seed": 1}}, "origins": {}}
+            {
+                "config": {"tuning": {"mode": "lora", "lora": {"r": rank, "alpha": 32}}, "train": {"seed": 1}},
+                "origins": {},
+            }
         ],
         folder / "plan.json": [plan],
         folder / "prepared.json": [{"model": {"name": model}}],
         folder / "metrics.jsonl": rows,
         folder / "events.jsonl": events,
-        evaluation / "scores.json": [{"loss": 1.0, "answers": 1, "rougeL": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 30}}],
+        evaluation / "scores.json": [
+            {"loss": 1.0, "answers": 1, "rougeL": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 30}}
+        ],
         evaluation / "predictions.jsonl": [answer],
         folder / "logs" / "rank0.log": [HOSTILE],
     }
@@ -92,7 +103,9 @@ def test_charts_of_a_single_rank_are_folded(runs: Path, tmp_path: Path, in_proce
         shown.wait("document.querySelectorAll('.charts canvas').length == 3")
         shown.value("[...document.querySelectorAll('summary')].find((one) => one.textContent.includes('more')).click()")
         shown.wait("document.querySelectorAll('.charts canvas').length == 4")
-        assert shown.value("[...document.querySelectorAll('details .chart canvas')].every((one) => one.clientWidth > 200)")
+        assert shown.value(
+            "[...document.querySelectorAll('details .chart canvas')].every((one) => one.clientWidth > 200)"
+        )
 
 
 def test_the_list_is_as_wide_as_the_window(runs: Path, tmp_path: Path) -> None:
@@ -102,7 +115,10 @@ def test_the_list_is_as_wide_as_the_window(runs: Path, tmp_path: Path) -> None:
             shown.open("about:blank")
             shown.open(url, width=width)
             shown.wait("document.querySelectorAll('tbody tr').length == 2")
-            inside = "[...document.querySelectorAll('td, th')].every((one) => one.getBoundingClientRect().right <= innerWidth)"
+            inside = (
+                "[...document.querySelectorAll('td, th')].every((one) => one.getBoundingClientRect().right <="
+                " innerWidth)"
+            )
             assert shown.value(inside), f"a column is cut at {width} pixels"
         borders = "[...document.querySelectorAll('td')].every((one) => getComputedStyle(one).borderLeftWidth == '0px')"
         assert shown.value(borders), "no box round a cell"
@@ -120,7 +136,11 @@ def test_a_half_written_run_has_a_report(tmp_path: Path, in_process: Program) ->
 def test_a_spike_stays_in_a_thinned_curve() -> None:
     rows = [{"kind": "train", "step": step, "loss": 50.0 if step == 7_777 else 1.0} for step in range(20_000)]
     found = curves_of(rows)["train"]
-    assert len(found["step"]) <= POINTS and (found["step"][0], found["step"][-1], max(found["loss"])) == (0, 19_999, 50.0)
+    assert len(found["step"]) <= POINTS and (found["step"][0], found["step"][-1], max(found["loss"])) == (
+        0,
+        19_999,
+        50.0,
+    )
 
 
 @contextmanager
@@ -175,7 +195,9 @@ def test_others_need_the_token(runs: Path, in_process: Program) -> None:
     token = "a-token-of-many-letters"
     with served(runs, "HOST=0.0.0.0", SFT_PLAY_SERVE_TOKEN=token) as url:
         assert asked(f"{url}api/runs")[0] == 401
-        right, wrong = (base64.b64encode(f"me:{password}".encode()).decode() for password in (token, "wrong-but-long-enough"))
+        right, wrong = (
+            base64.b64encode(f"me:{password}".encode()).decode() for password in (token, "wrong-but-long-enough")
+        )
         # `Basic` is how a browser sends what it asked for.
         for given, status in (
             (f"Bearer {token}", 200),

@@ -1,4 +1,6 @@
-"""`make runs`, `stop`, `logs`: what they say of runs in every state. Training runs are in tests/distributed/test_stops.py."""
+"""`make runs`, `stop`, `logs`: what they say of runs in every state. Training runs are in
+tests/distributed/test_stops.py.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ def make_run(runs: Path, name: str, *events: str, best: str = "loss") -> RunFold
     if events:
         for step in (1, 2):
             append_json_line(run.metrics, {"kind": "train", "step": step, "loss": 3.0 / step})
-            append_json_line(run.metrics, {"kind": "eval", "step": step, "eval_loss": 2.0 + step, "eval_rougeL": 0.1 * step})
+            append_json_line(
+                run.metrics, {"kind": "eval", "step": step, "eval_loss": 2.0 + step, "eval_rougeL": 0.1 * step}
+            )
     return run
 
 
 def hold(run: RunFolder, **variables: str) -> subprocess.Popen[str]:
     """Starts a process that holds a run's lock as its launcher does, and records how it ends."""
     words = [sys.executable, "-c", HOLDER, str(run.path)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **variables})
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
@@ -62,7 +68,9 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
         make_run(runs, name, *events, best="rougeL" if name == "done" else "loss")
     running = make_run(runs, "now", "started")
     append_json_line(running.metrics, {"kind": "train", "step": 3, "loss": 1.0, "rank_memory_gib": [1.5, 2.25, None]})
-    append_json_line(make_run(runs, "second").events, {"event": "finished", "node": 1, "time": 1.0})  # of two machines by hand
+    append_json_line(
+        make_run(runs, "second").events, {"event": "finished", "node": 1, "time": 1.0}
+    )  # of two machines by hand
     process = hold(running)
     try:
         listed = {row["name"]: row for row in in_process("runs", "JSON=1").json}
@@ -71,8 +79,13 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert {name: row["state"] for name, row in listed.items()} == {
-        "done": "finished", "broken": "failed", "gone": "killed", "none": "never started", "now": "running", "second": "finished"
-    }  # fmt: skip
+        "done": "finished",
+        "broken": "failed",
+        "gone": "killed",
+        "none": "never started",
+        "now": "running",
+        "second": "finished",
+    }
     assert (listed["done"]["step"], listed["done"]["steps"], listed["done"]["loss"]) == (2, 8, 1.5)
     assert (listed["done"]["best"], listed["gone"]["best"]) == (0.2, 3.0)
     assert "failed (3)" in text and "0.2000 rougeL" in text and "2/8" in text
@@ -120,7 +133,9 @@ def test_stop_asks_the_process_that_holds_the_lock_be_it_suspended_and_says_that
     program: Program, tmp_path: Path, by_script: bool
 ) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
-    script = {"SFT_PLAY_CAUSE_FILE": str(tmp_path / "0.cause")} if by_script else {}  # without it: typed inside an allocation
+    script = (
+        {"SFT_PLAY_CAUSE_FILE": str(tmp_path / "0.cause")} if by_script else {}
+    )  # without it: typed inside an allocation
     process = hold(run, SLURM_JOB_ID="4711", **script)
     if not by_script:
         process.send_signal(signal.SIGSTOP)

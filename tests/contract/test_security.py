@@ -1,4 +1,6 @@
-"""What a stranger's text, file, folder or configuration can make this program do: nothing. And where tokens are refused."""
+"""What a stranger's text, file, folder or configuration can make this program do: nothing. And where tokens are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,21 @@ from tests.tiny_models import build_tiny_llama
 
 SECRET = "hf_" + "Planted0Secret" * 3
 NASTY = (
-    "$(touch pwned)", "`touch pwned`", "a' ; touch pwned ; '", 'a" ; touch pwned ; "', "a\ntouch pwned\n", "| touch pwned", "{0.__class__}",
-    "${oc.env:HOME}", "$$(touch pwned)", "$(shell touch pwned)", "\\", "--config_file=pwned", "!!python/object/apply:os.system [touch pwned]", "*",
-)  # fmt: skip
+    "$(touch pwned)",
+    "`touch pwned`",
+    "a' ; touch pwned ; '",
+    'a" ; touch pwned ; "',
+    "a\ntouch pwned\n",
+    "| touch pwned",
+    "{0.__class__}",
+    "${oc.env:HOME}",
+    "$$(touch pwned)",
+    "$(shell touch pwned)",
+    "\\",
+    "--config_file=pwned",
+    "!!python/object/apply:os.system [touch pwned]",
+    "*",
+)
 TEXT_KEYS = [key.name for key in [*schema_keys().values(), *extra_keys().values()] if str in options(key.annotation)]
 
 
@@ -82,13 +96,15 @@ def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
 @pytest.mark.parametrize(
     "text",
     [
-        f"model: {{name: {SECRET}}}", f"model: {{name: x/y}}\ndata: {{system: 'use {SECRET}'}}",
-        f"model: {{name: x/y}}\ndata: {{sources: [{{path: 'a/{SECRET}.jsonl'}}]}}", f"model: {{name: x/y, token: {SECRET}}}",
+        f"model: {{name: {SECRET}}}",
+        f"model: {{name: x/y}}\ndata: {{system: 'use {SECRET}'}}",
+        f"model: {{name: x/y}}\ndata: {{sources: [{{path: 'a/{SECRET}.jsonl'}}]}}",
+        f"model: {{name: x/y, token: {SECRET}}}",
         f"hf_token: {SECRET}\nmodel: {{name: x/y}}",
         f"model: {{name: x/y, max_seq_len: {SECRET}}}",
     ],
     ids=lambda text: text.replace(SECRET, "hf_..."),
-)  # fmt: skip
+)
 def test_a_token_in_a_configuration_is_refused_and_not_repeated(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
@@ -108,29 +124,47 @@ def test_a_token_on_the_command_line_is_refused_and_not_repeated(word: str, in_p
     assert SECRET[:20] not in done.out + done.err, "logs keep what a command prints"
 
 
-@pytest.mark.parametrize("token", [
-    "sk-ant-api03-Ab_cd-Planted0Secret0Planted-xyzAA", "xoxb-1234-567890123-PlantedSecret0", "sk-proj-A-b_cPlanted0Secret0Planted",
-        "glpat-Planted0Secret0Planted0.01.0z1abcdefg", "hf_Planted0Secret0Planted-Tail_Tail", "github_pat_11AA_Planted0Secret0Planted",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "token",
+    [
+        "sk-ant-api03-Ab_cd-Planted0Secret0Planted-xyzAA",
+        "xoxb-1234-567890123-PlantedSecret0",
+        "sk-proj-A-b_cPlanted0Secret0Planted",
+        "glpat-Planted0Secret0Planted0.01.0z1abcdefg",
+        "hf_Planted0Secret0Planted-Tail_Tail",
+        "github_pat_11AA_Planted0Secret0Planted",
+    ],
+)
 def test_every_letter_of_a_token_is_left_out(token: str) -> None:
     shown = without_tokens(f"a `{token}` b")
-    assert shown.startswith("a `") and shown.endswith("...` b") and not re.search("(?i)planted|tail|secret", shown), shown
+    assert shown.startswith("a `") and shown.endswith("...` b") and not re.search("(?i)planted|tail|secret", shown), (
+        shown
+    )
     assert without_tokens(f"WANDB_API_KEY={'ab1' * 13}c") == "WANDB_API_KEY=..."
 
 
 @pytest.mark.parametrize(
     "text",
-    ["ab1" * 13 + "c", "model.revision: " + "0" * 40, "sk-learn-something-quite-long", "disk-AAAAAAAAAAAAAAAAAAAA", "hf_x.jsonl"],
+    [
+        "ab1" * 13 + "c",
+        "model.revision: " + "0" * 40,
+        "sk-learn-something-quite-long",
+        "disk-AAAAAAAAAAAAAAAAAAAA",
+        "hf_x.jsonl",
+    ],
 )
 def test_what_is_no_token_is_left_alone(text: str) -> None:
     assert without_tokens(text) == text
 
 
 @pytest.mark.parametrize("word", ["HF_TOKEN", "train.api_key", "TRAIN_PASSWORD"])
-def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(word: str, in_process: Program, tmp_path: Path) -> None:
+def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(
+    word: str, in_process: Program, tmp_path: Path
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        f"model: {{name: x/y}}\n{word.lower()}: hunter2hunter2\ndata: {{sources: [{{path: x, {word.lower()}: hunter2hunter2}}]}}\n"
+        f"model: {{name: x/y}}\n{word.lower()}: hunter2hunter2\ndata: {{sources: [{{path: x, {word.lower()}:"
+        " hunter2hunter2}]}\n"
     )
     for words in (
         ("config", "CONFIG=quickstart", given := f"{word}=hunter2hunter2"),
@@ -146,10 +180,13 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(word: str, in_
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("DATABASE_URL", "postgres://u:hunter2@h/d"), ("SSH_KEY", "hunter2"), ("DATA_PATH", "https://u:hunter2@host/rows.jsonl"),
-        ("MODEL_NAME", "-----BEGIN hunter2"), ("SLURM_JOB", "eyJhbGciOiJI.hunter2.x"),
+        ("DATABASE_URL", "postgres://u:hunter2@h/d"),
+        ("SSH_KEY", "hunter2"),
+        ("DATA_PATH", "https://u:hunter2@host/rows.jsonl"),
+        ("MODEL_NAME", "-----BEGIN hunter2"),
+        ("SLURM_JOB", "eyJhbGciOiJI.hunter2.x"),
     ],
-)  # fmt: skip
+)
 def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
     name: str, value: str, in_process: Program, tmp_path: Path
 ) -> None:
@@ -163,14 +200,21 @@ def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("HF_TOKEN", "x1", "(2 letters, not shown)"), ("NCCL_PASSWORD", "x1", "(2 letters, not shown)"),
-        ("AWS_SECRET_ACCESS_KEY", "x1", "(2 letters, not shown)"), ("HF_AUTH", "x1", "(2 letters, not shown)"),
-        ("HF_HOME", SECRET, f"({len(SECRET)} letters, not shown)"), ("HF_HOME", "/data/hf", "/data/hf"),
+        ("HF_TOKEN", "x1", "(2 letters, not shown)"),
+        ("NCCL_PASSWORD", "x1", "(2 letters, not shown)"),
+        ("AWS_SECRET_ACCESS_KEY", "x1", "(2 letters, not shown)"),
+        ("HF_AUTH", "x1", "(2 letters, not shown)"),
+        ("HF_HOME", SECRET, f"({len(SECRET)} letters, not shown)"),
+        ("HF_HOME", "/data/hf", "/data/hf"),
         ("HF_ENDPOINT", "https://me:Plan/te@d@hub.example/x", "https://(not shown)@hub.example/x"),
-        ("HF_ENDPOINT", "https://hub.example/x?a=1&access_token=Planted&b=2", "https://hub.example/x?a=1&access_token=(not shown)&b=2"),
+        (
+            "HF_ENDPOINT",
+            "https://hub.example/x?a=1&access_token=Planted&b=2",
+            "https://hub.example/x?a=1&access_token=(not shown)&b=2",
+        ),
         ("TOKENIZERS_PARALLELISM", "false", "false"),
     ],
-)  # fmt: skip
+)
 def test_secrets_of_the_environment_are_masked(name: str, value: str, shown: str) -> None:
     assert mask(name, value) == shown
 
@@ -180,14 +224,18 @@ def test_secrets_of_the_environment_are_masked(name: str, value: str, shown: str
 
 @pytest.mark.parametrize("revision", [None, "main", "a" * 39, "A" * 40])
 def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> None:
-    given = {"model.name": "x/y", "model.trust_remote_code": "true"} | ({"model.revision": revision} if revision else {})
+    given = {"model.name": "x/y", "model.trust_remote_code": "true"} | (
+        {"model.revision": revision} if revision else {}
+    )
     with pytest.raises(UserError, match="pinned to one commit") as caught:
         load_config(None, typed(given), environ={})
     assert "40 hexadecimal" in str(caught.value.hint)
 
 
 def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
-    """A variable that a profile or an image exports would hold for every model; a word that is typed is for this command."""
+    """A variable that a profile or an image exports would hold for every model; a word that is typed is for this
+    command.
+    """
     path, variable = tmp_path / "one.yaml", {"SFT_MODEL_TRUST_REMOTE_CODE": "true"}
     for name in (tmp_path, "x/y"):
         path.write_text(f"model: {{name: {name}, revision: {'a' * 40}}}\ndata: {{train_path: rows.jsonl}}\n")
@@ -274,7 +322,9 @@ def test_a_merged_model_has_the_code_that_its_base_has(
     with_code: Path, program: Program, tmp_path: Path, mode: str, best: bool
 ) -> None:
     config, out = trainable(tmp_path, with_code), tmp_path / "runs" / "demo" / "merged"
-    text = config.read_text().replace("max_seq_len: 64", "max_seq_len: 64, trust_remote_code: true").replace("lora", mode)
+    text = (
+        config.read_text().replace("max_seq_len: 64", "max_seq_len: 64, trust_remote_code: true").replace("lora", mode)
+    )
     if best:
         text = text.replace(
             "eval_strategy: 'no'", "eval_strategy: steps, eval_steps: 1, save_steps: 1, load_best_model_at_end: true"
@@ -298,7 +348,9 @@ def test_a_merged_model_has_the_code_that_its_base_has(
 def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
     name: str, stamp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `config.json` without origins looks like one that somebody wrote; and code below a run's folder is the run's."""
+    """A `config.json` without origins looks like one that somebody wrote; and code below a run's folder is the
+    run's.
+    """
 
     def load(path: str, *words: str) -> None:
         parse_call(["data", f"CONFIG={tmp_path}/{path}", *words], COMMANDS, environ={}).load_config()
@@ -310,7 +362,9 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
     (base / "code.py").write_text("")
     if stamp:
         (tmp_path / "run" / "stamp.json").write_text("{}")
-    written = json.dumps({"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}})
+    written = json.dumps(
+        {"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}}
+    )
     (tmp_path / "run" / name).write_text(written)
     load(f"run/{name}")
     assert not may_run(base, "model") and not may_run("any", "metrics")
@@ -331,16 +385,23 @@ def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path
             refuse_foreign_code(folder)
 
 
-@pytest.mark.parametrize(("template", "said"), [
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "was not done after"),
-    ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "was not done after"),
+        ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),
+    ],
+)
 def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template
     turns = [{"role": "user", "content": "a"}]
-    for act in (lambda: prompt_ids(tokenizer, turns), lambda: end_of_turn_ids(tokenizer), lambda: template_sha256(tokenizer)):
+    for act in (
+        lambda: prompt_ids(tokenizer, turns),
+        lambda: end_of_turn_ids(tokenizer),
+        lambda: template_sha256(tokenizer),
+    ):
         with pytest.raises(UserError, match=said) as caught:
             act()
         assert caught.value.exit_code == 4

@@ -17,8 +17,14 @@ TOKEN = "a-token-of-26-letters-here"
 
 @pytest.mark.parametrize(
     ("typed", "address", "own"),
-    [(None, "127.0.0.1", True), ("localhost", "127.0.0.1", True), ("[::1]", "::1", True), ("0.0.0.0", "0.0.0.0", False), ("::", "::", False)],
-)  # fmt: skip
+    [
+        (None, "127.0.0.1", True),
+        ("localhost", "127.0.0.1", True),
+        ("[::1]", "::1", True),
+        ("0.0.0.0", "0.0.0.0", False),
+        ("::", "::", False),
+    ],
+)
 def test_addresses(typed: str | None, address: str, own: bool) -> None:
     assert address_of(typed) == address
     assert is_loopback(address) is own
@@ -47,13 +53,15 @@ application: Any = PlainTextResponse("secret")
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ([("Authorization", f"Bearer {TOKEN}")], 200), ([], 401), ([("Authorization", f"Basic {TOKEN}")], 401),
+        ([("Authorization", f"Bearer {TOKEN}")], 200),
+        ([], 401),
+        ([("Authorization", f"Basic {TOKEN}")], 401),
         ([("Authorization", f"Bearer {TOKEN[:-1]}")], 401),
         ([("Authorization", "Bearer \xff\xfe")], 401),
         ([("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {TOKEN}")], 401),
         ([("Host", "elsewhere.example"), ("Authorization", f"Bearer {TOKEN}")], 200),
     ],
-)  # fmt: skip
+)
 def test_with_a_token_only_the_token_lets_in(headers: list[tuple[str, str]], status: int) -> None:
     guard = Guard(application, token=TOKEN, address="0.0.0.0")
     assert answer(guard, *headers) == status
@@ -63,36 +71,56 @@ def test_with_a_token_only_the_token_lets_in(headers: list[tuple[str, str]], sta
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ([("Host", "[::1]:8000")], 200), ([("Host", "127.0.0.2:1")], 200),
-        ([], 403), ([("Host", "attacker.example:8000")], 403), ([("Host", "127.0.0.1.attacker.example")], 403), ([("Host", "[::1")], 403),
-        ([("Host", "127.0.0.1"), ("Host", "attacker.example")], 403), ([("Host", "localhost"), ("Origin", "http://localhost:3000")], 200),
-        ([("Host", "localhost"), ("Origin", "https://attacker.example")], 403), ([("Host", "localhost"), ("Origin", "null")], 403),
+        ([("Host", "[::1]:8000")], 200),
+        ([("Host", "127.0.0.2:1")], 200),
+        ([], 403),
+        ([("Host", "attacker.example:8000")], 403),
+        ([("Host", "127.0.0.1.attacker.example")], 403),
+        ([("Host", "[::1")], 403),
+        ([("Host", "127.0.0.1"), ("Host", "attacker.example")], 403),
+        ([("Host", "localhost"), ("Origin", "http://localhost:3000")], 200),
+        ([("Host", "localhost"), ("Origin", "https://attacker.example")], 403),
+        ([("Host", "localhost"), ("Origin", "null")], 403),
     ],
-)  # fmt: skip
-def test_without_a_token_a_request_names_this_machine_and_comes_from_it(headers: list[tuple[str, str]], status: int) -> None:
+)
+def test_without_a_token_a_request_names_this_machine_and_comes_from_it(
+    headers: list[tuple[str, str]], status: int
+) -> None:
     assert answer(Guard(application, token=None, address="127.0.0.2"), *headers) == status
 
 
 def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> None:
-    for token, said in (("", "openssl rand"), ("tooshort", "at least 16"), ("with a blank in the middle", "without blanks")):
+    for token, said in (
+        ("", "openssl rand"),
+        ("tooshort", "at least 16"),
+        ("with a blank in the middle", "without blanks"),
+    ):
         done = in_process("serve", "RUN=gone", "HOST=0.0.0.0", env={TOKEN_VARIABLE: token})
         assert done.code == 2 and TOKEN_VARIABLE in done.err and said in done.err and (token or "none") not in done.err
     assert "there is no run" in in_process("serve", "RUN=gone", "HOST=0.0.0.0", env={TOKEN_VARIABLE: TOKEN}).err
-    assert in_process("serve", "RUN=gone", env={TOKEN_VARIABLE: "tooshort"}).code == 2, "one that is set is always asked for"
+    assert in_process("serve", "RUN=gone", env={TOKEN_VARIABLE: "tooshort"}).code == 2, (
+        "one that is set is always asked for"
+    )
 
 
 def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
     for words, said in (
-        ("HOST=127.0.0.2", "TensorBoard listens on 127.0.0.1 only"), ("HOST=::1", "TensorBoard listens on 127.0.0.1 only"),
-        ("TENSORBOARD_PORT=70000", "expected a port, 1 to 65535"), ("HOST=everywhere", "expected an IP address"),
+        ("HOST=127.0.0.2", "TensorBoard listens on 127.0.0.1 only"),
+        ("HOST=::1", "TensorBoard listens on 127.0.0.1 only"),
+        ("TENSORBOARD_PORT=70000", "expected a port, 1 to 65535"),
+        ("HOST=everywhere", "expected an IP address"),
         ("HOST=0.0.0.0 TENSORBOARD_PORT=7007", "ssh -L 7007:127.0.0.1:7007"),
-    ):  # fmt: skip
+    ):
         in_process("tensorboard", *words.split()).refused(2, said)
 
 
-@pytest.mark.parametrize(("typed", "key", "said"), [
-    ("MASTER_KEY=typed-for-all-to-see", "", "read from the environment only"), ("", "short-one", "`MASTER_KEY` has 9 characters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "key", "said"),
+    [
+        ("MASTER_KEY=typed-for-all-to-see", "", "read from the environment only"),
+        ("", "short-one", "`MASTER_KEY` has 9 characters"),
+    ],
+)
 def test_a_runs_key_is_neither_typed_nor_weak_nor_repeated(
     typed: str, key: str, said: str, in_process: Program, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

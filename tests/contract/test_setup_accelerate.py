@@ -1,4 +1,6 @@
-"""`make setup-accelerate`: writes a config for this machine, says why, takes answers as variables; what it wrote is read back."""
+"""`make setup-accelerate`: writes a config for this machine, says why, takes answers as variables; what it wrote is
+read back.
+"""
 
 from __future__ import annotations
 

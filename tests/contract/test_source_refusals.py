@@ -30,7 +30,9 @@ def prepare(
 
 
 def write(path: Path, content: bytes | list[dict[str, Any]]) -> str:
-    path.write_bytes(content if isinstance(content, bytes) else "".join(json.dumps(row) + "\n" for row in content).encode())
+    path.write_bytes(
+        content if isinstance(content, bytes) else "".join(json.dumps(row) + "\n" for row in content).encode()
+    )
     return str(path)
 
 
@@ -45,7 +47,8 @@ def test_each_bad_file_is_told_with_its_place_and_all_together(tiny: Path, tmp_p
     done.refused(
         4,
         f"error: {cut}: is not what its ending `.jsonl.gz` says, or is damaged",
-        f"error: {mixed}:2: format `question_answer` needs `answer`, `question`; the columns are `prompt`, `completion`",
+        f"error: {mixed}:2: format `question_answer` needs `answer`, `question`; the columns are `prompt`,"
+        " `completion`",
         "this row looks like prompt_completion, but a source has one format",
         f"error: {order}:1: the roles are out of order: user after user (turn 2)",
         f"error: {ragged}:2: the row has another number of columns than the header: 3 and not 2",
@@ -82,19 +85,28 @@ def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: P
     done.refused(4, "404", "Unknown split", "'nope' not found. Available: ['default']")
 
 
-def test_faults_of_rows_and_of_their_text_are_told_together_and_one_that_moves_only_once(tiny: Path, tmp_path: Path) -> None:
+def test_faults_of_rows_and_of_their_text_are_told_together_and_one_that_moves_only_once(
+    tiny: Path, tmp_path: Path
+) -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "note", "user", "assistant", "note")]
     stop = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>b"}]
-    data = write(tmp_path / "a.jsonl", [{"messages": turns} for turns in (chat[:3], chat[3:], [*chat[:2], *chat[3:]], stop)])
+    data = write(
+        tmp_path / "a.jsonl", [{"messages": turns} for turns in (chat[:3], chat[3:], [*chat[:2], *chat[3:]], stop)]
+    )
     done = prepare(tmp_path, tiny, [{"path": data}])
-    rows, answer = "`messages[2].role` is `note` (3 such rows; the first is here)", "the answer of turn 2 holds `<|im_end|>`"
+    rows, answer = (
+        "`messages[2].role` is `note` (3 such rows; the first is here)",
+        "the answer of turn 2 holds `<|im_end|>`",
+    )
     done.refused(4, rows, f"error: {data}:4: {answer}")
     assert done.err.count("error: ") == 2
 
 
 @pytest.mark.parametrize("what", ["model", "data"])
 @pytest.mark.parametrize(
-    "env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}], ids=["offline", "closed"]
+    "env",
+    [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}],
+    ids=["offline", "closed"],
 )
 def test_a_hub_id_without_a_network_is_refused(what: str, env: dict[str, str], tiny: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}])

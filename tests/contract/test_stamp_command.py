@@ -34,7 +34,9 @@ def make_run(runs: Path, name: str, made: Stamp, launch: dict[str, Any] | None =
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stamps") / "runs"
     make_run(folder, "one", stamp(), ranks=(rank_plan(micro_batch=4, accumulation=2),))
-    make_run(folder, "other", dataclasses.replace(stamp("unsloth"), seed=7, versions={**stamp().versions, "torch": "1.0"}))
+    make_run(
+        folder, "other", dataclasses.replace(stamp("unsloth"), seed=7, versions={**stamp().versions, "torch": "1.0"})
+    )
     return folder
 
 
@@ -47,7 +49,7 @@ def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
     assert shown.code == 0, shown.err
     lines = shown.out.splitlines()
     for field, rule in RULES.items():
-        (first, *_) = [line for line in lines if line.startswith((f"{field} ", f"{field}."))]
+        first, *_ = [line for line in lines if line.startswith((f"{field} ", f"{field}."))]
         assert first.split()[-4:] == [rule.resume, rule.merge, rule.infer, rule.eval], first
     assert "run it again: make train CONFIG=" in shown.out
     assert "RUN_NAME=one-again TRAIN_BATCH_SIZE=4 TRAIN_PACKING=off TRAIN_GRADIENT_CHECKPOINTING=false" in shown.out
@@ -73,11 +75,13 @@ def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "folder", "step"),
     [
-        (["RUN=one"], "one", 0), (["RUN=one", "CHECKPOINT=last"], "one/checkpoints/step-000040", 40),
-        (["RUN=one@model"], "one/model", 80), (["RUN={runs}/one/checkpoints/last"], "one/checkpoints/last", 40),
+        (["RUN=one"], "one", 0),
+        (["RUN=one", "CHECKPOINT=last"], "one/checkpoints/step-000040", 40),
+        (["RUN=one@model"], "one/model", 80),
+        (["RUN={runs}/one/checkpoints/last"], "one/checkpoints/last", 40),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_names_and_folders_are_taken(runs: Path, words: list[str], folder: str, step: int) -> None:
     found = ask(runs, *(word.format(runs=runs) for word in words), "JSON=1")
     assert found.code == 0, found.err
@@ -88,7 +92,11 @@ def test_the_difference_of_two(runs: Path) -> None:
     found = ask(runs, "A=one", "B=other@model", "JSON=1").json
     by_field = {row["field"]: row for row in found["differences"]}
     assert set(by_field) == {"backend", "seed", "versions"}
-    assert (by_field["backend"]["a"], by_field["backend"]["b"], by_field["backend"]["eval"]) == ("bnb", "unsloth", "refuse")
+    assert (by_field["backend"]["a"], by_field["backend"]["b"], by_field["backend"]["eval"]) == (
+        "bnb",
+        "unsloth",
+        "refuse",
+    )
     assert by_field["seed"]["resume"] == "refuse" and by_field["seed"]["infer"] == "allow"
     assert found["steps"] == [0, 80]
     shown = ask(runs, "A=one", "B=other").out
@@ -101,11 +109,12 @@ def test_the_difference_of_two(runs: Path) -> None:
     ("words", "code", "said"),
     [
         ([], 2, "`RUN` is missing"),
-        (["RUN=gone"], 5, "there is no run `gone`"), (["RUN=one@step-000041"], 5, "it has last, step-000040, model"),
+        (["RUN=gone"], 5, "there is no run `gone`"),
+        (["RUN=one@step-000041"], 5, "it has last, step-000040, model"),
         (["A=one", "B=other", "CHECKPOINT=last"], 2, "`CHECKPOINT` goes with `RUN`"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_cannot_be_shown_is_one_clear_error(runs: Path, words: list[str], code: int, said: str) -> None:
     done = ask(runs, *words)
     done.refused(code, "error: ", said)

@@ -40,7 +40,9 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
     assert wanted < port < wanted + 100 and f"port {wanted} is taken" in first["note"]
     with urllib.request.urlopen(first["url"], timeout=240) as response:
         assert response.status == 200
-    (listener,) = {c.laddr.ip for c in psutil.Process(first["pid"]).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    (listener,) = {
+        c.laddr.ip for c in psutil.Process(first["pid"]).net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
     assert listener == "127.0.0.1"
     again = tensorboard("tensorboard").out
     assert "already runs" in again and first["url"] in again
@@ -51,7 +53,9 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
     (runs / "q").mkdir()
     (runs / "q" / "config.json").write_text("{}")
     of_run = tensorboard("tensorboard", "RUN=q", "JSON=1").json
-    assert of_run["url"] == second["url"] and of_run["folder"] == str(runs.resolve() / "q" / "tb") and ended(second["pid"])
+    assert (
+        of_run["url"] == second["url"] and of_run["folder"] == str(runs.resolve() / "q" / "tb") and ended(second["pid"])
+    )
     kept = tensorboard("tensorboard", "RUN=q", f"TENSORBOARD_PORT={wanted}", "JSON=1").json
     assert kept["pid"] == of_run["pid"] and "already runs" in kept["note"]
 
@@ -62,7 +66,12 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
 def test_stop_spares_a_process_that_got_the_same_pid(tensorboard: Program, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         (runs := tmp_path / "runs").mkdir()
-        memory = {"pid": other.pid, "started": psutil.Process(other.pid).create_time() - 60, "url": "http://x/", "folder": "x"}
+        memory = {
+            "pid": other.pid,
+            "started": psutil.Process(other.pid).create_time() - 60,
+            "url": "http://x/",
+            "folder": "x",
+        }
         (runs / ".tensorboard.json").write_text(json.dumps(memory))
         assert "no TensorBoard" in tensorboard("tensorboard-stop").out
         assert other.poll() is None

@@ -1,4 +1,6 @@
-"""What people type from the guides that they know: taken, or refused with words that are accepted when they are typed as shown."""
+"""What people type from the guides that they know: taken, or refused with words that are accepted when they are typed
+as shown.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,21 @@ TYPED: dict[str, tuple[list[str], str]] = {
     "backend nccl": (["train-distributed", "--backend", "nccl"], "LAUNCH_BACKEND=nccl"),
     "backend mpi": (["train-distributed", "BACKEND=mpi"], "LAUNCH_BACKEND=auto"),
     "output folder": (["train", "OUTPUT_DIR=/data/runs"], "export RUNS_DIR=/data/runs"),
-    "second of two machines": (["train-distributed", "--world-size", "16", "--rank", "8"], "`NUM_GPUS=16`? It counts the processes of one machine"),
+    "second of two machines": (
+        ["train-distributed", "--world-size", "16", "--rank", "8"],
+        "`NUM_GPUS=16`? It counts the processes of one machine",
+    ),
     "processes": (["train-distributed", "--nproc_per_node=gpu"], "NUM_GPUS=..."),
     "CPU": (["train", "--cpu"], "`export CUDA_VISIBLE_DEVICES=`"),
     "bare file": (["train", "my.yaml"], "CONFIG=my.yaml"),
-}  # fmt: skip
+}
 GOOD = "data: {train_path: a.jsonl, val_path: b.jsonl}\ntrain: {eval_strategy: steps, eval_steps: 5}\n"
 
 
 def suggestions(message: str) -> list[list[str]]:
-    """Returns each `NAME=value ...` between backticks of the hints, a command before it or not, without those that leave the value open."""
+    """Returns each `NAME=value ...` between backticks of the hints, a command before it or not, without those that
+    leave the value open.
+    """
     hints = " ".join(re.findall(r"^hint: (.*)$", message, re.M))
     found = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`((?:train-\S+ )?[A-Z_]+=[^`]*)`", hints)]
     return [words for words in found if not any(word.endswith("=...") for word in words)]
@@ -44,7 +51,10 @@ def accepted(command: str, words: list[str], folder: Path) -> Call:
         one.key == "launch.strategy" and one.text != "auto" for one in call.overrides
     ):
         assert call.command not in ("train", "train-tb"), f"{words} are refused: `train` is one process"
-    for model in ("{name: m}", "{init: random, vocab_size: 512, hidden_size: 64, attention_heads: 1, layers: 2, tokenizer: t}"):
+    for model in (
+        "{name: m}",
+        "{init: random, vocab_size: 512, hidden_size: 64, attention_heads: 1, layers: 2, tokenizer: t}",
+    ):
         (folder / "x.yaml").write_text(
             f"model: {model}\n{GOOD}tuning: {{mode: {'lora' if 'name' in model else 'full'}}}\n", encoding="utf-8"
         )
@@ -64,7 +74,22 @@ def test_each_word_is_refused_with_the_right_one(name: str, tmp_path: Path) -> N
         accepted(words[0], suggestion, tmp_path)
 
 
-VALUES = ("true", "2", "auto", "bf16", "some/text", "[a, b]", "no", "fp16", "nccl", "mpi", "gpu:2", "host:29500", "0.1", "")
+VALUES = (
+    "true",
+    "2",
+    "auto",
+    "bf16",
+    "some/text",
+    "[a, b]",
+    "no",
+    "fp16",
+    "nccl",
+    "mpi",
+    "gpu:2",
+    "host:29500",
+    "0.1",
+    "",
+)
 
 
 def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
@@ -116,14 +141,27 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(in_pr
 
 def test_variables_of_containers_are_noticed(in_process: Program) -> None:
     env = {
-        "EPOCHS": "3", "BATCH_SIZE": "2", "LEARNING_RATE": "1", "OUTPUT_DIR": "/x", "MODEL_NAME": "m", "KUBERNETES_PORT": "tcp://1:2",
-        "TRAIN_SEED": "3", "SFT_TRAIN_SEED": "4",
-    }  # fmt: skip
+        "EPOCHS": "3",
+        "BATCH_SIZE": "2",
+        "LEARNING_RATE": "1",
+        "OUTPUT_DIR": "/x",
+        "MODEL_NAME": "m",
+        "KUBERNETES_PORT": "tcp://1:2",
+        "TRAIN_SEED": "3",
+        "SFT_TRAIN_SEED": "4",
+    }
     done = in_process("config", "CONFIG=smoke", env=env)
     notes = {line for line in done.err.splitlines() if line.startswith("note: ")}
-    right = {"EPOCHS": "SFT_TRAIN_EPOCHS", "BATCH_SIZE": "SFT_TRAIN_BATCH_SIZE", "LEARNING_RATE": "SFT_TRAIN_LEARNING_RATE",
-             "OUTPUT_DIR": "RUNS_DIR", "MODEL_NAME": "SFT_MODEL_NAME"}  # fmt: skip
-    assert notes == {f"note: `{name}` of the environment is not read; `{counts}` would be" for name, counts in right.items()}
+    right = {
+        "EPOCHS": "SFT_TRAIN_EPOCHS",
+        "BATCH_SIZE": "SFT_TRAIN_BATCH_SIZE",
+        "LEARNING_RATE": "SFT_TRAIN_LEARNING_RATE",
+        "OUTPUT_DIR": "RUNS_DIR",
+        "MODEL_NAME": "SFT_MODEL_NAME",
+    }
+    assert notes == {
+        f"note: `{name}` of the environment is not read; `{counts}` would be" for name, counts in right.items()
+    }
 
 
 OF_LAUNCH = ["RUN_NAME", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG", "SOURCE", "JSON", "CONFIG",
@@ -131,13 +169,18 @@ OF_LAUNCH = ["RUN_NAME", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
 
 
 @pytest.mark.parametrize("name", OF_LAUNCH)
-def test_an_option_in_the_environment_is_refused_with_what_to_type(in_process: Program, tmp_path: Path, name: str) -> None:
+def test_an_option_in_the_environment_is_refused_with_what_to_type(
+    in_process: Program, tmp_path: Path, name: str
+) -> None:
     """A second machine would start a run of its own otherwise."""
     option = name.removeprefix("SFT_")
     words = ["train-deepspeed", *(["CONFIG=smoke"] if option != "CONFIG" else [])]
     done = in_process(*words, env={name: "a b"})
     done.refused(
-        2, f"environment: `{name}` is in the environment", f"type `train-deepspeed {option}='a b' ...`", f"`unset {name}`"
+        2,
+        f"environment: `{name}` is in the environment",
+        f"type `train-deepspeed {option}='a b' ...`",
+        f"`unset {name}`",
     )
     assert not (tmp_path / "runs").exists()
 
@@ -170,7 +213,10 @@ def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_pr
         assert in_process("plan", f"CONFIG={name}", f"HARDWARE={hardware}", "SOURCE=formula").code == 0
 
 
-SEVERAL = "distributed_type: MULTI_GPU\nnum_machines: 3\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\nnum_processes: 3\n"
+SEVERAL = (
+    "distributed_type: MULTI_GPU\nnum_machines: 3\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port:"
+    " 29500\nnum_processes: 3\n"
+)
 DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "several machines are planned": (SEVERAL, ["plan"], "asks for 3 machines, so it is read", "3 nodes, each with"),
     "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
@@ -185,7 +231,9 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
 
 def test_what_an_accelerate_file_asks_for_in_vain_names_the_file(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("distributed_type: MULTI_CPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n", encoding="utf-8")
+    path.write_text(
+        "distributed_type: MULTI_CPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n", encoding="utf-8"
+    )
     for command in ("plan", "train-distributed"):
         done = in_process(command, "CONFIG=quickstart", f"ACCELERATE_CONFIG={path}")
         done.refused(3, f"error: {path}: `train.fp16` is `true`, but fp16")

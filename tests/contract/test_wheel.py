@@ -28,7 +28,17 @@ Run = Callable[..., str]
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel; what SFT-Play depends on is this environment's."""
     folder = tmp_path_factory.mktemp("wheel")
-    words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+    ]
     source = folder / "source"  # setuptools leaves `build/` where it builds
     for name in ("sft_play", "configs", "deepspeed", "examples", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -38,10 +48,23 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder / "venv")
     python = str(folder / "venv" / "bin" / "python")
     [wheel] = folder.glob("sft_play-*.whl")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run(install, timeout=240, check=True)
     site = folder / "venv" / "lib" / Path(sysconfig.get_path("purelib")).relative_to(Path(sys.prefix) / "lib")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # not its own `.pth`, by which the clone is found
+    (site / "dependencies.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # not its own `.pth`, by which the clone is found
     return folder / "venv" / "bin"
 
 
@@ -52,7 +75,9 @@ def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
     del env["PYTHONPATH"], env["RUNS_DIR"]
 
     def run(*words: str, code: int = 0, timeout: int = 60) -> str:
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout, check=False
+        )
         assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + done.stderr
 
@@ -104,7 +129,9 @@ def test_files_of_the_working_folder_stand_for_no_library(run: Run, tmp_path: Pa
     run("sft-play", "init")
     config = tiny_config(tmp_path, tiny, rows=8, steps=2)
     for name in ("tokenizers", "datasets", "evaluate", "yaml", "psutil", "accelerate", "transformers"):
-        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path('imported').touch()\nraise RuntimeError(__name__)\n")
+        (tmp_path / f"{name}.py").write_text(
+            "import pathlib\npathlib.Path('imported').touch()\nraise RuntimeError(__name__)\n"
+        )
     run("sft-play", "train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=one", timeout=200)
     assert "one" in run("make", "runs") and "finished" in run("python", "-m", "sft_play", "runs")
     assert not (tmp_path / "imported").exists()

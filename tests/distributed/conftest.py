@@ -18,5 +18,7 @@ def variables(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture(scope="session")
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Runs of `tiny`, whose head is its embedding: one tensor, which a sharding engine may save twice, once or not at all."""
+    """Runs of `tiny`, whose head is its embedding: one tensor, which a sharding engine may save twice, once or not at
+    all.
+    """
     return train_once(tmp_path_factory.mktemp("trained"), tiny)

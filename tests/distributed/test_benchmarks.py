@@ -1,4 +1,6 @@
-"""Each benchmark and each script runs, at its smallest size: what they measure then says nothing, that they measure it is the test."""
+"""Each benchmark and each script runs, at its smallest size: what they measure then says nothing, that they measure it
+is the test.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,26 @@ NO_PLAIN_SCRIPT = {"render_models.py", "render_pictures.py"}
 
 
 def run(words: Sequence[str], env: dict[str, str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=500, check=False
+    )
     assert "Traceback" not in done.stderr and done.returncode in (0, 1), done.stderr
     return done
 
 
 def copied(folder: Path) -> Path:
     """Returns a copy of what scripts read and write."""
-    for name in ("accelerate_configs", "configs", "deepspeed", "docs", "scripts", "sft_play", "tests", "examples", "benchmarks"):
+    for name in (
+        "accelerate_configs",
+        "configs",
+        "deepspeed",
+        "docs",
+        "scripts",
+        "sft_play",
+        "tests",
+        "examples",
+        "benchmarks",
+    ):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
@@ -76,13 +90,17 @@ def small(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "m8b"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG if n in ("training", "local_steps") else ()) for n in BENCHMARKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=LONG if n in ("training", "local_steps") else ()) for n in BENCHMARKS]
+)
 def test_a_benchmark_runs(name: str, cache: Path, small: Path, tmp_path: Path) -> None:
     """It ends with 1 where a bound does not hold."""
     if name == "training":
         pytest.importorskip("trl")
     words, held = BENCHMARKS[name]
-    env = environment(cache, tmp_path / "runs", {"BENCH_MODEL": str(small), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)})
+    env = environment(
+        cache, tmp_path / "runs", {"BENCH_MODEL": str(small), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    )
     (tmp_path / "runs").mkdir()
     assert held in run(["-m", f"benchmarks.{name}", *words], env).stdout
 
@@ -112,5 +130,7 @@ def test_a_picture_is_drawn_of_what_a_command_prints(tmp_path: Path, monkeypatch
 @LONG
 def test_a_family_s_row_is_rendered_as_it_stands(cache: Path, tmp_path: Path) -> None:
     tree = copied(tmp_path / "tree")
-    run(["-m", "scripts.render_models", "llama"], environment(cache, tmp_path / "runs", {"PYTHONPATH": str(tree)}), tree)
+    run(
+        ["-m", "scripts.render_models", "llama"], environment(cache, tmp_path / "runs", {"PYTHONPATH": str(tree)}), tree
+    )
     assert (tree / "docs" / "models.md").read_bytes() == (ROOT / "docs" / "models.md").read_bytes()

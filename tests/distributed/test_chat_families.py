@@ -1,4 +1,6 @@
-"""A model that has learnt its rows scores 1, whatever marks its family writes round thoughts and calls: `train`, `eval`, `infer`."""
+"""A model that has learnt its rows scores 1, whatever marks its family writes round thoughts and calls: `train`,
+`eval`, `infer`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def rows_of_family(name: str) -> list[dict[str, Any]]:
         [*asked("blue?", content="sea", **thought("deep")), *asked("green?", content="grass", **thought("low"))],
     ]
     if not family.tools:
-        return [{"messages": messages} for messages in (*plain, asked("grey?", content="stone"), asked("white?", content="snow"))]
+        return [
+            {"messages": messages}
+            for messages in (*plain, asked("grey?", content="stone"), asked("white?", content="snow"))
+        ]
     result = {"role": "tool", "content": "4", "tool_call_id": "abcdefghi"}
     called = asked("two?", tool_calls=[call(a=2, b=2)])
     return [
@@ -55,11 +60,10 @@ def test_a_model_that_writes_its_rows_scores_1(name: str, tmp_path: Path) -> Non
     rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of_family(name)))
     named = f", chat_template: {family.named}" if family.named else ""
     place.config.write_text(
-        f"model: {{name: {folder}, max_seq_len: 512}}\ntuning: {{mode: full}}\n"
-        f"data: {{train_path: {rows}, val_path: {rows}{named}}}\n"
-        "train: {max_steps: 90, global_batch_size: 8, learning_rate: 0.01, warmup_steps: 5, generation_max_new_tokens: 60,\n"
-        "        eval_strategy: 'no', save_strategy: 'no'}\n"
-        "eval: {metrics: [exact_match, rougeL]}\n"
+        f"model: {{name: {folder}, max_seq_len: 512}}\ntuning: {{mode: full}}\ndata: {{train_path: {rows}, val_path:"
+        f" {rows}{named}}}\ntrain: {{max_steps: 90, global_batch_size: 8, learning_rate: 0.01, warmup_steps: 5,"
+        " generation_max_new_tokens: 60,\n        eval_strategy: 'no', save_strategy: 'no'}\neval: {metrics:"
+        " [exact_match, rougeL]}\n"
     )
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
     assert done.returncode == 0, done.stderr

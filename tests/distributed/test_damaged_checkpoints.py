@@ -1,4 +1,6 @@
-"""Each file of a checkpoint spoilt in each way: the checkpoint before it is taken, and it is said which file was wrong."""
+"""Each file of a checkpoint spoilt in each way: the checkpoint before it is taken, and it is said which file was
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def flip(path: Path) -> None:
     params=["ddp", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("zero2", "zero3", "fsdp2"))],
 )
 def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of two ranks with checkpoints of steps 2 and 4, full tuning so that there are optimizer states of some size."""
+    """A run of two ranks with checkpoints of steps 2 and 4, full tuning so that there are optimizer states of some
+    size.
+    """
     folder = tmp_path_factory.mktemp(f"damaged-{request.param}")
     trial = Trial(strategy=request.param, ranks=TWO_RANKS, settings=("train.save_steps: 2",), steps=4)
     return must_train(make_run(folder / "run", tiny, trial))
@@ -44,7 +48,9 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFold
     files = sorted(path for path in newest.rglob("*") if path.is_file())
     names = {path.relative_to(newest).as_posix() for path in files}
     assert set(read_json(newest / "manifest.json")["files"]) == names - {"manifest.json"}, "everything is listed"
-    assert len([name for name in names if "optimizer" in name or "rng" in name]) >= 3, "states of both ranks are among them"
+    assert len([name for name in names if "optimizer" in name or "rng" in name]) >= 3, (
+        "states of both ranks are among them"
+    )
     assert newest_valid(run) == (newest, [])
     for path in files:
         name = path.relative_to(newest).as_posix()
@@ -60,12 +66,15 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFold
 
 
 def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path, tmp_path: Path) -> None:
-    """As a user: of three checkpoints two are spoilt in different ways, and the run ends, to the bit, as it would have."""
+    """As a user: of three checkpoints two are spoilt in different ways, and the run ends, to the bit, as it would
+    have.
+    """
     rows = ragged_rows(tmp_path / "train.jsonl", 12)
     config = tmp_path / "demo.yaml"
     config.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\ndata: {{train_path: {rows}}}\n"
-        "train: {global_batch_size: 4, batch_size: 2, max_steps: 6, save_steps: 2, learning_rate: 5.0e-3}\n"
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\ndata:"
+        f" {{train_path: {rows}}}\ntrain: {{global_batch_size: 4, batch_size: 2, max_steps: 6, save_steps: 2,"
+        " learning_rate: 5.0e-3}\n"
     )
     env = environment(cache, tmp_path / "runs")
     must_run(["train", f"CONFIG={config}", "RUN_NAME=run"], env)

@@ -1,4 +1,6 @@
-"""A template that writes today's date: rows keep the day of their first preparation, on later days and on other machines."""
+"""A template that writes today's date: rows keep the day of their first preparation, on later days and on other
+machines.
+"""
 
 from __future__ import annotations
 
@@ -115,10 +117,20 @@ def test_machines_prepare_the_rows_of_node_0s_day(tmp_path: Path, dated: Path) -
         check=False,
     )
     assert made.returncode == 0, made.stderr
-    start = ("train-distributed", f"CONFIG={launcher.config}", "NUM_NODES=2", "NUM_GPUS=1", "RUN_NAME=apart", "TRAIN_MAX_STEPS=1",
-             "MODEL_MAX_SEQ_LEN=256", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}")  # fmt: skip
+    start = (
+        "train-distributed",
+        f"CONFIG={launcher.config}",
+        "NUM_NODES=2",
+        "NUM_GPUS=1",
+        "RUN_NAME=apart",
+        "TRAIN_MAX_STEPS=1",
+        "MODEL_MAX_SEQ_LEN=256",
+        "MASTER_ADDR=127.0.0.1",
+        f"MASTER_PORT={free_port()}",
+    )
     nodes = [
-        launcher.start(*start, f"NODE_RANK={rank}", RUNS_DIR=str(tmp_path / f"runs{rank}"), **caches[rank]) for rank in range(2)
+        launcher.start(*start, f"NODE_RANK={rank}", RUNS_DIR=str(tmp_path / f"runs{rank}"), **caches[rank])
+        for rank in range(2)
     ]
     for code, said in [node.end() for node in nodes]:
         assert code == 0, said

@@ -1,6 +1,8 @@
-"""The entry point under an operator's variables, with a real training: two containers' worth of processes find each other and train.
+"""The entry point under an operator's variables, with a real training: two containers' worth of processes find each
+other and train.
 
-`tests/unit/test_entry.py` has the other schedulers and what becomes of signals; how ranks stop and go on is proved by hand and on Slurm.
+`tests/unit/test_entry.py` has the other schedulers and what becomes of signals; how ranks stop and go on is proved by
+hand and on Slurm.
 """
 
 from __future__ import annotations
@@ -33,25 +35,45 @@ def operators_variables(rank: int, address: str, port: int) -> dict[str, str]:
     """Returns what the Training Operator gives pod `rank` of two with one process each."""
     mine = "localhost" if rank == 0 else address  # as older operators tell their masters
     return {
-        "MASTER_ADDR": mine, "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "PET_NNODES": "2",
-        "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": mine, "PET_MASTER_PORT": str(port), "POD_IP": address,
-    }  # fmt: skip
+        "MASTER_ADDR": mine,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": str(rank),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": mine,
+        "PET_MASTER_PORT": str(port),
+        "POD_IP": address,
+    }
 
 
 def test_two_pods_find_each_other_and_train(tmp_path: Path, tiny: Path) -> None:
     """With the words that `make kubernetes` renders."""
     launcher, address, port = Launcher(tmp_path, tiny), own_address(), free_port()
     command = [
-        sys.executable, "-m", "sft_play.schedulers.entry", "train-distributed", f"CONFIG={launcher.config}", "RUN_NAME=demo",
-        "NUM_GPUS=1", "NUM_NODES=2", f"MASTER_PORT={port}", "LAUNCH_JOIN_SECONDS=120",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "sft_play.schedulers.entry",
+        "train-distributed",
+        f"CONFIG={launcher.config}",
+        "RUN_NAME=demo",
+        "NUM_GPUS=1",
+        "NUM_NODES=2",
+        f"MASTER_PORT={port}",
+        "LAUNCH_JOIN_SECONDS=120",
+    ]
     pods = [
         subprocess.Popen(
-            command, env=launcher.environment | operators_variables(rank, address, port), cwd=tmp_path, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
+            command,
+            env=launcher.environment | operators_variables(rank, address, port),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
     finally:

@@ -1,4 +1,6 @@
-"""`eval` of a run, other rows, plain models and standard benchmarks, and `compare`, as a user calls them on one small trained run."""
+"""`eval` of a run, other rows, plain models and standard benchmarks, and `compare`, as a user calls them on one small
+trained run.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     for name, start, count in (("train", 0, 24), ("val", 100, 11), ("other", 200, 6)):
         (place.folder / f"{name}.jsonl").write_text(question_rows(start, count, longest=9))
     place.config.write_text(
-        f"model: {{name: {model}, max_seq_len: 128}}\n"
-        f"data: {{train_path: {place.folder / 'train.jsonl'}, val_path: {place.folder / 'val.jsonl'}}}\n"
-        "train: {max_steps: 2, global_batch_size: 8, learning_rate: 0.02, generation_max_new_tokens: 8, eval_strategy: steps,\n"
-        "        eval_steps: 2, predict_with_generate: true}\neval: {samples: 7, batch_size: 2, metrics: [rougeL, chrf]}\n"
+        f"model: {{name: {model}, max_seq_len: 128}}\ndata: {{train_path: {place.folder / 'train.jsonl'}, val_path:"
+        f" {place.folder / 'val.jsonl'}}}\ntrain: {{max_steps: 2, global_batch_size: 8, learning_rate: 0.02,"
+        " generation_max_new_tokens: 8, eval_strategy: steps,\n        eval_steps: 2, predict_with_generate:"
+        " true}\neval: {samples: 7, batch_size: 2, metrics: [rougeL, chrf]}\n"
     )
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
     assert done.returncode == 0, done.stderr
@@ -148,7 +150,9 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
     file.write_text("".join(json.dumps({**line, "reference": "another"}) + "\n" for line in lines))
     place.call("compare", "RUNS=one elsewhere").refused(4, "answered no row in common")
 
-    file.write_text("".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines)))
+    file.write_text(
+        "".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines))
+    )
     notes = place.call("compare", "RUNS=one elsewhere", "JSON=1").json["notes"]
     assert "2 of 7 answers of `elsewhere` are skipped" in " ".join(notes)
     shutil.rmtree(runs / "elsewhere")

@@ -1,4 +1,6 @@
-"""Each example's one command, as its README says it, shortened to a few steps of a tiny model (the quickstart has its own test)."""
+"""Each example's one command, as its README says it, shortened to a few steps of a tiny model (the quickstart has its
+own test).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ import pytest
 from tests.conftest import ROOT, environment, metrics, run_program
 
 EXAMPLES = {
-    "02_your_jsonl": ("single", 8), "03_two_processes": ("ddp", 8), "04_zero": ("zero2", 8), "05_fsdp2": ("fsdp2", 8),
-    "07_continued_pretraining": ("single", 4), "08_from_scratch": ("single", 16),
-}  # fmt: skip
+    "02_your_jsonl": ("single", 8),
+    "03_two_processes": ("ddp", 8),
+    "04_zero": ("zero2", 8),
+    "05_fsdp2": ("fsdp2", 8),
+    "07_continued_pretraining": ("single", 4),
+    "08_from_scratch": ("single", 16),
+}
 """Each with its strategy and the rows of a step."""
 
 
@@ -31,7 +37,9 @@ LONG = ("03_two_processes", "05_fsdp2", "07_continued_pretraining", "08_from_scr
 """The same commands are in test_training_equivalence.py and test_pretraining.py."""
 
 
-@pytest.mark.parametrize("example", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in EXAMPLES])
+@pytest.mark.parametrize(
+    "example", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in EXAMPLES]
+)
 def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Path, tmp_path: Path) -> None:
     make, *words = command_of(example)
     assert make == "make"
@@ -51,8 +59,13 @@ def test_stop_resume_ask_merge(tiny: Path, cache: Path, tmp_path: Path) -> None:
     env = environment(cache, tmp_path, {"RUN_NAME": "stopped"})
     done = subprocess.run(
         [str(ROOT / "examples" / "06_resume_and_infer" / "run.sh"), f"MODEL_NAME={tiny}"],
-        env=env, capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False,
-    )  # fmt: skip
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     answers = [json.loads(line) for line in (tmp_path / "stopped" / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 3 and all("answer" in answer for answer in answers)

@@ -1,4 +1,6 @@
-"""Weights in MXFP4, as OpenAI's gpt-oss come, and in FP8, as DeepSeek V3 comes, train as the same model in bfloat16 does."""
+"""Weights in MXFP4, as OpenAI's gpt-oss come, and in FP8, as DeepSeek V3 comes, train as the same model in bfloat16
+does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.family_runs import Road, travel, weights
 
 
 def packed(shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random blocks of 32 numbers and their scales for experts of `shape` (experts, in, out), as OpenAI's files have them."""
+    """Returns random blocks of 32 numbers and their scales for experts of `shape` (experts, in, out), as OpenAI's files
+    have them.
+    """
     experts, width, out = shape
     draw = torch.Generator().manual_seed(out)
     blocks = torch.randint(0, 256, (experts, out, width // 32, 16), dtype=torch.uint8, generator=draw)
@@ -55,7 +59,9 @@ def test_it_is_planned_trained_merged_and_asked_as_in_bfloat16(tmp_path: Path) -
     wanted, adapters = weights(plain.trained), weights(mxfp4.trained)
     assert adapters.keys() == wanted.keys() and all(torch.equal(adapters[name], wanted[name]) for name in wanted)
     merged = [weights(tmp_path / name / "merged-lora") for name in ("plain", "mxfp4")]
-    assert merged[0].keys() == merged[1].keys() and all(torch.equal(merged[1][name], merged[0][name]) for name in merged[0])
+    assert merged[0].keys() == merged[1].keys() and all(
+        torch.equal(merged[1][name], merged[0][name]) for name in merged[0]
+    )
 
 
 def build_fp8(folder: Path, family: str, block: tuple[int, int], scale: str = "weight_scale_inv") -> None:
@@ -68,7 +74,9 @@ def build_fp8(folder: Path, family: str, block: tuple[int, int], scale: str = "w
             continue
         rows, columns = (-(-size // most) for size, most in zip(tensor.shape, block, strict=True))
         scales = 0.002 + 0.01 * torch.rand(rows, columns)
-        whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: tensor.shape[0], : tensor.shape[1]]
+        whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[
+            : tensor.shape[0], : tensor.shape[1]
+        ]
         files[name] = (tensor / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
         files[name.replace("weight", scale)] = scales
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
@@ -86,7 +94,9 @@ def test_fp8_is_expanded_to_what_transformers_makes_of_it(
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     build_fp8(tmp_path / "fp8", family, (32, 16), scale)
     expanded = Path(resolve_model(ModelConfig(name=str(tmp_path / "fp8"))).path)
-    found, wanted = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (expanded, tmp_path / "fp8"))
+    found, wanted = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (expanded, tmp_path / "fp8")
+    )
     assert found.keys() == wanted.keys()
     assert all(found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in found)
     assert "quantization_config" not in json.loads((expanded / "config.json").read_text())

@@ -1,4 +1,6 @@
-"""Every decoder family goes the whole road under LoRA and full tuning, and its row in `docs/models.md` says what was tuned."""
+"""Every decoder family goes the whole road under LoRA and full tuning, and its row in `docs/models.md` says what was
+tuned.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,21 @@ from tests.families import FAMILIES
 from tests.family_runs import Road, travel, weights
 
 IN_MAKE_TEST = ("deepseek_v3", "gemma3", "gemma4_text", "gpt2", "gpt_oss", "llama", "nemotron_h", "qwen3_5_text")
-"""One of each kind: latent attention and experts that PEFT would adapt, an image tower, embeddings of each layer, `Conv1D`, sinks, packed
-rows, a state space, linear attention."""
+"""One of each kind: latent attention and experts that PEFT would adapt, an image tower, embeddings of each layer,
+`Conv1D`, sinks, packed rows, a state space, linear attention.
+"""
 ROWS = read_table(PAGE.read_text(encoding="utf-8"))
 """Family -> rows, what LoRA adapts, what `full` trains."""
 CASES = [
-    pytest.param(name, mode, id=f"{name}-{mode}", marks=[] if name in IN_MAKE_TEST and mode == "lora" else pytest.mark.long)
+    pytest.param(
+        name, mode, id=f"{name}-{mode}", marks=[] if name in IN_MAKE_TEST and mode == "lora" else pytest.mark.long
+    )
     for name in FAMILIES
     for mode in ("lora", "full")
-] + [pytest.param(name, "qlora", id=f"{name}-qlora", marks=pytest.mark.long) for name in ("glm4_moe", "gpt_oss", "qwen3_moe")]
+] + [
+    pytest.param(name, "qlora", id=f"{name}-qlora", marks=pytest.mark.long)
+    for name in ("glm4_moe", "gpt_oss", "qwen3_moe")
+]
 
 
 def check_lora(road: Road) -> None:
@@ -49,6 +57,8 @@ def test_a_family_goes_the_whole_road(name: str, mode: str, cache: Path, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in IN_MAKE_TEST else pytest.mark.long) for one in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in IN_MAKE_TEST else pytest.mark.long) for one in FAMILIES]
+)
 def test_what_a_family_keeps_is_what_its_row_says(name: str) -> None:
     assert kept_cells(name) == read_table(PAGE.read_text(encoding="utf-8"), KEPT)[name]

@@ -1,4 +1,6 @@
-"""What else goes wrong around a run, with real processes: each time one clear error, or the run goes on as if nothing had been."""
+"""What else goes wrong around a run, with real processes: each time one clear error, or the run goes on as if nothing
+had been.
+"""
 
 from __future__ import annotations
 
@@ -131,14 +133,27 @@ def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) 
 @pytest.mark.skipif(not can_mount(), reason="needs root and namespaces")
 def test_a_run_resumes_under_another_host_name(launcher: Launcher) -> None:
     """Two processes and a name that nothing resolves: what is local goes over the loopback."""
-    words = [sys.executable, "-m", "sft_play", "train-distributed", f"CONFIG={launcher.config}", "RUN_NAME=moved", "NUM_GPUS=2"]
+    words = [
+        sys.executable,
+        "-m",
+        "sft_play",
+        "train-distributed",
+        f"CONFIG={launcher.config}",
+        "RUN_NAME=moved",
+        "NUM_GPUS=2",
+    ]
     script = 'hostname "nobody-knows-$1" && shift && exec "$@"'
     resume = [*words[:3], "resume", "RUN=moved", "TRAIN_MAX_STEPS=3"]
     for name, command in (("one", words), ("two", resume)):
         done = subprocess.run(
-            ["unshare", "-u", "sh", "-c", script, "sh", name, *command], env=launcher.environment, cwd=launcher.folder,
-            capture_output=True, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
+            ["unshare", "-u", "sh", "-c", script, "sh", name, *command],
+            env=launcher.environment,
+            cwd=launcher.folder,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
     assert [row["step"] for row in metrics(launcher.runs / "moved")] == [1, 2, 3]
 
@@ -156,13 +171,25 @@ STRANGER = ["unshare", "-U", "--map-user=12345"]
 
 
 def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
-    if shutil.which(STRANGER[0]) is None or subprocess.run([*STRANGER, "true"], capture_output=True, check=False).returncode:
+    if (
+        shutil.which(STRANGER[0]) is None
+        or subprocess.run([*STRANGER, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("needs user namespaces")
-    kept = {k: v for k, v in launcher.environment.items() if k not in ("HOME", "USER", "LOGNAME", "SFT_PLAY_CACHE", "HF_HOME")}
+    kept = {
+        k: v
+        for k, v in launcher.environment.items()
+        if k not in ("HOME", "USER", "LOGNAME", "SFT_PLAY_CACHE", "HF_HOME")
+    }
     done = subprocess.run(
-        [*STRANGER, sys.executable, "-m", "sft_play", *words], env=kept | environment, cwd=launcher.folder,
-        capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
+        [*STRANGER, sys.executable, "-m", "sft_play", *words],
+        env=kept | environment,
+        cwd=launcher.folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -178,7 +205,9 @@ def test_a_user_without_a_home_is_told_of_the_variables_that_replace_it(launcher
 def test_a_user_without_a_home_trains(launcher: Launcher, tmp_path: Path) -> None:
     caches = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub")}
     before = set(tmp_path.iterdir())
-    done = as_stranger(launcher, "train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=one", **caches)
+    done = as_stranger(
+        launcher, "train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=one", **caches
+    )
     assert done.code == 0, done.err
     assert [row["step"] for row in metrics(launcher.runs / "one")] == [1, 2]
     assert {path.name for path in set(tmp_path.iterdir()) - before} == {"cache", "runs"}, "no folder called `~`"
@@ -213,7 +242,15 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_wait_at_once() -> None:
 
 
 def test_a_console_that_is_closed_does_not_end_the_run(launcher: Launcher) -> None:
-    words = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}", "RUN_NAME=unread", "TRAIN_MAX_STEPS=6"]
+    words = [
+        sys.executable,
+        "-m",
+        "sft_play",
+        "train",
+        f"CONFIG={launcher.config}",
+        "RUN_NAME=unread",
+        "TRAIN_MAX_STEPS=6",
+    ]
     process = subprocess.Popen(
         words, env=launcher.environment, cwd=launcher.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

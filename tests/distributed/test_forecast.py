@@ -1,4 +1,6 @@
-"""After `make bench` the forecast is within 15 % of real runs on this CPU, and each run shows it beside what happened."""
+"""After `make bench` the forecast is within 15 % of real runs on this CPU, and each run shows it beside what
+happened.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ RUNS = 3
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 31 M parameters: large enough that its products, not Python, take the time."""
     return build_tiny_llama(
-        tmp_path_factory.mktemp("models") / "small", hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("models") / "small",
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
 
 
 @pytest.mark.quiet

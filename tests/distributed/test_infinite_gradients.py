@@ -1,4 +1,6 @@
-"""Gradients that are infinite where the loss is finite: the run stops, with a loss scaler once that has searched long enough."""
+"""Gradients that are infinite where the loss is finite: the run stops, with a loss scaler once that has searched long
+enough.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ TOKEN = 4
 
 
 def spoilt(base: Path, eps: float = 1e-36) -> Path:
-    """A token whose embedding is zero, before norms that add next to nothing: as the first of a row it stays zero in every layer,
-    where the gradient of each norm is 1e18 times what comes in."""
+    """A token whose embedding is zero, before norms that add next to nothing: as the first of a row it stays zero in
+    every layer, where the gradient of each norm is 1e18 times what comes in.
+    """
     build_tiny_llama(base, tie_word_embeddings=False, rms_norm_eps=eps)
     weights = load_file(base / "model.safetensors")
     weights["model.embed_tokens.weight"][TOKEN] = 0.0
@@ -87,7 +90,9 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[i
 
 
 @pytest.mark.parametrize("plan", [(("stages", (1, 1)),), (("tensor_parallel", 2),)])
-def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(plan: tuple[tuple[str, Any], ...], tmp_path: Path) -> None:
+def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(
+    plan: tuple[tuple[str, Any], ...], tmp_path: Path
+) -> None:
     settings, base, found = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
     for name, strategy, ranks, more in (("whole", "single", ((4, 2),), ()), ("parts", "ddp", HALVES_OF_A_MODEL, plan)):
         trial = Trial(strategy=strategy, ranks=ranks, steps=8, settings=settings, plan=(("precision", "fp16"), *more))

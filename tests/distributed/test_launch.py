@@ -1,4 +1,6 @@
-"""Launching as a user does: real processes on the CPU, and every failure with one message, its exit code, and no trace."""
+"""Launching as a user does: real processes on the CPU, and every failure with one message, its exit code, and no
+trace.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_a_tb_command_trains_and_leaves_its_curves_open(launcher: Launcher, comm
 
 
 def test_one_process_from_start_to_end(launcher: Launcher) -> None:
-    done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one", "JSON=1", PET_NNODES="7", RANK="3", NCCL_DEBUG="WARN")
+    done = launcher(
+        "train", f"CONFIG={launcher.config}", "RUN_NAME=one", "JSON=1", PET_NNODES="7", RANK="3", NCCL_DEBUG="WARN"
+    )
     assert done.code == 0, done.err
     result = json.loads(done.out)  # stdout holds the result only
     assert result["code"] == 0
@@ -51,7 +55,15 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     run = launcher.runs / "one"
     for line in ("accelerate launch --config_file", "NCCL_DEBUG=WARN  (yours)"):
         assert line not in done.err and line in (run / "logs" / "launcher.log").read_text()
-    for name in ("config.json", "plan.json", "prepared.json", "stamp.json", "accelerate.yaml", "metrics.jsonl", "logs/rank0.log"):
+    for name in (
+        "config.json",
+        "plan.json",
+        "prepared.json",
+        "stamp.json",
+        "accelerate.yaml",
+        "metrics.jsonl",
+        "logs/rank0.log",
+    ):
         assert (run / name).is_file(), name
     assert [e["event"] for e in launcher.events("one")] == ["started", "finished"]
     told = [line for line in (run / "logs" / "rank0.log").read_text().splitlines() if line.startswith("step ")]
@@ -103,10 +115,16 @@ def test_a_zero_3_file_of_two_words_saves_the_full_model(launcher: Launcher) -> 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])
 def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
-    place, runs = (f"MASTER_ADDR={address}", f"MASTER_PORT={free_port()}"), [launcher.folder / f"runs{rank}" for rank in range(2)]
+    place, runs = (
+        (f"MASTER_ADDR={address}", f"MASTER_PORT={free_port()}"),
+        [launcher.folder / f"runs{rank}" for rank in range(2)],
+    )
 
     def on_both(code: int, *words: str) -> list[str]:
-        nodes = [launcher.start(*words, *place, f"NODE_RANK={rank}", RUNS_DIR=str(folder)) for rank, folder in enumerate(runs)]
+        nodes = [
+            launcher.start(*words, *place, f"NODE_RANK={rank}", RUNS_DIR=str(folder))
+            for rank, folder in enumerate(runs)
+        ]
         codes, said = zip(*(node.end() for node in nodes), strict=True)
         assert codes == (code, code), said
         return list(said)
@@ -118,7 +136,10 @@ def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
         assert events(folder / "nodes")[-1]["event"] == "finished"
     host = socket.gethostname()
     for said in on_both(5, "resume", "RUN=nodes", "TRAIN_MAX_STEPS=9"):
-        assert f"different checkpoints: node 0 ({host}): step-000002 (" in said and f"), node 1 ({host}): its start" in said
+        assert (
+            f"different checkpoints: node 0 ({host}): step-000002 (" in said
+            and f"), node 1 ({host}): its start" in said
+        )
         assert "hint: let RUNS_DIR be a folder that all" in said
     alone = launcher("resume", "RUN=nodes", "NUM_NODES=1", "TRAIN_MAX_STEPS=3", RUNS_DIR=str(runs[0]))
     assert alone.code == 0 and "ran with 2 processes, and continues with 1;" in alone.err, alone.err
@@ -129,13 +150,19 @@ def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
     [
         (("NUM_NODES=2",), 2, ("`NODE_RANK`, `MASTER_ADDR`, `RUN_NAME`",)),
         (("NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=127.0.0.1", "RUN_NAME=x", "SOURCE=probe"), 2, ("on one machine",)),
-        (("NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=pc:29500", "RUN_NAME=x"), 2, ("MASTER_ADDR=pc:29500: ", "MASTER_PORT")),
+        (
+            ("NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=pc:29500", "RUN_NAME=x"),
+            2,
+            ("MASTER_ADDR=pc:29500: ", "MASTER_PORT"),
+        ),
         (("MASTER_PORT={busy}",), 3, ("port {busy} is taken",)),
         (("ACCELERATE_CONFIG={folder}/three.yaml", "NUM_GPUS=2"), 2, ("`NUM_GPUS` is 2", "says 3")),
         (("DATA_TRAIN_PATH={folder}/empty.jsonl",), 4, ("empty.jsonl",)),
     ],
 )
-def test_refusals_leave_nothing(launcher: Launcher, arguments: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+def test_refusals_leave_nothing(
+    launcher: Launcher, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
     (launcher.folder / "three.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 3\n")
     (launcher.folder / "empty.jsonl").touch()
     with socket.socket() as listener:
@@ -157,9 +184,13 @@ def test_a_full_disk_is_refused_before_the_workers_start(launcher: Launcher) -> 
     command = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}"]
     outcome = subprocess.run(
         ["unshare", "-m", "sh", "-c", script, "sh", *command],
-        env=launcher.environment | {"RUNS_DIR": str(small)}, cwd=launcher.folder, capture_output=True, text=True, timeout=SECONDS,
+        env=launcher.environment | {"RUNS_DIR": str(small)},
+        cwd=launcher.folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
         check=False,
-    )  # fmt: skip
+    )
     assert outcome.returncode == 3, outcome.stderr
     assert "GiB free, but this run needs" in outcome.stderr
     assert "demo-20" not in outcome.stderr.splitlines()[-1]  # the run's folder is gone again
@@ -169,7 +200,8 @@ def test_a_full_disk_is_refused_before_the_workers_start(launcher: Launcher) -> 
 def test_training_follows_the_accelerate_config_that_is_named(launcher: Launcher) -> None:
     named = launcher.folder / "mine.yaml"
     named.write_text(
-        "distributed_type: MULTI_CPU\nmachine_rank: 0\nmixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+        "distributed_type: MULTI_CPU\nmachine_rank: 0\nmixed_precision: 'no'\nnum_machines: 1\nnum_processes:"
+        " 2\nuse_cpu: true\n"
     )
     words = (f"CONFIG={launcher.config}", f"ACCELERATE_CONFIG={named}", "RUN_NAME=mine", "TRAIN_MAX_STEPS=1")
     outcome = launcher("train-distributed", *words)

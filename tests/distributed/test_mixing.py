@@ -1,4 +1,6 @@
-"""Two sources with weights, packed: what is really trained is near the weights, and goes on after a crash as if there was none."""
+"""Two sources with weights, packed: what is really trained is near the weights, and goes on after a crash as if there
+was none.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,10 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     one, other = ragged_rows(folder / "one.jsonl", 160), ragged_rows(folder / "other.jsonl", 120, seed=3)
     path = folder / "mixed.yaml"
     path.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\n"
-        "tuning: {mode: lora, lora: {r: 4, dropout: 0.1}}\n"
-        "data:\n"
-        "  sources:\n"
-        f"    - {{path: {one}, name: one, weight: 3}}\n"
-        f"    - {{path: {other}, name: other, weight: 1}}\n"
-        "  exhausted: stop\n"
-        "train: {global_batch_size: 40, batch_size: 1, packing: 'on', epochs: 2, learning_rate: 5.0e-3, save_steps: 3}\n",
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\ndata:\n "
+        f" sources:\n    - {{path: {one}, name: one, weight: 3}}\n    - {{path: {other}, name: other, weight: 1}}\n "
+        " exhausted: stop\ntrain: {global_batch_size: 40, batch_size: 1, packing: 'on', epochs: 2, learning_rate:"
+        " 5.0e-3, save_steps: 3}\n",
         encoding="utf-8",
     )
     return path
@@ -42,7 +40,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in WAYS if one != "ddp")])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in WAYS if one != "ddp")]
+)
 def test_weights_are_what_is_trained_and_resume_is_exact_under_every_strategy(
     strategy: str, config: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -50,10 +50,19 @@ def test_weights_are_what_is_trained_and_resume_is_exact_under_every_strategy(
     import datasets
 
     env = environment(cache, tmp_path)
-    words = ["NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=run", "TRAIN_SAVE_STEPS=2", "TRAIN_SAVE_TOTAL_LIMIT=20", "WHY=1"]
+    words = [
+        "NUM_GPUS=2",
+        f"CONFIG={config}",
+        "RUN_NAME=run",
+        "TRAIN_SAVE_STEPS=2",
+        "TRAIN_SAVE_TOTAL_LIMIT=20",
+        "WHY=1",
+    ]
     done = run_program([*WAYS[strategy], *words], env)
     assert done.code == 0, done.err + done.out
-    assert "mixture: one: 160 rows an epoch (1 x its 160), about 8,780 tokens, 74.8% of the tokens" in done.out + done.err
+    assert (
+        "mixture: one: 160 rows an epoch (1 x its 160), about 8,780 tokens, 74.8% of the tokens" in done.out + done.err
+    )
     run = tmp_path / "run"
     plan, prepared = (json.loads((run / name).read_text()) for name in ("plan.json", "prepared.json"))
     assert plan["strategy"] == strategy and plan["pack_tokens"] == 256
@@ -61,9 +70,13 @@ def test_weights_are_what_is_trained_and_resume_is_exact_under_every_strategy(
     facts = {row["row"]: (row["source"], len(row["input_ids"])) for row in rows}
     assert len(facts) == len(rows) == 280
     times = Counter(
-        row for rank in range(2) for row in json.loads((run / "logs" / f"holdings-rank{rank}.json").read_text())["rows_trained"]
+        row
+        for rank in range(2)
+        for row in json.loads((run / "logs" / f"holdings-rank{rank}.json").read_text())["rows_trained"]
     )
-    tokens = [sum(count * facts[row][1] for row, count in times.items() if facts[row][0] == source) for source in (0, 1)]
+    tokens = [
+        sum(count * facts[row][1] for row, count in times.items() if facts[row][0] == source) for source in (0, 1)
+    ]
     assert tokens[0] / sum(tokens) == pytest.approx(0.75, rel=0.02)
     assert all(times[row] == 2 for row, (source, _) in facts.items() if source == 0)
     assert all(times[row] <= 1 for row, (source, _) in facts.items() if source == 1)  # two epochs, other rows in each

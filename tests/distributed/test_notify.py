@@ -1,4 +1,6 @@
-"""`launch.notify`: a real webhook and a real command learn what happens to a run; one that hangs or fails changes nothing."""
+"""`launch.notify`: a real webhook and a real command learn what happens to a run; one that hangs or fails changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,13 @@ def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> No
     spikes = ("TRAIN_SPIKE_GUARD=report", "TRAIN_SPIKE_FACTOR=1.01")
     with webhook() as (url, said):
         launch = launcher.start(
-            "train-distributed", f"CONFIG={launcher.config}", *words, *spikes, name="told", MY_HOOK_NOTIFY=url, HF_TOKEN=SECRET
+            "train-distributed",
+            f"CONFIG={launcher.config}",
+            *words,
+            *spikes,
+            name="told",
+            MY_HOOK_NOTIFY=url,
+            HF_TOKEN=SECRET,
         )
         launch.wait_for_step(3)
         launch.workers()[1].kill()
@@ -107,7 +115,11 @@ def test_what_does_not_answer_is_one_warning(
         notify(address, RunFolder(tmp_path / "run"), "finished", f"done {SECRET}")
         wait_until_sent()
     warning = capsys.readouterr().err
-    assert warning.startswith("warning: `launch.notify` was not sent: ") and warning.count("\n") == 1 and url not in warning
+    assert (
+        warning.startswith("warning: `launch.notify` was not sent: ")
+        and warning.count("\n") == 1
+        and url not in warning
+    )
 
 
 def test_a_redirect_is_followed_on_the_same_host_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""Every word of `train.optim` and `train.lr_scheduler_type` runs as transformers runs it, or is refused before anything is prepared."""
+"""Every word of `train.optim` and `train.lr_scheduler_type` runs as transformers runs it, or is refused before anything
+is prepared.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,12 @@ from tests.training_runs import (
 QUIET = ("train.save_strategy: 'no'", "train.eval_strategy: 'no'", "train.eval_steps: null")
 OPTIMIZERS, SCHEDULES = table()["optim"]["choices"], table()["lr_scheduler_type"]["choices"]
 NEEDED: dict[str, dict[str, Any]] = {
-    "cosine_with_min_lr": {"min_lr": 1e-5}, "cosine_warmup_with_min_lr": {"min_lr": 1e-5, "warmup_lr_rate": 0.1},
-    "warmup_stable_decay": {"num_decay_steps": 1}, "polynomial": {"power": 2.0}, "cosine_with_restarts": {"num_cycles": 2},
-}  # fmt: skip
+    "cosine_with_min_lr": {"min_lr": 1e-5},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-5, "warmup_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 1},
+    "polynomial": {"power": 2.0},
+    "cosine_with_restarts": {"num_cycles": 2},
+}
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -65,7 +70,10 @@ def test_the_page_has_the_outcome_of_every_word() -> None:
 def test_a_schedule_takes_what_transformers_gives_it() -> None:
     given = {"self", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "verbose"}
     functions = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    functions |= {"reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau.__init__, "greedy": GreedyLR.__init__}
+    functions |= {
+        "reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau.__init__,
+        "greedy": GreedyLR.__init__,
+    }
     assert functions.keys() == SETTINGS_OF.keys() == set(SCHEDULES)
     for word, function in functions.items():
         assert set(inspect.signature(function).parameters) - given == set(SETTINGS_OF[word]), word
@@ -74,7 +82,11 @@ def test_a_schedule_takes_what_transformers_gives_it() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        word if word in ("polynomial", "cosine_warmup_with_min_lr", "greedy") else pytest.param(word, marks=pytest.mark.long)
+        (
+            word
+            if word in ("polynomial", "cosine_warmup_with_min_lr", "greedy")
+            else pytest.param(word, marks=pytest.mark.long)
+        )
         for word in SCHEDULES
     ],
 )
@@ -96,7 +108,9 @@ def test_a_schedule_runs_on_transformers_curve(word: str, tiny: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("word", [word for word in OPTIMIZERS if word in REFUSED or begins(word, PACKAGES)])
-def test_an_optimizer_is_refused_by_name_or_with_its_package(word: str, tiny: Path, tmp_path: Path, in_process: Program) -> None:
+def test_an_optimizer_is_refused_by_name_or_with_its_package(
+    word: str, tiny: Path, tmp_path: Path, in_process: Program
+) -> None:
     rows, config = tmp_path / "rows.jsonl", tmp_path / "x.yaml"
     rows.write_text('{"text": "some words"}\n')
     config.write_text(
@@ -120,7 +134,10 @@ RUNNING = [word for word in OPTIMIZERS if word not in REFUSED and word != "galor
 
 @pytest.mark.parametrize(
     "word",
-    [word if word in ("paged_adamw_8bit", "adafactor") else pytest.param(word, marks=pytest.mark.long) for word in RUNNING],
+    [
+        word if word in ("paged_adamw_8bit", "adafactor") else pytest.param(word, marks=pytest.mark.long)
+        for word in RUNNING
+    ],
 )
 def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path) -> None:
     start = begins(word, PACKAGES)
@@ -139,14 +156,18 @@ def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path)
 
 
 def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path, tmp_path: Path) -> None:
-    """The same rows, step by step, under plain torch: evaluation and files have the averaged weights, training goes on from the others."""
+    """The same rows, step by step, under plain torch: evaluation and files have the averaged weights, training goes on
+    from the others.
+    """
     settings = ("train.optim: schedule_free_adamw", "train.lr_scheduler_type: constant", "train.eval_steps: 4")
     trial = Trial(settings=settings, plan=(("optim", "schedule_free_adamw"),))
     run = must_train(make_run(tmp_path / "run", tiny, trial))
 
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     model.train()
-    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=trial.learning_rate, warmup_steps=1, weight_decay=0.0)
+    optimizer = schedulefree.AdamWScheduleFree(
+        model.parameters(), lr=trial.learning_rate, warmup_steps=1, weight_decay=0.0
+    )
     prepared, collate = Prepared.load(run.prepared), Collator("flattened", 3)
     assert prepared.train is not None and prepared.validation is not None
     rows, held_out = Rows(prepared.train.path), Rows(prepared.validation.path)

@@ -1,5 +1,6 @@
-"""Ranks with slices of a line (`launch.sequence_parallel`), of layers (`launch.tensor_parallel`) or other layers each (`launch.strategy:
-pipeline`) compute what one process does (contract B16)."""
+"""Ranks with slices of a line (`launch.sequence_parallel`), of layers (`launch.tensor_parallel`) or other layers each
+(`launch.strategy: pipeline`) compute what one process does (contract B16).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ WAYS = {
     "pp-three": ["NUM_GPUS=3", PP, "TRAIN_BATCH_SIZE=2"],
     "pp-ddp2": ["NUM_GPUS=4", PP, "LAUNCH_STAGES=2", "TRAIN_BATCH_SIZE=1"],
 }
-SHORT = (("lora", "sp-packed"), ("lora", "tp-packed"), ("full", "tp-fsdp2"), ("lora", "pp-three"), ("full", "pp-flattened"))
+SHORT = (
+    ("lora", "sp-packed"),
+    ("lora", "tp-packed"),
+    ("full", "tp-fsdp2"),
+    ("lora", "pp-three"),
+    ("full", "pp-flattened"),
+)
 PAIRS = [(mode, way) for mode in ("lora", "full") for way in WAYS] + [("qlora", "pp-packed")]
 
 
@@ -48,11 +55,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train, held_out = ragged_rows(folder / "train.jsonl", 21), ragged_rows(folder / "val.jsonl", 7, seed=1)
     path = folder / "parts.yaml"
     path.write_text(
-        f"model: {{name: {model}, max_seq_len: 256}}\n"
-        "tuning: {lora: {r: 4, alpha: 8}}\n"
-        f"data: {{train_path: {train}, val_path: {held_out}}}\n"
-        f"train: {{global_batch_size: 8, max_steps: {STEPS}, learning_rate: 5.0e-3, warmup_steps: 1, packing: 'off', save_strategy: 'no', "
-        "predict_with_generate: true, generation_max_new_tokens: 4}\n",
+        f"model: {{name: {model}, max_seq_len: 256}}\ntuning: {{lora: {{r: 4, alpha: 8}}}}\ndata: {{train_path:"
+        f" {train}, val_path: {held_out}}}\ntrain: {{global_batch_size: 8, max_steps: {STEPS}, learning_rate: 5.0e-3,"
+        " warmup_steps: 1, packing: 'off', save_strategy: 'no', predict_with_generate: true,"
+        " generation_max_new_tokens: 4}\n",
         encoding="utf-8",
     )
     return path
@@ -68,7 +74,9 @@ def train(config: Path, run: Path, cache: Path, words: Sequence[str]) -> Path:
 
 def same_weights(found: Path, wanted: Path) -> None:
     mine, other = weights(RunFolder(found)), weights(RunFolder(wanted))
-    assert mine.keys() == other.keys() and all(torch.allclose(mine[name], other[name], rtol=0, atol=1e-5) for name in other)
+    assert mine.keys() == other.keys() and all(
+        torch.allclose(mine[name], other[name], rtol=0, atol=1e-5) for name in other
+    )
 
 
 def held_as_planned(run: Path) -> None:
@@ -112,21 +120,32 @@ def test_parts_give_the_same_updates_weights_and_answers(
         assert sum(mine["rank_tokens"]) == plan.copies * sum(whole["rank_tokens"])
 
 
-SAVED = ["TRAIN_SAVE_STRATEGY=steps", "TRAIN_SAVE_STEPS=2", "TRAIN_LR_SCHEDULER_TYPE=constant_with_warmup", "TRAIN_BATCH_SIZE=2"]
+SAVED = [
+    "TRAIN_SAVE_STRATEGY=steps",
+    "TRAIN_SAVE_STEPS=2",
+    "TRAIN_LR_SCHEDULER_TYPE=constant_with_warmup",
+    "TRAIN_BATCH_SIZE=2",
+]
 LINES, LAYERS, STAGES = (["NUM_GPUS=2", word] for word in (SP2, TP2, PP))
 SHARDS = ["NUM_GPUS=4", TP2, "LAUNCH_STRATEGY=fsdp2"]
 SPLITS = {
-    "lines-then-whole": (LINES, ["NUM_GPUS=1", "LAUNCH_SEQUENCE_PARALLEL=1"]), "whole-then-lines": ([], LINES),
-    "layers-then-whole": (LAYERS, ["NUM_GPUS=1", "LAUNCH_TENSOR_PARALLEL=1"]), "replicas-then-layers": (["NUM_GPUS=2"], LAYERS),
-    "shards-then-layers": (SHARDS, [*LAYERS, "LAUNCH_STRATEGY=auto"]), "whole-then-shards": ([], SHARDS),
-    "stages-then-whole": (STAGES, ["NUM_GPUS=1", "LAUNCH_STRATEGY=auto"]), "stages-then-three": (STAGES, ["NUM_GPUS=3", PP]),
+    "lines-then-whole": (LINES, ["NUM_GPUS=1", "LAUNCH_SEQUENCE_PARALLEL=1"]),
+    "whole-then-lines": ([], LINES),
+    "layers-then-whole": (LAYERS, ["NUM_GPUS=1", "LAUNCH_TENSOR_PARALLEL=1"]),
+    "replicas-then-layers": (["NUM_GPUS=2"], LAYERS),
+    "shards-then-layers": (SHARDS, [*LAYERS, "LAUNCH_STRATEGY=auto"]),
+    "whole-then-shards": ([], SHARDS),
+    "stages-then-whole": (STAGES, ["NUM_GPUS=1", "LAUNCH_STRATEGY=auto"]),
+    "stages-then-three": (STAGES, ["NUM_GPUS=3", PP]),
     "replicas-then-stages": (["NUM_GPUS=2"], STAGES),
-}  # fmt: skip
+}
 """How a run is trained until step 2, and after it."""
 DEFAULT = ("layers-then-whole", "shards-then-layers", "stages-then-three", "replicas-then-stages")
 
 
-@pytest.mark.parametrize("split", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.long) for name in SPLITS])
+@pytest.mark.parametrize(
+    "split", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.long) for name in SPLITS]
+)
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.long)])
 def test_saved_under_one_split_and_resumed_under_another(
     split: str, mode: str, config: Path, cache: Path, session_runs: Path
@@ -157,8 +176,9 @@ def test_a_row_of_32768_tokens_on_four_ranks(tmp_path: Path, cache: Path) -> Non
     rows, config = tmp_path / "rows.jsonl", tmp_path / "long.yaml"
     rows.write_text(json.dumps({"text": "word and more words " * 20_000}) + "\n")
     config.write_text(
-        f"model: {{name: {model}, max_seq_len: 32768}}\ntuning: {{mode: lora, task: cpt}}\ndata: {{train_path: {rows}, val_path: {rows}}}\n"
-        "train: {global_batch_size: 1, max_steps: 2, learning_rate: 1.0e-3, save_strategy: 'no'}\n"
+        f"model: {{name: {model}, max_seq_len: 32768}}\ntuning: {{mode: lora, task: cpt}}\ndata: {{train_path: {rows},"
+        f" val_path: {rows}}}\ntrain: {{global_batch_size: 1, max_steps: 2, learning_rate: 1.0e-3, save_strategy:"
+        " 'no'}\n"
     )
     whole = train(config, tmp_path / "runs" / "whole", cache, [])
     sliced = train(config, tmp_path / "runs" / "sliced", cache, ["NUM_GPUS=4", "LAUNCH_SEQUENCE_PARALLEL=4"])
@@ -167,7 +187,9 @@ def test_a_row_of_32768_tokens_on_four_ranks(tmp_path: Path, cache: Path) -> Non
     assert all(max(row["rank_tokens"]) - min(row["rank_tokens"]) <= 4 for row in metrics(sliced))
 
 
-def test_stages_compute_in_bf16_with_adapters_in_fp32(config: Path, cache: Path, session_runs: Path, tmp_path: Path) -> None:
+def test_stages_compute_in_bf16_with_adapters_in_fp32(
+    config: Path, cache: Path, session_runs: Path, tmp_path: Path
+) -> None:
     untied = build_tiny_llama(tmp_path / "untied", num_hidden_layers=4, tie_word_embeddings=False)
     words = [f"MODEL_NAME={untied}", "TRAIN_BF16=true", "MODEL_DTYPE=bfloat16", "TRAIN_BATCH_SIZE=2"]
     baseline = train(config, session_runs / "stages-bf16-whole", cache, words)
@@ -181,7 +203,9 @@ def test_stages_compute_in_bf16_with_adapters_in_fp32(config: Path, cache: Path,
 @pytest.mark.parametrize(
     "words", [[], ["LAUNCH_TENSOR_PARALLEL=4"], [PP], [PP, "LAUNCH_STAGES=2"], [TP2], [TP2, "LAUNCH_STRATEGY=fsdp2"]]
 )
-def test_a_model_from_scratch_is_the_same_in_every_way(words: list[str], config: Path, cache: Path, session_runs: Path) -> None:
+def test_a_model_from_scratch_is_the_same_in_every_way(
+    words: list[str], config: Path, cache: Path, session_runs: Path
+) -> None:
     """By four processes, as guides have it: data, layers in slices, layers one after the other, and two by two."""
     scratch = config.parent / "scratch.yaml"
     shape = "init: random, vocab_size: 1024, hidden_size: 64, attention_heads: 4, layers: 4, tokenizer"

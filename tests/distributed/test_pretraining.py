@@ -10,7 +10,13 @@ import pytest
 from tests.conftest import ROOT, Program, metrics, ragged_rows
 from tests.sample_documents import PAGE, write_docx, write_pdf
 
-SMALL = ["MODEL_LAYERS=2", "MODEL_HIDDEN_SIZE=64", "MODEL_ATTENTION_HEADS=4", "MODEL_VOCAB_SIZE=400", "MODEL_MAX_SEQ_LEN=64"]
+SMALL = [
+    "MODEL_LAYERS=2",
+    "MODEL_HIDDEN_SIZE=64",
+    "MODEL_ATTENTION_HEADS=4",
+    "MODEL_VOCAB_SIZE=400",
+    "MODEL_MAX_SEQ_LEN=64",
+]
 FEW = ["TRAIN_GLOBAL_BATCH_SIZE=8", "TRAIN_MAX_STEPS=3"]
 TEXT = str(ROOT / "examples" / "07_continued_pretraining" / "corpus")
 
@@ -31,21 +37,23 @@ def test_documents_and_conversations_in_one_run(tiny: Path, program: Program, tm
     chat = ragged_rows(tmp_path / "chat.jsonl", 40)
     config = tmp_path / "mixed.yaml"
     config.write_text(
-        json.dumps({
-            "model": {"name": str(tiny), "max_seq_len": 64},
-            "tuning": {"task": "mixed", "mode": "full"},
-            "data": {
-                "sources": [
-                    {"path": str(corpus(tmp_path / "corpus")), "name": "documents", "weight": 8},
-                    {"path": str(chat), "name": "chat", "weight": 2},
-                ],
-                "validation": [{"path": str(tmp_path / "corpus" / "a.txt"), "name": "documents"}],
-                "overlong": "split",
-            },
-            "train": {"global_batch_size": 8, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3},
-        }),
+        json.dumps(
+            {
+                "model": {"name": str(tiny), "max_seq_len": 64},
+                "tuning": {"task": "mixed", "mode": "full"},
+                "data": {
+                    "sources": [
+                        {"path": str(corpus(tmp_path / "corpus")), "name": "documents", "weight": 8},
+                        {"path": str(chat), "name": "chat", "weight": 2},
+                    ],
+                    "validation": [{"path": str(tmp_path / "corpus" / "a.txt"), "name": "documents"}],
+                    "overlong": "split",
+                },
+                "train": {"global_batch_size": 8, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3},
+            }
+        ),
         encoding="utf-8",
-    )  # fmt: skip
+    )
     done = program("train", f"CONFIG={config}", "RUN_NAME=mixed")
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "mixed"
@@ -101,4 +109,6 @@ def test_a_run_from_scratch_is_scored_with_its_own_tokenizer(program: Program, t
         "the tokenizer that was trained here, with ChatML"
     )
     scored = program("eval", "RUN=scored", "CHECKPOINT=last", f"DATA={other}", *few)
-    assert scored.code == 0 and scored.json["rougeL"]["n"] == 3 and scored.json["settings"]["data"] == str(other), scored.err
+    assert scored.code == 0 and scored.json["rougeL"]["n"] == 3 and scored.json["settings"]["data"] == str(other), (
+        scored.err
+    )

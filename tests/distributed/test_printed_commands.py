@@ -1,4 +1,6 @@
-"""Every command that the program prints works as typed, from where it was printed: of a run in `runs/`, and of one that was moved."""
+"""Every command that the program prints works as typed, from where it was printed: of a run in `runs/`, and of one that
+was moved.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,9 @@ def desk(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Desk:
     rows = [{"prompt": f"What is {i}?", "completion": f"{i} is a number."} for i in range(24)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "my.yaml").write_text(
-        "model: {name: model, max_seq_len: 128}\ntuning: {mode: lora}\ndata: {train_path: data.jsonl, validation: 0.2}\n"
-        "train: {max_steps: 2, global_batch_size: 4, save_steps: 1, eval_strategy: 'no', generation_max_new_tokens: 4}\n"
+        "model: {name: model, max_seq_len: 128}\ntuning: {mode: lora}\ndata: {train_path: data.jsonl, validation:"
+        " 0.2}\ntrain: {max_steps: 2, global_batch_size: 4, save_steps: 1, eval_strategy: 'no',"
+        " generation_max_new_tokens: 4}\n"
     )
     return Desk(folder, cache)
 

@@ -12,9 +12,14 @@ from tests.conftest import ROOT, Program
 @pytest.mark.slow
 def test_a_probe_runs_the_longest_rows_and_is_remembered(program: Program, tiny: Path, tmp_path: Path) -> None:
     words = [
-        "CONFIG=configs/quickstart.yaml", f"MODEL_NAME={tiny}", "MODEL_MAX_SEQ_LEN=128", "DATA_VALIDATION=",
-        f"DATA_TRAIN_PATH={ROOT}/examples/02_your_jsonl/train.jsonl", "NUM_GPUS=2", "JSON=1",
-    ]  # fmt: skip
+        "CONFIG=configs/quickstart.yaml",
+        f"MODEL_NAME={tiny}",
+        "MODEL_MAX_SEQ_LEN=128",
+        "DATA_VALIDATION=",
+        f"DATA_TRAIN_PATH={ROOT}/examples/02_your_jsonl/train.jsonl",
+        "NUM_GPUS=2",
+        "JSON=1",
+    ]
     env = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     probed = program("plan", *words, "SOURCE=probe", env=env)
     assert probed.code == 0 and probed.json["source"] == "probe", probed.err

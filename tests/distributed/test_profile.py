@@ -1,4 +1,6 @@
-"""`train.profile` and `make profile`: traces of the ranks that were asked for, in words, and an update that does not know of it."""
+"""`train.profile` and `make profile`: traces of the ranks that were asked for, in words, and an update that does not
+know of it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("TRAIN_PROFILE_START=5", "`train.profile` is given without `steps`"),
-        ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_RANKS=[3]", "`train.profile.ranks` names rank 3, but the ranks are 0 to 0"),
+        (
+            "TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_RANKS=[3]",
+            "`train.profile.ranks` names rank 3, but the ranks are 0 to 0",
+        ),
         ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_MEMORY=true", "records allocations of GPUs, and this plan has none"),
     ],
 )
@@ -64,10 +69,12 @@ def test_time_that_kernels_hide_is_no_waiting() -> None:
     kernels = {"##DDP": (0, 100), "sgemm": (0, 40), "ncclDevKernel_AllReduce": (30, 60), "Memcpy HtoD": (55, 65)}
     events: list[Any] = [
         SimpleNamespace(
-            name=name, time_range=SimpleNamespace(start=start, end=end), is_user_annotation=name.startswith("##"),
+            name=name,
+            time_range=SimpleNamespace(start=start, end=end),
+            is_user_annotation=name.startswith("##"),
             device_type=DeviceType.CUDA,
         )
         for name, (start, end) in kernels.items()
-    ]  # fmt: skip
+    ]
     shares = where_time_goes(events, gpu=True, wall=100, data=15)
     assert shares == pytest.approx({"kernels": 0.4, "communication": 0.2, "copies": 0.05, "data": 0.15, "gaps": 0.2})

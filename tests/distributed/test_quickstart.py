@@ -1,4 +1,6 @@
-"""`make quickstart`, short: the same prompts before and after, the same launcher as `train`, and nothing gained at rate 0."""
+"""`make quickstart`, short: the same prompts before and after, the same launcher as `train`, and nothing gained at rate
+0.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.long
 def test_learning_rate_0_gains_nothing(program: Program, tmp_path: Path) -> None:
     done = program(
-        "quickstart", "RUN_NAME=q", "TRAIN_LEARNING_RATE=0", "TRAIN_MAX_STEPS=2", "TRAIN_GLOBAL_BATCH_SIZE=2", "EVAL_SAMPLES=6",
-        "TRAIN_GENERATION_MAX_NEW_TOKENS=12", timeout=580,
-    )  # fmt: skip
+        "quickstart",
+        "RUN_NAME=q",
+        "TRAIN_LEARNING_RATE=0",
+        "TRAIN_MAX_STEPS=2",
+        "TRAIN_GLOBAL_BATCH_SIZE=2",
+        "EVAL_SAMPLES=6",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS=12",
+        timeout=580,
+    )
     assert done.code == 0, done.out[-3000:] + done.err[-3000:]
     run = RunFolder(tmp_path / "runs" / "q")
     before, after = run.evaluation(0), run.evaluation(2)
@@ -29,7 +37,9 @@ def test_learning_rate_0_gains_nothing(program: Program, tmp_path: Path) -> None
     assert new["loss"] == pytest.approx(old["loss"], abs=1e-6) and new["rougeL"] == old["rougeL"]
     asked, answered = (lines(folder / "predictions.jsonl") for folder in (before, after))
     assert len(asked) == 6
-    assert [(line["prompt"], line["answer"]) for line in asked] == [(line["prompt"], line["answer"]) for line in answered]
+    assert [(line["prompt"], line["answer"]) for line in asked] == [
+        (line["prompt"], line["answer"]) for line in answered
+    ]
     adapter = json.loads((run.model / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct", "no path of a cache"
     for part in ("dequantised Q4_1", "before", "after", "loss", "ROUGE-L", "n = 6"):

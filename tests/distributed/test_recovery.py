@@ -1,4 +1,6 @@
-"""Out of memory for real: allocations that fail (rlimit) and a kill by the kernel (cgroup); the run goes on to the same losses."""
+"""Out of memory for real: allocations that fail (rlimit) and a kill by the kernel (cgroup); the run goes on to the same
+losses.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def undisturbed(config: str, variables: dict[str, str]) -> tuple[Path, int]:
 
 
 def require_same(run: Path, reference: Path, copies: int = 1) -> None:
-    """Each step stands there once, with the losses, norms and learning rates of the undisturbed run; `copies`: ranks that train the same rows."""
+    """Each step stands there once, with the losses, norms and learning rates of the undisturbed run; `copies`: ranks
+    that train the same rows.
+    """
     rows, expected = metrics(run), metrics(reference)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, wanted in zip(rows, expected, strict=True):
@@ -87,8 +91,17 @@ def test_a_failed_allocation_halves_the_micro_batch(
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["ranks"][0]["micro_batch"], plan["ranks"][0]["accumulation"], plan["global_batch_size"]) == (4, 2, 8)
     (kept,) = json.loads((run / "stamp.json").read_text())["recoveries"]
-    assert (kept["cause"], kept["rank"], kept["checkpoint"], kept["doing"]["step"]) == ("out_of_memory", 0, "step-000001", 2)
-    assert (kept["before"]["micro_batches"], kept["after"]["micro_batches"], kept["after"]["accumulation"]) == ([8], [4], 2)
+    assert (kept["cause"], kept["rank"], kept["checkpoint"], kept["doing"]["step"]) == (
+        "out_of_memory",
+        0,
+        "step-000001",
+        2,
+    )
+    assert (kept["before"]["micro_batches"], kept["after"]["micro_batches"], kept["after"]["accumulation"]) == (
+        [8],
+        [4],
+        2,
+    )
     assert json.loads((run / "training_metrics.json").read_text())["recoveries"] == [kept]
     assert json.loads((run / "model" / "stamp.json").read_text())["recoveries"] == [kept]
 

@@ -1,4 +1,6 @@
-"""`make resume` of a run on another number of processes and under another strategy, and of what an older version wrote."""
+"""`make resume` of a run on another number of processes and under another strategy, and of what an older version
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_a_data_file_that_was_renamed_is_read_from_the_cache_or_under_its_new_na
     )
     done.refused(5, "the training rows have changed")
     assert (tmp_path / "run" / "config.json").read_bytes() == saved
-    must_run(["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[0]}", f"DATA_VAL_PATH={renamed[1]}"], env)
+    must_run(
+        ["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[0]}", f"DATA_VAL_PATH={renamed[1]}"], env
+    )
     assert len(metrics(tmp_path / "run")) == 4
     empty = environment(tmp_path / "another-cache", tmp_path)
     renamed[0].rename(files[0])

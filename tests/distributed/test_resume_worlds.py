@@ -1,4 +1,6 @@
-"""A run resumed on as many, fewer and more ranks: to the bit on as many, the same updates on another number, and no pickle anywhere."""
+"""A run resumed on as many, fewer and more ranks: to the bit on as many, the same updates on another number, and no
+pickle anywhere.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ LONG = pytest.mark.long
 
 
 def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) -> Trial:
-    """Another number of ranks draws otherwise, so only a run that keeps its own has `dropout`; with `full` the base's attention does."""
+    """Another number of ranks draws otherwise, so only a run that keeps its own has `dropout`; with `full` the base's
+    attention does.
+    """
     settings = ("train.save_steps: 1", f"tuning.lora.dropout: {dropout}")
     values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
     return Trial(**(values | changes))
@@ -70,7 +74,9 @@ def test_a_run_of_two_ranks_goes_on(
 ) -> None:
     dropout, train = (DROPOUT, trained_dropping) if world == 2 else (0.0, trained)
     run = train(trial(strategy, 2, dropout=dropout, mode=STRATEGIES[strategy]))
-    now = trial("single" if (strategy, world) == ("ddp", 1) else strategy, world, dropout=dropout, mode=STRATEGIES[strategy])
+    now = trial(
+        "single" if (strategy, world) == ("ddp", 1) else strategy, world, dropout=dropout, mode=STRATEGIES[strategy]
+    )
     again = resume_from(run, tmp_path / "run", HERE, now)
     if world == 2:
         same_to_the_bit(again, run)

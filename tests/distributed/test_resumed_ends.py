@@ -1,4 +1,6 @@
-"""Runs ended between their last step and their `model/`, resumed: published without another step, and only from whole checkpoints."""
+"""Runs ended between their last step and their `model/`, resumed: published without another step, and only from whole
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,13 @@ from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, logs, make_run, must_train, rows, train
 
 pytestmark = pytest.mark.long
-EARLY = ("train.early_stopping_patience: 1", "train.early_stopping_threshold: 100.0", "train.load_best_model_at_end: true",
-         "train.eval_steps: 2", "train.save_steps: 2")  # fmt: skip
+EARLY = (
+    "train.early_stopping_patience: 1",
+    "train.early_stopping_threshold: 100.0",
+    "train.load_best_model_at_end: true",
+    "train.eval_steps: 2",
+    "train.save_steps: 2",
+)
 """The first evaluation is better than none, the second not by 100."""
 
 

@@ -27,7 +27,9 @@ SECONDS = 240
 SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 """A model of 0.8 million weights: 10 MB a checkpoint, states included."""
 TIMED = ("trainer_state.json", "stamp.json", "states.json", "adapter_config.json")
-"""Files that hold seconds and memory, what the working tree was like, or (PEFT's) a set, in another order in every process."""
+"""Files that hold seconds and memory, what the working tree was like, or (PEFT's) a set, in another order in every
+process.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,9 @@ def fill(path: Path) -> None:
 
 @contextlib.contextmanager
 def training(run: RunFolder, console: Path) -> Iterator[subprocess.Popen[str]]:
-    """The workers of a run, ended with the test. What they say to the console goes to a file, on a disk that is not full."""
+    """The workers of a run, ended with the test. What they say to the console goes to a file, on a disk that is not
+    full.
+    """
     arguments, variables = command(run)
     with console.open("w") as output:
         process = subprocess.Popen(arguments, env=variables, stdout=output, stderr=subprocess.DEVNULL, text=True)
@@ -91,7 +95,12 @@ def partials(run: RunFolder) -> list[Path]:
 
 @pytest.mark.slow
 def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, tmp_path: Path, console: Path) -> None:
-    settings = ("train.save_steps: 2", "train.max_steps: 100000", "train.eval_steps: 100000", "train.save_total_limit: 2")
+    settings = (
+        "train.save_steps: 2",
+        "train.max_steps: 100000",
+        "train.eval_steps: 100000",
+        "train.save_total_limit: 2",
+    )
     with mounted(tmp_path / "disk") as disk:
         run = make_run(disk / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
         filler = disk / "other"
@@ -124,8 +133,14 @@ def content(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "mode"), [("ddp", "full"), pytest.param("zero3", "lora", marks=pytest.mark.long),
-                                                pytest.param("fsdp2", "full", marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("ddp", "full"),
+        pytest.param("zero3", "lora", marks=pytest.mark.long),
+        pytest.param("fsdp2", "full", marks=pytest.mark.long),
+    ],
+)
 def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
     base: Path, tmp_path: Path, strategy: str, mode: str
 ) -> None:
@@ -133,17 +148,20 @@ def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
     synchronous, background = (
         must_train(
             make_run(
-                tmp_path / name / "run", base,
+                tmp_path / name / "run",
+                base,
                 Trial(ranks=((4, 1), (4, 1)), strategy=strategy, mode=mode, settings=(f"train.async_save: {name}",)),
             )
         )
         for name in ("false", "true")
-    )  # fmt: skip
+    )
     assert steps(background) == ["step-000004", "step-000008"] == steps(synchronous)
     for name in steps(background):
         wanted, found = content(synchronous.checkpoints / name), content(background.checkpoints / name)
         assert wanted == found
-        known, states = (json.loads((run.checkpoints / name / "states.json").read_text()) for run in (synchronous, background))
+        known, states = (
+            json.loads((run.checkpoints / name / "states.json").read_text()) for run in (synchronous, background)
+        )
         assert states | {"counters": {}} == known | {"counters": {}}
         assert sum("rng-rank" in file for file in found) == 2
         assert len({path.stat().st_mode for path in (background.checkpoints / name).iterdir()}) == 1, (
@@ -155,7 +173,9 @@ def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
         assert [row["step"] for row in saves] == [4, 8]
         assert [row["background"] for row in saves] == [expected, expected]
         for row in saves:
-            size = sum(path.stat().st_size for path in run.checkpoint(row["step"]).iterdir() if path.name != "manifest.json")
+            size = sum(
+                path.stat().st_size for path in run.checkpoint(row["step"]).iterdir() if path.name != "manifest.json"
+            )
             assert row["bytes"] == size
             assert min(row["verify_seconds"], row["write_seconds"], row["pause_seconds"]) > 0
         totals = json.loads(run.training_metrics.read_text())["saving"]

@@ -1,4 +1,6 @@
-"""Scores while training, as a user asks for them: loss per source, every metric, early stopping; the same on one rank and on three."""
+"""Scores while training, as a user asks for them: loss per source, every metric, early stopping; the same on one rank
+and on three.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.places import WORDS, Place, question_rows
 from tests.tiny_models import build_tiny_llama
 
 # Words that an answer shares with its reference: no number of ours.
-SHARE = '{"share": sum(len(set(p.split()) & set(r.split())) for p, r in zip(predictions, references)) / len(predictions)}'
+SHARE = (
+    '{"share": sum(len(set(p.split()) & set(r.split())) for p, r in zip(predictions, references)) / len(predictions)}'
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(tmp_path_factory.mktemp("scores"))
     model = build_tiny_llama(place.folder / "model")
     for name, start, count in (("chat", 0, 20), ("chat-held", 100, 13), ("docs", 30, 12), ("docs-held", 5, 5)):
-        texts = (f"The {WORDS[i % 12]} is a {WORDS[i % 7]} number {i}. " * (1 + i % 3) for i in range(start, start + count))
+        texts = (
+            f"The {WORDS[i % 12]} is a {WORDS[i % 7]} number {i}. " * (1 + i % 3) for i in range(start, start + count)
+        )
         documents = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         content = documents if name.startswith("docs") else question_rows(start, count, longest=9)
         (place.folder / f"{name}.jsonl").write_text(content)
@@ -32,15 +38,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         "tuning": {"mode": "lora", "task": "mixed"},
         "data": {
             "sources": [{"path": str(place.folder / f"{name}.jsonl"), "name": name} for name in ("chat", "docs")],
-            "validation": [{"path": str(place.folder / f"{name}-held.jsonl"), "name": name} for name in ("chat", "docs")],
+            "validation": [
+                {"path": str(place.folder / f"{name}-held.jsonl"), "name": name} for name in ("chat", "docs")
+            ],
         },
         "train": {
-            "max_steps": 9, "global_batch_size": 6, "learning_rate": 0.02, "generation_max_new_tokens": 8, "predict_with_generate": True,
-            "eval_strategy": "steps", "eval_steps": 2, "save_steps": 100, "load_best_model_at_end": True,
-            "metric_for_best_model": "loss/docs", "early_stopping_patience": 1, "early_stopping_threshold": 100,
+            "max_steps": 9,
+            "global_batch_size": 6,
+            "learning_rate": 0.02,
+            "generation_max_new_tokens": 8,
+            "predict_with_generate": True,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_steps": 100,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "loss/docs",
+            "early_stopping_patience": 1,
+            "early_stopping_threshold": 100,
         },
         "eval": {"samples": 9, "batch_size": 2, "metrics": ["rougeL", "bleu", "chrf", "f1", share]},
-    }  # fmt: skip
+    }
     place.config.write_text(json.dumps(settings))
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
     assert done.returncode == 0, done.stderr
@@ -94,7 +111,9 @@ THREE = [
 def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, words: tuple[str, ...]) -> None:
     """13 rows of chat and 5 documents in batches of 2: the last round has fewer batches than ranks."""
     name = f"{command}-again"
-    done = place.run(command, f"CONFIG={place.config}", f"RUN_NAME={name}", "TRAIN_LEARNING_RATE=0", *words, timeout=500)
+    done = place.run(
+        command, f"CONFIG={place.config}", f"RUN_NAME={name}", "TRAIN_LEARNING_RATE=0", *words, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     base = place.scores("RUN=one", "CHECKPOINT=base")
     folder = place.folder_of(name, 4)

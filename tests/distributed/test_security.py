@@ -1,4 +1,6 @@
-"""Real runs with planted tokens, planted pickles and strangers at the server's door; and a run repeated from another's folder."""
+"""Real runs with planted tokens, planted pickles and strangers at the server's door; and a run repeated from another's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
 
 SECRETS = {
-    "HF_TOKEN": "hf_PlantedHubPlantedHubPlantedHub1", "HUGGING_FACE_HUB_TOKEN": "hf_PlantedOldPlantedOldPlantedOld2",
-    "WANDB_API_KEY": "planted-wandb-0123456789abcdef", "AWS_SECRET_ACCESS_KEY": "planted/aws/0123456789", "HF_SECRET_THING": "planted-thing-4711",
-    "COMET_API_KEY": "planted-comet-0815", "SFT_PLAY_SERVE_TOKEN": "planted-serve-0123456789", "MASTER_KEY": "planted-master-0123456789",
+    "HF_TOKEN": "hf_PlantedHubPlantedHubPlantedHub1",
+    "HUGGING_FACE_HUB_TOKEN": "hf_PlantedOldPlantedOldPlantedOld2",
+    "WANDB_API_KEY": "planted-wandb-0123456789abcdef",
+    "AWS_SECRET_ACCESS_KEY": "planted/aws/0123456789",
+    "HF_SECRET_THING": "planted-thing-4711",
+    "COMET_API_KEY": "planted-comet-0815",
+    "SFT_PLAY_SERVE_TOKEN": "planted-serve-0123456789",
+    "MASTER_KEY": "planted-master-0123456789",
     "NCCL_PASSWORD": "planted-nccl-99",
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -53,7 +60,9 @@ def planted_in(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, str]:
-    """A run, made with tokens in the environment while the arguments of all processes are watched; and everything that it printed."""
+    """A run, made with tokens in the environment while the arguments of all processes are watched; and everything that
+    it printed.
+    """
     place = Place(tmp_path_factory.mktemp("security"))
     model = build_tiny_llama(place.folder / "model")
     (place.folder / "data.jsonl").write_text(question_rows(0, 24, longest=6))
@@ -91,7 +100,9 @@ def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]
     runs = place.folder / "runs"
 
     def curve(name: str) -> list[tuple[float, ...]]:
-        return [tuple(row[key] for key in ("step", "loss", "grad_norm", "learning_rate")) for row in metrics(runs / name)]
+        return [
+            tuple(row[key] for key in ("step", "loss", "grad_norm", "learning_rate")) for row in metrics(runs / name)
+        ]
 
     assert len(curve("demo")) == 4
     assert curve("demo-again") == curve("demo")
@@ -107,9 +118,15 @@ def test_no_other_command_writes_or_shows_a_token(trained: tuple[Place, str]) ->
     place, _ = trained
     shown = ""
     with arguments_watched():
-        for words in (["resume", "RUN=demo", "TRAIN_MAX_STEPS=6"], ["eval", "RUN=demo", "JSON=1"], ["infer", "RUN=demo", "PROMPT=What?", "JSON=1"],
-                      ["merge", "RUN=demo", f"OUT={place.folder}/merged"], ["stamp", "RUN=demo", "JSON=1"], ["doctor", "JSON=1"],
-                      ["config", "RUN=demo", "JSON=1"]):  # fmt: skip
+        for words in (
+            ["resume", "RUN=demo", "TRAIN_MAX_STEPS=6"],
+            ["eval", "RUN=demo", "JSON=1"],
+            ["infer", "RUN=demo", "PROMPT=What?", "JSON=1"],
+            ["merge", "RUN=demo", f"OUT={place.folder}/merged"],
+            ["stamp", "RUN=demo", "JSON=1"],
+            ["doctor", "JSON=1"],
+            ["config", "RUN=demo", "JSON=1"],
+        ):
             done = run(place, *words)
             assert done.code == 0 or words[0] == "doctor", f"{words}: {done.err}"
             shown += done.out + done.err

@@ -24,13 +24,16 @@ def on_both(launcher: Launcher, *words: str) -> list[tuple[int, str]]:
     """Returns code and words of the two nodes."""
     shared = ("MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}")
     nodes = [
-        launcher.start(*words, f"NODE_RANK={rank}", *shared, RUNS_DIR=str(launcher.folder / f"runs{rank}")) for rank in range(2)
+        launcher.start(*words, f"NODE_RANK={rank}", *shared, RUNS_DIR=str(launcher.folder / f"runs{rank}"))
+        for rank in range(2)
     ]
     return [node.end() for node in nodes]
 
 
 def start(launcher: Launcher, command: str, *words: str) -> list[tuple[int, str]]:
-    return on_both(launcher, command, f"CONFIG={launcher.config}", "NUM_NODES=2", "NUM_GPUS=1", "RUN_NAME=apart", *words)
+    return on_both(
+        launcher, command, f"CONFIG={launcher.config}", "NUM_NODES=2", "NUM_GPUS=1", "RUN_NAME=apart", *words
+    )
 
 
 def test_the_states_of_all_ranks_are_in_the_first_machines_checkpoint(launcher: Launcher) -> None:

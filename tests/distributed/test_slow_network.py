@@ -1,4 +1,6 @@
-"""Slow networks in whole runs (contract B12): local steps that resume to the bit, compressed gradients, bytes as the interface counts them."""
+"""Slow networks in whole runs (contract B12): local steps that resume to the bit, compressed gradients, bytes as the
+interface counts them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(tra
     import torch
 
     run = trained(Trial(strategy="ddp", ranks=HALVES, mode="lora", settings=LOCAL, plan=(("warmup_steps", 1),)))
-    assert all(len(set(row["rank_grad_norm"])) == 2 and max(row["rank_grad_norm"]) == row["grad_norm"] for row in rows(run))
+    assert all(
+        len(set(row["rank_grad_norm"])) == 2 and max(row["rank_grad_norm"]) == row["grad_norm"] for row in rows(run)
+    )
     for row in rows(run):  # the logged loss is that of all tokens, whoever trained them
         tokens = row["rank_tokens"]
         whole = sum(loss * count for loss, count in zip(row["rank_loss"], tokens, strict=True)) / sum(tokens)
@@ -55,7 +59,9 @@ def test_16_bits_are_close(trained: Trained) -> None:
 
 @pytest.mark.long
 def test_local_steps_go_on_with_another_number_of_ranks(trained: Trained, tmp_path: Path) -> None:
-    """All begin with the average's weights, the mean of the ranks' moments, and the same anchor; so does one rank alone."""
+    """All begin with the average's weights, the mean of the ranks' moments, and the same anchor; so does one rank
+    alone.
+    """
     run = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "launch.local_steps: 4", "train.save_steps: 3")))
     for ranks, strategy in ((((2, 2), (1, 2), (1, 2)), "ddp"), (((4, 2),), "single")):
         again = resume_from(run, tmp_path / strategy, 3, Trial(strategy=strategy, ranks=ranks))

@@ -1,6 +1,8 @@
-"""Trainings killed at random moments: SIGKILL from outside, the same command again, and the result of an undisturbed run to the bit.
+"""Trainings killed at random moments: SIGKILL from outside, the same command again, and the result of an undisturbed
+run to the bit.
 
-`SOAK_KILLS=100 .venv/bin/python -m pytest tests/distributed/test_soak.py -m long -k ddp -s` prints the table of docs/reliability.md.
+`SOAK_KILLS=100 .venv/bin/python -m pytest tests/distributed/test_soak.py -m long -k ddp -s` prints the table of
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -78,9 +80,15 @@ class Soak:
         run.phase.unlink(missing_ok=True)  # an earlier launch's
         argv = [sys.executable, "-m", "sft_play", *self.words, f"RUN_NAME={run.name}"]
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env=self.variables | {MARK: str(self.launches)}, start_new_session=True,
-        )  # fmt: skip
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=self.variables | {MARK: str(self.launches)},
+            start_new_session=True,
+        )
         try:
             target = self._kill_in_time(process, run, kill_before) if kill_before else None
             begun = time.monotonic()
@@ -143,16 +151,40 @@ def test_killed_trainings_end_as_the_undisturbed_one(strategy: str, cache: Path,
     for name, count in (("train", 200), ("val", 8)):
         (tmp_path / f"{name}.jsonl").write_text(question_rows(0, count, longest=8))
     config = tmp_path / "soak.yaml"  # JSON is YAML
-    model = {"init": "random", "tokenizer": "train", "vocab_size": 300, "hidden_size": 64, "attention_heads": 4, "layers": 2}
-    train = {"global_batch_size": 8, "batch_size": 2, "max_steps": STEPS, "save_steps": SAVE_STEPS, "save_total_limit": 2}
-    answers = {"eval_strategy": "steps", "eval_steps": 8, "predict_with_generate": True, "generation_max_new_tokens": 12}
-    data = {"chat_template": "chatml", "train_path": str(tmp_path / "train.jsonl"), "val_path": str(tmp_path / "val.jsonl")}
+    model = {
+        "init": "random",
+        "tokenizer": "train",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "attention_heads": 4,
+        "layers": 2,
+    }
+    train = {
+        "global_batch_size": 8,
+        "batch_size": 2,
+        "max_steps": STEPS,
+        "save_steps": SAVE_STEPS,
+        "save_total_limit": 2,
+    }
+    answers = {
+        "eval_strategy": "steps",
+        "eval_steps": 8,
+        "predict_with_generate": True,
+        "generation_max_new_tokens": 12,
+    }
+    data = {
+        "chat_template": "chatml",
+        "train_path": str(tmp_path / "train.jsonl"),
+        "val_path": str(tmp_path / "val.jsonl"),
+    }
     tuning = {"mode": "full"}
     config.write_text(
         json.dumps({"model": model | {"max_seq_len": 128}, "tuning": tuning, "data": data, "train": train | answers})
     )
     variables = environment(cache, tmp_path / "runs", {"OMP_NUM_THREADS": "1"})
-    soak = Soak(folder=tmp_path, words=(*COMMANDS[strategy], f"CONFIG={config}", "LAUNCH_AUTO_RESUME=true"), variables=variables)
+    soak = Soak(
+        folder=tmp_path, words=(*COMMANDS[strategy], f"CONFIG={config}", "LAUNCH_AUTO_RESUME=true"), variables=variables
+    )
     begun = time.monotonic()
     assert soak.launch(soak.run("undisturbed"), kill_before=None) == 0
     lasts, expected = time.monotonic() - begun, exact(soak.run("undisturbed"))
@@ -169,6 +201,7 @@ def test_killed_trainings_end_as_the_undisturbed_one(strategy: str, cache: Path,
         assert not [path for path in run.path.rglob(".*") if path.suffix != ".lock"], "half-written files"
     means = [sum(values) / max(1, len(values)) for values in (soak.gone_seconds, soak.lost_steps)]
     print(
-        f"\n{strategy}: {len(soak.gone_seconds)} kills; processes gone after {means[0]:.1f} s ({max(soak.gone_seconds):.1f} s); "
-        f"steps lost {means[1]:.1f} ({max(soak.lost_steps, default=0)}); {runs} of {runs} runs equal to the bit"
+        f"\n{strategy}: {len(soak.gone_seconds)} kills; processes gone after {means[0]:.1f} s"
+        f" ({max(soak.gone_seconds):.1f} s); steps lost {means[1]:.1f} ({max(soak.lost_steps, default=0)}); {runs} of"
+        f" {runs} runs equal to the bit"
     )

@@ -1,4 +1,6 @@
-"""Stops on request in every phase, with real processes: the exit code, in time, nothing lost; then the same command goes on to the bit."""
+"""Stops on request in every phase, with real processes: the exit code, in time, nothing lost; then the same command
+goes on to the bit.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Place:
         return said
 
     def require_same(self, launch: Started, *more: str) -> str:
-        """Completes a launch that was stopped, to the figures and weights of the run that nobody disturbed; returns what it said."""
+        """Completes a launch that was stopped, to the figures and weights of the run that nobody disturbed; returns
+        what it said.
+        """
         said = self.complete(launch.run.name, *more)
         assert figures(launch.run) == figures(launch.run.parent / "whole"), said
         assert weights(launch.run) == weights(launch.run.parent / "whole")
@@ -121,7 +125,11 @@ def evaluating(launch: Started) -> bool:
 
 
 def saving(launch: Started) -> bool:
-    return bool(list((launch.run / "checkpoints").glob(".step-*.partial"))) if (launch.run / "checkpoints").is_dir() else False
+    return (
+        bool(list((launch.run / "checkpoints").glob(".step-*.partial")))
+        if (launch.run / "checkpoints").is_dir()
+        else False
+    )
 
 
 def publishing(launch: Started) -> bool:
@@ -155,7 +163,11 @@ ZERO3 = ("train-deepspeed", "LAUNCH_STRATEGY=zero3")
 
 @pytest.mark.parametrize(
     ("words", "target"),
-    [((), "1"), ((), "agent"), *(pytest.param(words, "1", marks=pytest.mark.long) for words in (("train-fsdp",), ZERO3))],
+    [
+        ((), "1"),
+        ((), "agent"),
+        *(pytest.param(words, "1", marks=pytest.mark.long) for words in (("train-fsdp",), ZERO3)),
+    ],
 )
 def test_ranks_leave_an_evaluation_together_and_the_same_command_goes_on(
     words: tuple[str, ...], target: str, double: Place, tmp_path: Path, tiny: Path, cache: Path
@@ -183,7 +195,9 @@ def test_a_session_that_ends_loses_nothing(double: Place, numbers: tuple[signal.
     assert code == 143 and "Traceback" not in said, said
     last = launch.events()[-1]
     assert (last["event"], last["saved"]) == ("stopped", f"step-{last['step']:06d}")
-    assert last["signal"] in [number.name for number in numbers], "of two that wait, the kernel delivers the smaller first"
+    assert last["signal"] in [number.name for number in numbers], (
+        "of two that wait, the kernel delivers the smaller first"
+    )
     double.require_same(launch)
 
 
@@ -213,13 +227,19 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("train-distributed RUN_NAME=whole TRAIN_LEARNING_RATE=1e-3", 2, ("`train.learning_rate` cannot change", "TRAIN_LEARNING_RATE=1e-3")),
+        (
+            "train-distributed RUN_NAME=whole TRAIN_LEARNING_RATE=1e-3",
+            2,
+            ("`train.learning_rate` cannot change", "TRAIN_LEARNING_RATE=1e-3"),
+        ),
         ("train-distributed RUN_NAME=whole MODEL_MAX_SEQ_LEN=128", 5, ("max_seq_len", "set `model.max_seq_len` back")),
         ("train-fsdp RUN_NAME=whole", 2, ("was started by `make train-distributed`, not by `make train-fsdp`",)),
         ("train-distributed", 2, ("`launch.auto_resume` needs `RUN_NAME`", "stops.yaml")),
     ],
-)  # fmt: skip
-def test_another_run_is_refused_as_resume_refuses_it(double: Place, words: str, code: int, said: tuple[str, ...]) -> None:
+)
+def test_another_run_is_refused_as_resume_refuses_it(
+    double: Place, words: str, code: int, said: tuple[str, ...]
+) -> None:
     whole = Path(double.environment["RUNS_DIR"]) / "whole"
     before = figures(whole)
     run_program([*words.split(), f"CONFIG={double.config}", "NUM_GPUS=2"], double.environment).refused(code, *said)
@@ -276,8 +296,12 @@ def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", [publishing, lambda launch: rows(launch, "train") == STEPS], ids=["model", "last-evaluation"])
-def test_what_no_checkpoint_keeps_is_published_after_the_last_step(single: Place, moment: Callable[[Started], bool]) -> None:
+@pytest.mark.parametrize(
+    "moment", [publishing, lambda launch: rows(launch, "train") == STEPS], ids=["model", "last-evaluation"]
+)
+def test_what_no_checkpoint_keeps_is_published_after_the_last_step(
+    single: Place, moment: Callable[[Started], bool]
+) -> None:
     launch = single.start(f"only-model-{time.monotonic_ns()}", "TRAIN_SAVE_STRATEGY=no")
     assert stop(launch, moment, signal.SIGTERM) == 0, launch.output.read_text()
     assert weights(launch.run) == weights(launch.run.parent / "whole")

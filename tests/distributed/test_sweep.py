@@ -15,30 +15,45 @@ from tests.tiny_models import build_tiny_llama
 
 def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
-    (tmp_path / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [2, 4]\n")
-    words = ("sweep", f"CONFIG={launcher.config}", "SWEEP=rates.yaml", "TRAIN_MAX_STEPS=30", "PRICE_PER_HOUR=2",
-             "DATA_VAL_PATH=rows.jsonl", "TRAIN_EVAL_STRATEGY=steps", "TRAIN_EVAL_STEPS=30", "TRAIN_PREDICT_WITH_GENERATE=true",
-             "TRAIN_GENERATION_MAX_NEW_TOKENS=2")  # fmt: skip
+    (tmp_path / "rates.yaml").write_text(
+        "metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [2, 4]\n"
+    )
+    words = (
+        "sweep",
+        f"CONFIG={launcher.config}",
+        "SWEEP=rates.yaml",
+        "TRAIN_MAX_STEPS=30",
+        "PRICE_PER_HOUR=2",
+        "DATA_VAL_PATH=rows.jsonl",
+        "TRAIN_EVAL_STRATEGY=steps",
+        "TRAIN_EVAL_STEPS=30",
+        "TRAIN_PREDICT_WITH_GENERATE=true",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS=2",
+    )
     sweep = launcher.start(*words)
     sweep.run = launcher.runs / "demo-rates-02"
     sweep.wait_for_step(2)
     sweep.process.send_signal(signal.SIGTERM)
     code, said = sweep.end(within=240)
     assert code == 143 and "the same command continues the sweep" in said, said
-    assert "sweep of 4 runs\n" in said and "demo-rates-04  0.05" in said and not (launcher.runs / "demo-rates-03").exists()
+    assert (
+        "sweep of 4 runs\n" in said and "demo-rates-04  0.05" in said and not (launcher.runs / "demo-rates-03").exists()
+    )
 
     done = launcher(*words, "JSON=1")
     assert done.code == 0, done.err
-    assert [one["event"] for one in launcher.events("demo-rates-01")] == ["started", "finished"], (
-        "a finished run is left as it is"
-    )
+    assert [one["event"] for one in launcher.events("demo-rates-01")] == [
+        "started",
+        "finished",
+    ], "a finished run is left as it is"
     assert [one["event"] for one in launcher.events("demo-rates-02")] == ["started", "stopped", "resumed", "finished"]
     assert "about " in done.err and "cost about " in done.err
     found = json.loads(done.out)
     assert {one["run"]: one["values"] for one in found} == {
         f"demo-rates-0{2 * i + j + 1}": {"train.learning_rate": rate, "tuning.lora.r": rank}
-        for i, rate in enumerate(("1e-5", "0.05")) for j, rank in enumerate(("2", "4"))
-    }  # fmt: skip
+        for i, rate in enumerate(("1e-5", "0.05"))
+        for j, rank in enumerate(("2", "4"))
+    }
     losses = [one["loss"] for one in found]
     assert losses == sorted(losses) and found[0]["values"]["train.learning_rate"] == "0.05"
     config = json.loads((launcher.runs / "demo-rates-03" / "config.json").read_text())["config"]
@@ -47,9 +62,13 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     told = launcher(*words).out
     assert "ROUGE-L, paired difference" in told and f'make compare RUNS="{found[0]["run"]} {found[1]["run"]}"' in told
 
-    (tmp_path / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n")
+    (tmp_path / "rates.yaml").write_text(
+        "metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n"
+    )
     edited = launcher(*words)
-    assert edited.code == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.err, edited.err
+    assert edited.code == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.err, (
+        edited.err
+    )
     assert "begun with 2" in edited.err and "sweep of" not in edited.out
 
 

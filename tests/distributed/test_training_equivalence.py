@@ -25,16 +25,27 @@ WAYS = {
     "packed": ("train", ["TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
     "packed-ddp2": ("train-distributed", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=auto"]),
     "packed-zero2": ("train-deepspeed", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
-    "packed-zero3": ("train-deepspeed", ["NUM_GPUS=2", "LAUNCH_STRATEGY=zero3", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
+    "packed-zero3": (
+        "train-deepspeed",
+        ["NUM_GPUS=2", "LAUNCH_STRATEGY=zero3", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"],
+    ),
     "packed-fsdp2": ("train-fsdp", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
 }
 ADAPTERS = ("b1a8", "ddp2", "zero2", "zero3", "fsdp2")
 """Splits are proven with full tuning, adapters where the strategy treats them differently."""
-SHORT = [("full", way) for way in ("b1a8", "ddp2", "zero3", "fsdp2", "packed-ddp2")] + [("lora", "zero2"), ("lora", "fsdp2")]
+SHORT = [("full", way) for way in ("b1a8", "ddp2", "zero3", "fsdp2", "packed-ddp2")] + [
+    ("lora", "zero2"),
+    ("lora", "fsdp2"),
+]
 """One of each kind; the others repeat the proof for another split or stage."""
 PAIRS = [("full", way) for way in WAYS] + [("lora", way) for way in ADAPTERS]
-SHARDS = {"ddp2": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "zero3": ("optimizer", "gradients", "trainable"),
-          "fsdp2": ("optimizer", "gradients", "trainable")}  # fmt: skip
+SHARDS = {
+    "ddp2": (),
+    "zero1": ("optimizer",),
+    "zero2": ("optimizer", "gradients"),
+    "zero3": ("optimizer", "gradients", "trainable"),
+    "fsdp2": ("optimizer", "gradients", "trainable"),
+}
 """What each strategy must split over two ranks."""
 
 
@@ -49,10 +60,9 @@ def config(mode: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     train, held_out = ragged_rows(folder / "train.jsonl", 21), ragged_rows(folder / "val.jsonl", 7, seed=1)
     path = folder / "same.yaml"
     path.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\n"
-        f"tuning: {{mode: {mode}, lora: {{r: 4, alpha: 8}}}}\n"
-        f"data: {{train_path: {train}, val_path: {held_out}}}\n"
-        f"train: {{global_batch_size: 8, max_steps: {STEPS}, learning_rate: 5.0e-3, save_strategy: 'no', warmup_steps: 1, packing: 'off'}}\n",
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: {mode}, lora: {{r: 4, alpha: 8}}}}\ndata:"
+        f" {{train_path: {train}, val_path: {held_out}}}\ntrain: {{global_batch_size: 8, max_steps: {STEPS},"
+        " learning_rate: 5.0e-3, save_strategy: 'no', warmup_steps: 1, packing: 'off'}\n",
         encoding="utf-8",
     )
     return path
@@ -106,7 +116,8 @@ def check_holdings(run: Path, baseline: Path, way: str) -> None:
     for rank, planned in zip(ranks, json.loads((run / "plan.json").read_text())["ranks"], strict=True):
         parts, held = planned["memory_bytes"], rank["bytes"]
         states = sum(parts.get(name, 0) for name in ("frozen", "trained", "adapters", "gradients", "optimizer"))
-        # ZeRO-1 holds whole gradients until they are reduced: as many as weights train. At the update only this rank's share is left.
+        # ZeRO-1 holds whole gradients until they are reduced: as many as weights train. At the update only this rank's
+        # share is left.
         gradients = 4 * (rank["parameters"]["trainable"] if way == "zero1" else rank["gradients"])
         found = held["weights"] + held["optimizer"] + gradients
         assert found == pytest.approx(states, rel=0.02), (held, parts)

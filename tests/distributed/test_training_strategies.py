@@ -1,4 +1,6 @@
-"""What sharding must not change: published weights, quantised bases, answers while training; and worlds that are not the plan's."""
+"""What sharding must not change: published weights, quantised bases, answers while training; and worlds that are not
+the plan's.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ HALVES = ((2, 2), (2, 2))
 NO_EVALUATION = ("train.eval_strategy: 'no'", "train.eval_steps: null")
 
 
-ANSWERS = ("train.predict_with_generate: true", "train.generation_max_new_tokens: 6", "train.load_best_model_at_end: true")
+ANSWERS = (
+    "train.predict_with_generate: true",
+    "train.generation_max_new_tokens: 6",
+    "train.load_best_model_at_end: true",
+)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
@@ -65,9 +71,21 @@ def test_sharded_weights_are_published_whole_and_answer_the_same(strategy: str, 
 
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [("zero3", "full"), *(pytest.param(*way, marks=pytest.mark.long) for way in (("ddp", "full"), ("zero2", "full"), ("fsdp2", "full"),
-                                                                                 ("ddp", "lora"), ("zero3", "lora"), ("fsdp2", "lora")))],
-)  # fmt: skip
+    [
+        ("zero3", "full"),
+        *(
+            pytest.param(*way, marks=pytest.mark.long)
+            for way in (
+                ("ddp", "full"),
+                ("zero2", "full"),
+                ("fsdp2", "full"),
+                ("ddp", "lora"),
+                ("zero3", "lora"),
+                ("fsdp2", "lora"),
+            )
+        ),
+    ],
+)
 def test_head_and_loss_in_chunks_train_what_the_whole_does(strategy: str, mode: str, trained: Trained) -> None:
     """With a trained head, tied to the embedding, and with a frozen one."""
     whole = trained(Trial(mode=mode, settings=ANSWERS))
@@ -109,14 +127,19 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     assert end["code"] == 4
     error = end["error"]
     assert "of step 3 is " in error and "TRAIN_LEARNING_RATE" in error
-    assert "the last checkpoint, step-000002, is as it was" in error or strategy == "zero2"  # there it may still be being written
+    assert (
+        "the last checkpoint, step-000002, is as it was" in error or strategy == "zero2"
+    )  # there it may still be being written
     named = json.loads(next(run.logs.glob("bad-rows-rank*.json")).read_text())
     assert named["step"] == 3 and named["rows"]
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert verify(run.checkpoint(2)) is None and run.last.resolve() == run.checkpoint(2).resolve(), (
         "the last good checkpoint is kept"
     )
-    assert all(tensor.isfinite().all() for tensor in load_file(run.checkpoint(2) / "model.safetensors").values()) or not more
+    assert (
+        all(tensor.isfinite().all() for tensor in load_file(run.checkpoint(2) / "model.safetensors").values())
+        or not more
+    )
     assert not run.model.exists()
 
 
@@ -124,7 +147,9 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "zero3", "fsdp2"))]
 )
 def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path) -> None:
-    """One row holds a token whose embedding is no number; every rank stops before the update, and that row's rank has its file."""
+    """One row holds a token whose embedding is no number; every rank stops before the update, and that row's rank has
+    its file.
+    """
     base = build_tiny_llama(tmp_path / "base", tie_word_embeddings=False)
     run = make_run(tmp_path / "run", base, Trial(strategy=strategy, ranks=HALVES, settings=NO_EVALUATION))
     spoilt = tmp_path / "spoilt"
@@ -148,12 +173,21 @@ def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path
     assert "the loss of step" in end["error"]
 
 
-@pytest.mark.parametrize("strategy", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))])
+@pytest.mark.parametrize(
+    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))]
+)
 def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tiny: Path, tmp_path: Path) -> None:
     ranks = ((4, 2),) if strategy == "single" else HALVES
-    settings = ("train.max_steps: 24", "train.save_steps: 14", *NO_EVALUATION,
-                "train.spike_guard: skip", "train.spike_factor: 1.05")  # fmt: skip
-    run = must_train(make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings)))
+    settings = (
+        "train.max_steps: 24",
+        "train.save_steps: 14",
+        *NO_EVALUATION,
+        "train.spike_guard: skip",
+        "train.spike_factor: 1.05",
+    )
+    run = must_train(
+        make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings))
+    )
     found = spikes(run)
     steps = sorted({line["step"] for line in found})
     assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in found)
@@ -176,7 +210,9 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     same_to_the_bit(run, whole)
     assert column(run, "step", "eval") == [4, 8]
     assert len(list(run.tensorboard.iterdir())) == 2, "the curve goes on in a second file"
-    assert dict(curves(run)["train/loss"]) == pytest.approx(dict(zip(column(run, "step"), column(run, "loss"), strict=True)))
+    assert dict(curves(run)["train/loss"]) == pytest.approx(
+        dict(zip(column(run, "step"), column(run, "loss"), strict=True))
+    )
     shown = {
         "train/grad_norm",
         "rank/loss/0",
@@ -192,9 +228,13 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
 def test_a_checkpoint_comes_before_its_scores_which_a_resumed_run_takes_up(tiny: Path, tmp_path: Path) -> None:
     """A learning rate that falls at each evaluation falls alike in a resumed run, which makes none of them again."""
     settings = (
-        "train.eval_strategy: epoch", "train.eval_steps: null", "train.save_steps: 3", "train.lr_scheduler_type: reduce_lr_on_plateau",
-        'train.lr_scheduler_kwargs: {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"}', "train.load_best_model_at_end: true",
-    )  # fmt: skip
+        "train.eval_strategy: epoch",
+        "train.eval_steps: null",
+        "train.save_steps: 3",
+        "train.lr_scheduler_type: reduce_lr_on_plateau",
+        'train.lr_scheduler_kwargs: {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"}',
+        "train.load_best_model_at_end: true",
+    )
     whole = must_train(make_run(tmp_path / "run", tiny, Trial(settings=settings)))
     assert column(whole, "step", "eval") == column(whole, "step", "save") == [3, 6, 8]
     assert len(set(column(whole, "learning_rate"))) > 1
@@ -230,8 +270,12 @@ def test_fewer_processes_than_planned_are_refused(tiny: Path, tmp_path: Path) ->
     _, variables = command(run)
     done = subprocess.run(
         [sys.executable, "-m", "sft_play.train", "--run", str(run.path)],
-        env=variables, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 3
     assert on_page("process-group-not-initialized", done.stdout + done.stderr)
     assert ended_with(run)["code"] == 3

@@ -1,4 +1,6 @@
-"""Ranks with micro-batches and micro-steps of their own: the same updates as one process, and shares that follow measured speed (B11)."""
+"""Ranks with micro-batches and micro-steps of their own: the same updates as one process, and shares that follow
+measured speed (B11).
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_ranks_with_their_own_micro_steps_make_the_same_updates(
 # ---- Shares that follow measured speed
 
 ROWS, STEPS, EVERY, SECONDS = 16, 20, 5, 300
-"""Rows and steps of a run, steps between two checkpoints; an epoch of 20 rows has two steps, so step 15 stands in the middle of one."""
+"""Rows and steps of a run, steps between two checkpoints; an epoch of 20 rows has two steps, so step 15 stands in the
+middle of one.
+"""
 PLANNED = ((4, 2), (4, 3))
 """More for the rank that will be slow."""
 
@@ -66,7 +70,9 @@ def slowed(run: RunFolder) -> RunFolder:
     arguments, variables = command(run)
     with (
         quota(0.25) as group,
-        subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        subprocess.Popen(
+            arguments, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
     ):
         try:
             worker = worker_of(process.pid, 1)
@@ -83,9 +89,14 @@ def slowed(run: RunFolder) -> RunFolder:
 def heavy(*more: str, named: bool, **changes: Any) -> Trial:
     """Returns a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
     settings = (
-        f"train.max_steps: {STEPS}", f"train.global_batch_size: {ROWS}", f"train.save_steps: {EVERY}", "train.eval_strategy: 'no'",
-        "train.eval_steps: null", "train.save_total_limit: 9", *more,
-    )  # fmt: skip
+        f"train.max_steps: {STEPS}",
+        f"train.global_batch_size: {ROWS}",
+        f"train.save_steps: {EVERY}",
+        "train.eval_strategy: 'no'",
+        "train.eval_steps: null",
+        "train.save_total_limit: 9",
+        *more,
+    )
     values: dict[str, Any] = {"strategy": "ddp", "ranks": PLANNED, "mode": "lora", "settings": settings, "steps": STEPS}
     trial = Trial(**(values | changes))
     extra: dict[str, Any] = {"global_batch_size": ROWS, "steps_per_epoch": 2}
@@ -96,7 +107,12 @@ def heavy(*more: str, named: bool, **changes: Any) -> Trial:
 
 @pytest.fixture(scope="module")
 def heavier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    shape: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     return build_tiny_llama(tmp_path_factory.mktemp("heavier") / "llama", **shape)
 
 
@@ -148,6 +164,8 @@ def test_a_run_goes_on_in_mid_epoch_with_other_shares(heavier: Path, heavy_alone
     """With those of its plan, until ranks are measured again."""
     unequal = must_train(make_run(tmp_path / "unequal", heavier, heavy(named=False)))
     slots = ((2, 8), (1, 1))
-    again = resume_from(unequal, tmp_path / "again", 15, replace(heavy(named=False, ranks=slots), plan=heavy(named=False).plan))
+    again = resume_from(
+        unequal, tmp_path / "again", 15, replace(heavy(named=False, ranks=slots), plan=heavy(named=False).plan)
+    )
     same_curves(again.path, heavy_alone.path)
     assert all(row["rank_rows"] == list(spans(ROWS, slots)) for row in whole_steps(again) if row["step"] > 15)

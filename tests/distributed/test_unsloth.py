@@ -1,6 +1,7 @@
 """`tuning.backend: unsloth`, typed in the main environment, is carried out in that of `make install-unsloth`.
 
-On a CPU Unsloth computes with transformers and PEFT: environment, arguments, saving and resuming are proven here, and no kernel.
+On a CPU Unsloth computes with transformers and PEFT: environment, arguments, saving and resuming are proven here, and
+no kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, for every key and family that could."""
+"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, for every key
+and family that could.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,11 @@ from sft_play.launch.environment import free_port
 from tests.places import Place
 from tests.tiny_models import build_tiny_llama
 
-QUESTIONS = ["What is a list?", "What is a tuple?", "What is a much longer question about dictionaries and sets good for?"]
+QUESTIONS = [
+    "What is a list?",
+    "What is a tuple?",
+    "What is a much longer question about dictionaries and sets good for?",
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +76,20 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(place: Place, tmp_path: Pat
     questions.write_text('prompt;completion\nWhy?;"a, b"\n;\n"two\nlines";\n')
     assert f"3 answers in {output}, 1 of them to empty lines" in place.call(*words, f"INPUT={questions}").err
     answers = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(row["prompt"], row.get("reference")) for row in answers] == [("Why?", "a, b"), ("", None), ("two\nlines", None)]
+    assert [(row["prompt"], row.get("reference")) for row in answers] == [
+        ("Why?", "a, b"),
+        ("", None),
+        ("two\nlines", None),
+    ]
     assert answers[1] == {"prompt": "", "answer": ""} and answers[0]["answer"] + "\n" == why
 
 
 def test_answers_carry_the_other_columns_into_the_file_that_is_named(place: Place, tmp_path: Path, why: str) -> None:
     questions, output = tmp_path / "asked.csv", tmp_path / "answers.csv"
     with questions.open("w", newline="") as stream:
-        csv.writer(stream).writerows([["id", "prompt", "answer", "note"], ["7", "Why?", "old", 'a, "b"\nc'], ["8", "", "x", ""]])
+        csv.writer(stream).writerows(
+            [["id", "prompt", "answer", "note"], ["7", "Why?", "old", 'a, "b"\nc'], ["8", "", "x", ""]]
+        )
     done = place.call("infer", "RUN=demo", "CHECKPOINT=last", f"INPUT={questions}", f"OUTPUT={output}")
     assert done.code == 0, done.err
     with output.open(newline="") as stream:
@@ -89,9 +99,16 @@ def test_answers_carry_the_other_columns_into_the_file_that_is_named(place: Plac
         {"id": "8", "input.answer": "x", "note": "", "prompt": "", "answer": ""},
     ]
     rows = tmp_path / "rows.jsonl"
-    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "A."}, {"role": "user", "content": "Why?"}]
+    turns = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "A."},
+        {"role": "user", "content": "Why?"},
+    ]
     rows.write_text(json.dumps({"messages": turns, "id": [1], "score": float("nan")}))
-    for ending, read in (("json", json.loads), ("tsv", lambda text: list(csv.DictReader(io.StringIO(text), delimiter="\t")))):
+    for ending, read in (
+        ("json", json.loads),
+        ("tsv", lambda text: list(csv.DictReader(io.StringIO(text), delimiter="\t"))),
+    ):
         done = place.call("infer", "RUN=demo", f"INPUT={rows}", f"OUTPUT={tmp_path / f'x.{ending}'}")
         assert done.code == 0, done.err
         [row] = read((tmp_path / f"x.{ending}").read_text())
@@ -142,7 +159,11 @@ def merged(place: Place) -> Path:
     out = place.folder / "runs" / "demo" / "merged"
     done = place.run("merge", "RUN=demo")
     assert done.returncode == 0, done.stderr
-    assert f"make serve MODEL={out}" in done.stderr and f"vllm serve {out}" in done.stderr and "transformers" in done.stderr
+    assert (
+        f"make serve MODEL={out}" in done.stderr
+        and f"vllm serve {out}" in done.stderr
+        and "transformers" in done.stderr
+    )
     return out
 
 
@@ -154,7 +175,9 @@ def test_merge_publishes_a_plain_model_once(place: Place, merged: Path) -> None:
     assert type(AutoModelForCausalLM.from_pretrained(merged)).__name__ == "LlamaForCausalLM"
     stamp = json.loads((merged / "stamp.json").read_text())
     assert stamp["merged_from"]["run"] == "demo" and len(stamp) > 1, "the run's stamp is kept"
-    assert len({stat.S_IMODE(path.stat().st_mode) for path in merged.iterdir()}) == 1, "all files can be read by the same people"
+    assert len({stat.S_IMODE(path.stat().st_mode) for path in merged.iterdir()}) == 1, (
+        "all files can be read by the same people"
+    )
     place.call("merge", "RUN=demo").refused(2, "overwrites nothing")
 
 
@@ -167,7 +190,9 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
     place.call("infer", f"MODEL={merged}", "PROMPT=" + "Why? " * 600).refused(4, "`PROMPT`: the prompt has")
     questions, output = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     questions.write_text("Why?\n\nWhy?\n")
-    done = place.call("infer", f"MODEL={place.folder / 'model'}", f"INPUT={questions}", f"OUTPUT={output}", "EVAL_BATCH_SIZE=2")
+    done = place.call(
+        "infer", f"MODEL={place.folder / 'model'}", f"INPUT={questions}", f"OUTPUT={output}", "EVAL_BATCH_SIZE=2"
+    )
     assert done.code == 0, done.err
     assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["Why?", "", "Why?"]
 
@@ -207,7 +232,11 @@ def served(place: Place, *words: str) -> Iterator[tuple[subprocess.Popen[str], d
     log = place.folder / "serve.log"
     with log.open("w") as stderr:
         server = subprocess.Popen(
-            place.command("serve", *words, "JSON=1"), env=place.environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+            place.command("serve", *words, "JSON=1"),
+            env=place.environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
         )
     try:
         assert server.stdout
@@ -224,18 +253,30 @@ def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place, mer
     with served(place, "RUN=demo", f"PORT={port}") as (server, facts):
         assert facts["url"] == f"http://127.0.0.1:{port}/v1"
         assert [model["id"] for model in ask(f"{facts['url']}/models")["data"]] == ["demo"]
-        body = {"model": "demo", "messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 8, "temperature": 0}
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": QUESTIONS[0]}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         answer = ask(f"{facts['url']}/chat/completions", body)
         assert answer["choices"][0]["message"]["role"] == "assistant"
         for wrong in ({**body, "model": "another"}, {**body, "messages": []}, {**body, "model": 5}):
             with pytest.raises(urllib.error.HTTPError):
                 ask(f"{facts['url']}/chat/completions", wrong)
-        for keys in ({"chat_template": "{% if 7**(9**10) > 3 %}x{% endif %}"}, {"tokenize": False}, {"thinking": [1]}, "x"):
+        for keys in (
+            {"chat_template": "{% if 7**(9**10) > 3 %}x{% endif %}"},
+            {"tokenize": False},
+            {"thinking": [1]},
+            "x",
+        ):
             with pytest.raises(urllib.error.HTTPError, match="400"):
                 ask(f"{facts['url']}/chat/completions", {**body, "chat_template_kwargs": keys})
             with pytest.raises(urllib.error.HTTPError, match="400"):
                 ask(f"{facts['url']}/responses", {"model": "demo", "input": "a", "chat_template_kwargs": keys})
-        assert ask(f"{facts['url']}/chat/completions", {**body, "chat_template_kwargs": {"enable_thinking": False}})["choices"]
+        assert ask(f"{facts['url']}/chat/completions", {**body, "chat_template_kwargs": {"enable_thinking": False}})[
+            "choices"
+        ]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             ask(f"http://127.0.0.1:{port}/reset")
         with served(place, f"MODEL={merged}", f"PORT={port}") as (_, other):

@@ -1,4 +1,6 @@
-"""Ranks, agents and launchers that are killed, frozen or made to wait from outside: the cause is named, and everyone stops or restarts."""
+"""Ranks, agents and launchers that are killed, frozen or made to wait from outside: the cause is named, and everyone
+stops or restarts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from tests.conftest import metrics
 from tests.launcher import start, tiny_config
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by what Linux has")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by what Linux has"),
+]
 TWO = ("train-distributed", "NUM_GPUS=2")
 LONG = (*TWO, "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=1000")
 """Two ranks that have enough to do."""
@@ -53,7 +58,9 @@ def test_a_killed_launcher_leaves_no_process(frozen: bool, variables: dict[str, 
     ("target", "number", "scale", "said"),
     [
         (1, signal.SIGKILL, "1", (f"{RANK_1} was killed", "/logs/rank1.log")),
-        pytest.param(None, signal.SIGKILL, "1", ("`accelerate launch`) was killed by SIGKILL",), marks=pytest.mark.long),
+        pytest.param(
+            None, signal.SIGKILL, "1", ("`accelerate launch`) was killed by SIGKILL",), marks=pytest.mark.long
+        ),
         (1, signal.SIGSTOP, "0.2", (f"{RANK_1} is frozen", "stopped by a signal for 4 s", "/logs/rank1.log")),
         pytest.param(1, signal.SIGSTOP, "1", ("stopped by a signal for 20 s",), marks=pytest.mark.long),
     ],
@@ -65,7 +72,10 @@ def test_a_lost_process_is_named_and_everything_stops(
         launch.wait_for_step(2)
         (launch.workers() | {None: launch.agent()})[target].send_signal(number)
         launch.lost(*said)
-        assert [event["event"] for event in launch.events()] == ["started", "failed"], "nothing shows that memory was short"
+        assert [event["event"] for event in launch.events()] == [
+            "started",
+            "failed",
+        ], "nothing shows that memory was short"
         assert (launch.events()[-1]["rank"], launch.events()[-1]["code"]) == (target, 75)
 
 
@@ -103,16 +113,24 @@ def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config:
 
 
 def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
-    with start(variables, *LONG, config, "TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8", name="hang") as launch:
+    with start(
+        variables, *LONG, config, "TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8", name="hang"
+    ) as launch:
         launch.wait_for_step(2)
-        helpers = [child for child in launch.workers()[1].children() if "resource_tracker" not in " ".join(child.cmdline())]
+        helpers = [
+            child for child in launch.workers()[1].children() if "resource_tracker" not in " ".join(child.cmdline())
+        ]
         assert helpers
         for helper in helpers:
             helper.suspend()
         launch.lost(
-            f"{RANK_1} made no step for", "rank 0", "waiting for other ranks", "waiting for the rows of the next",
-            "collective operations begun", "/logs/collectives-rank*.json",
-        )  # fmt: skip
+            f"{RANK_1} made no step for",
+            "rank 0",
+            "waiting for other ranks",
+            "waiting for the rows of the next",
+            "collective operations begun",
+            "/logs/collectives-rank*.json",
+        )
         for rank in range(2):
             assert "train.py" in (launch.run / "logs" / f"stack-rank{rank}.txt").read_text()
             assert json.loads((launch.run / "logs" / f"collectives-rank{rank}.json").read_text())["entries"]
@@ -137,7 +155,9 @@ def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: s
 # A launch goes on by itself after a lost rank (`launch.max_restarts`).
 
 
-def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbed(variables: dict[str, str], config: str) -> None:
+def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbed(
+    variables: dict[str, str], config: str
+) -> None:
     learnt, told = [], []
     for name in ("undisturbed", "killed"):
         with start(variables, *TWO, config, "LAUNCH_MAX_RESTARTS=1", name=name) as launch:
@@ -146,7 +166,9 @@ def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbe
                 launch.workers()[1].kill()
             code, error = launch.end()
         assert code == 0, error
-        learnt.append([[row[key] for key in ("step", "loss", "grad_norm", "learning_rate")] for row in metrics(launch.run)])
+        learnt.append(
+            [[row[key] for key in ("step", "loss", "grad_norm", "learning_rate")] for row in metrics(launch.run)]
+        )
         told.append(json.loads((launch.run / "training_metrics.json").read_text())["restarts"])
     assert f"restarting: {RANK_1} was killed by SIGKILL" in error and "(restart 1 of 1)" in error
     assert learnt[0] == learnt[1]

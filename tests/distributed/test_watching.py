@@ -1,4 +1,6 @@
-"""A run seen while it goes: the panel on a terminal, `make watch`, the page's record and the report, and a slowed rank named in each."""
+"""A run seen while it goes: the panel on a terminal, `make watch`, the page's record and the report, and a slowed rank
+named in each.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, s
     command = [sys.executable, "-m", "sft_play", *words]
     shown = {"stdin": subprocess.DEVNULL, "stdout": terminal.theirs, "stderr": terminal.theirs, "text": True}
     process = subprocess.Popen(
-        command, env=launcher.environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"}, cwd=launcher.folder, **shown
+        command,
+        env=launcher.environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+        cwd=launcher.folder,
+        **shown,
     )  # type: ignore[call-overload]
     try:
         yield terminal, process
@@ -63,9 +68,16 @@ def on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, s
 
 def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path, tiny: Path) -> None:
     launcher = Launcher(tmp_path, tiny)
-    words = ("train-distributed", f"CONFIG={launcher.config}",
-             "NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off",
-             "TRAIN_GLOBAL_BATCH_SIZE=8")  # fmt: skip
+    words = (
+        "train-distributed",
+        f"CONFIG={launcher.config}",
+        "NUM_GPUS=2",
+        "RUN_NAME=live",
+        "TRAIN_MAX_STEPS=2000",
+        "TRAIN_SAVE_STEPS=500",
+        "LAUNCH_BALANCE=off",
+        "TRAIN_GLOBAL_BATCH_SIZE=8",
+    )
     with on_a_terminal(launcher, *words) as (terminal, process):
         run = RunFolder(launcher.runs / "live")
         terminal.wait(lambda: "live: training" in terminal.text, process)
@@ -86,7 +98,9 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
         process.wait(240)
     with on_a_terminal(launcher, "eval", "RUN=live", f"DATA={launcher.folder / 'rows.jsonl'}") as (other, process):
         assert process.wait(240) == 0, other.text
-        assert re.search(r"held-out loss.*of \d+ rows", other.text) and re.search(r"answers.*of \d+ batches", other.text)
+        assert re.search(r"held-out loss.*of \d+ rows", other.text) and re.search(
+            r"answers.*of \d+ batches", other.text
+        )
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert SLOW.search(page) and '"state":"stopped"' in page.replace(" ", "")
     assert "report: " in terminal.text
@@ -94,7 +108,9 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
     parts = [row[f"rank_{name}_seconds"] for name in ("data", "forward", "backward", "communication", "optimizer")]
     assert all(sum(seconds) <= 1.2 * row["step_seconds"] for seconds in zip(*parts, strict=True))
     assert row["rank_communication_seconds"][0] > row["rank_communication_seconds"][1], "rank 0 waits for rank 1"
-    assert all(len(row[f"rank_{name}"]) == 2 for name in ("memory_gib", "memory_limit_gib", "memory_plan_gib", "cpu_percent"))
+    assert all(
+        len(row[f"rank_{name}"]) == 2 for name in ("memory_gib", "memory_limit_gib", "memory_plan_gib", "cpu_percent")
+    )
 
 
 def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
@@ -105,7 +121,10 @@ def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
     ("lists", "named"),
     [
         ({"rank_tokens_per_second": [100.0, 0.0, 85.0]}, None),
-        ({"rank_memory_gib": [7.7, 1.0], "rank_memory_limit_gib": [8.0, 8.0]}, "the memory of rank 0 is within 5% of its limit"),
+        (
+            {"rank_memory_gib": [7.7, 1.0], "rank_memory_limit_gib": [8.0, 8.0]},
+            "the memory of rank 0 is within 5% of its limit",
+        ),
         ({"rank_data_seconds": [0.01, 0.3]}, "rank 1 waits 30% of each step for data"),
         (
             {"rank_throttled": [0.0, 40.0], "rank_temperature": [60.0, 91.0]},

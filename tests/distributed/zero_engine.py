@@ -1,4 +1,5 @@
-"""A DeepSpeed engine in bf16 on the CPU, for which the product has no way of its own: its states written by one world, read by another.
+"""A DeepSpeed engine in bf16 on the CPU, for which the product has no way of its own: its states written by one world,
+read by another.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.zero_engine write bf16-zero2 FOLDER
 
@@ -50,7 +51,9 @@ def trainer_of(name: str) -> Any:
     zero = dict(ENGINES[name])
     world = distributed.get_world_size()
     batch = batch_numbers(micro_batch=1, accumulation=1, world_size=world)
-    settings = deepspeed_settings(stage=zero["stage"], device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=13)
+    settings = deepspeed_settings(
+        stage=zero["stage"], device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=13
+    )
     settings |= {"data_types": zero.pop("data_types")} if "data_types" in zero else {}
     settings["zero_optimization"] |= zero
     torch.manual_seed(0)
@@ -63,8 +66,13 @@ def trainer_of(name: str) -> Any:
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return SimpleNamespace(
-        model=model, model_wrapped=engine, optimizer=wrapped, lr_scheduler=None, is_deepspeed_enabled=True, is_fsdp_enabled=False
-    )  # fmt: skip
+        model=model,
+        model_wrapped=engine,
+        optimizer=wrapped,
+        lr_scheduler=None,
+        is_deepspeed_enabled=True,
+        is_fsdp_enabled=False,
+    )
 
 
 def update(trainer: Any, times: int) -> None:

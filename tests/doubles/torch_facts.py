@@ -1,4 +1,5 @@
-"""Double of torch for what is asked before a launch: which CUDA and architectures it was built for, and whether it can use the cards.
+"""Double of torch for what is asked before a launch: which CUDA and architectures it was built for, and whether it can
+use the cards.
 
 The machine is that of `NVML_DOUBLE`. It answers as the real one does: see `torch.cuda._lazy_init` and CUDA's errors.
 """

@@ -41,7 +41,9 @@ STRATEGIES: Mapping[str, CommandStrategy] = {"train": "single", "train-distribut
 
 
 def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
-    """Does what `make COMMAND WORDS` does before its workers start, with rows that are already prepared; returns one for each rank."""
+    """Does what `make COMMAND WORDS` does before its workers start, with rows that are already prepared; returns one
+    for each rank.
+    """
     with on_machine(environment):
         call = parse_call([command, *words], COMMANDS)
         options, loaded = read_options(call, call.load_config(), STRATEGIES[command])
@@ -56,28 +58,44 @@ def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[s
         prepared.save(run.prepared)
         plan = job.plan(prepared)
         write_launch_files(job, plan, run)
-        variables = worker_environment(plan, job.node, os.environ, cpu_threads=1, devices=job.hardware.devices).variables
+        variables = worker_environment(
+            plan, job.node, os.environ, cpu_threads=1, devices=job.hardware.devices
+        ).variables
     world = {name: str(plan.world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")} if plan.world_size > 1 else {}
     ranks = [{**variables, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(plan.world_size)]
     arguments = worker_arguments(run, job.node, plan=plan)[3:]
     return [Start(plan=plan, environment=rank if world else variables, arguments=arguments, run=run) for rank in ranks]
 
 
-def steps(starts: Mapping[str, Sequence[Start]], cache: Path | None = None, **world: str) -> dict[str, list[dict[str, Any]]]:
+def steps(
+    starts: Mapping[str, Sequence[Start]], cache: Path | None = None, **world: str
+) -> dict[str, list[dict[str, Any]]]:
     """Run the workers, each a child of one process; return what each rank reports.
 
-    With `cache`, where the guard is kept, they are on fake GPUs, one after another; without, together on the devices that are here.
+    With `cache`, where the guard is kept, they are on fake GPUs, one after another; without, together on the devices
+    that are here.
     """
     jobs = [
-        {"run": str(start.run.path), "arguments": list(start.arguments), "environment": {**start.environment, **world},
-         "report": str(start.run.path / f"report-{rank}.json")}
-        for ranks in starts.values() for rank, start in enumerate(ranks)
-    ]  # fmt: skip
+        {
+            "run": str(start.run.path),
+            "arguments": list(start.arguments),
+            "environment": {**start.environment, **world},
+            "report": str(start.run.path / f"report-{rank}.json"),
+        }
+        for ranks in starts.values()
+        for rank, start in enumerate(ranks)
+    ]
     path = next(iter(starts.values()))[0].run.path.parent / "jobs.json"
     write_json(path, jobs)
     command = [sys.executable, "-m", "tests.fake_cuda.worker", str(path), *([str(compiled(cache))] if cache else [])]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=500, check=False, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=500,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     found = iter([json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs])
@@ -85,7 +103,9 @@ def steps(starts: Mapping[str, Sequence[Start]], cache: Path | None = None, **wo
 
 
 def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Run the ranks of one run on the devices that are here; return what each reports. The store of several is here, as torchrun's is."""
+    """Run the ranks of one run on the devices that are here; return what each reports. The store of several is here, as
+    torchrun's is.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

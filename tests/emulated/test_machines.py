@@ -1,4 +1,5 @@
-"""Machines with GPUs that are not here, each from `make plan` to steps of the project's own worker (`tests.fake_cuda` says what is fake).
+"""Machines with GPUs that are not here, each from `make plan` to steps of the project's own worker (`tests.fake_cuda`
+says what is fake).
 
 All workers are children of one process, which imports torch once.
 """
@@ -74,8 +75,10 @@ def machines(folder: Path, tiny: Path) -> Mapping[str, dict[str, str]]:
     """The environment of a process on each case's machine."""
     (folder / "train.yaml").write_text(CONFIG.format(model=tiny), encoding="utf-8")
     return {
-        name: environment(folder / "cache", folder / "runs", emulated(folder / "machines" / case.machine, case.machine))
-        | ({"CUDA_VISIBLE_DEVICES": case.shown} if case.shown else {})
+        name: (
+            environment(folder / "cache", folder / "runs", emulated(folder / "machines" / case.machine, case.machine))
+            | ({"CUDA_VISIBLE_DEVICES": case.shown} if case.shown else {})
+        )
         for name, case in CASES.items()
     }
 
@@ -83,7 +86,9 @@ def machines(folder: Path, tiny: Path) -> Mapping[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def starts(folder: Path, machines: Mapping[str, dict[str, str]]) -> Mapping[str, list[Start]]:
     return {
-        name: ready(folder / "runs" / name, case.command, [f"CONFIG={folder / 'train.yaml'}", *case.words], machines[name])
+        name: ready(
+            folder / "runs" / name, case.command, [f"CONFIG={folder / 'train.yaml'}", *case.words], machines[name]
+        )
         for name, case in CASES.items()
     }
 
@@ -101,7 +106,9 @@ each = pytest.mark.parametrize("name", CASES)
 
 
 @each
-def test_make_plan_says_what_make_train_does(name: str, folder: Path, machines: Any, starts: Mapping[str, list[Start]]) -> None:
+def test_make_plan_says_what_make_train_does(
+    name: str, folder: Path, machines: Any, starts: Mapping[str, list[Start]]
+) -> None:
     case, plan = CASES[name], starts[name][0].plan
     words = [f"CONFIG={folder / 'train.yaml'}", *case.words, f"NUM_GPUS={plan.world_size}", "JSON=1"]
     done = call_program(["plan", *words], machines[name])
@@ -121,7 +128,9 @@ def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping
         assert "error" not in report, report["error"]
         assert (report["code"], report["steps"]) == (0, STEPS)
     run = starts[name][0].run
-    assert run.model.is_dir() and ((run.checkpoints / "step-000002" / "manifest.json").is_file() or len(starts[name]) > 1)
+    assert run.model.is_dir() and (
+        (run.checkpoints / "step-000002" / "manifest.json").is_file() or len(starts[name]) > 1
+    )
 
 
 @each
@@ -155,7 +164,9 @@ def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Any) -> None
         batches = [wait for wait in waits if "send_to_device" in wait["where"]]
         assert {wait["what"] for wait in batches} <= {"cpu to cuda", "cpu to cuda non_blocking"}
         places = {wait["where"] for wait in waits if wait["phase"] in ("begin", "step") and wait["count"] >= STEPS}
-        places -= {wait["where"] for wait in batches} | {place for place in places if "saving.py" in place or "states/" in place}
+        places -= {wait["where"] for wait in batches} | {
+            place for place in places if "saving.py" in place or "states/" in place
+        }
         assert len(places) <= (13 if len(reports[name]) == 1 else 14), "\n".join(sorted(places))
         if CASES[name].attention == "varlen":
             assert not [wait for wait in waits if wait["phase"] in ("forward", "backward")]

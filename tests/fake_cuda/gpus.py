@@ -27,12 +27,16 @@ class Card:
 def visible(machine: Mapping[str, Any], environment: Mapping[str, str]) -> list[Card]:
     """Returns what CUDA shows of a described machine (`tests.nvml_double.Machine`) under `CUDA_VISIBLE_DEVICES`.
 
-    That are numbers or beginnings of UUIDs, up to the first unknown one. Of a card that is split, CUDA shows slices only.
+    That are numbers or beginnings of UUIDs, up to the first unknown one. Of a card that is split, CUDA shows slices
+    only.
     """
     whole, slices = [], []
     for card in machine["cards"]:
         capability = tuple(card["capability"])
-        made = [Card(one["name"], one["uuid"], int(one["gib"] * 2**30), capability) for one in (card, *(card["slices"] or ()))]
+        made = [
+            Card(one["name"], one["uuid"], int(one["gib"] * 2**30), capability)
+            for one in (card, *(card["slices"] or ()))
+        ]
         whole.append(made[0] if card["slices"] is None else made[1])
         slices += made[1:] if card["permitted"] else []
     shown: list[Card] = []
@@ -60,7 +64,9 @@ class Event:
 
 
 def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
-    """What replaces names in `torch.cuda` that would ask the driver. `asked` gets the card of each question that makes a context."""
+    """What replaces names in `torch.cuda` that would ask the driver. `asked` gets the card of each question that makes
+    a context.
+    """
     current = [0]
 
     def card(device: Any = None) -> Card:
@@ -76,10 +82,18 @@ def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
     def properties(device: Any = None) -> Any:
         found = card(device)
         return SimpleNamespace(
-            name=found.name, major=found.capability[0], minor=found.capability[1], total_memory=found.memory_bytes, uuid=found.uuid,
-            multi_processor_count=100, gcnArchName="", warp_size=32, max_threads_per_multi_processor=2048, is_integrated=0,
+            name=found.name,
+            major=found.capability[0],
+            minor=found.capability[1],
+            total_memory=found.memory_bytes,
+            uuid=found.uuid,
+            multi_processor_count=100,
+            gcnArchName="",
+            warp_size=32,
+            max_threads_per_multi_processor=2048,
+            is_integrated=0,
             L2_cache_size=2**25,
-        )  # fmt: skip
+        )
 
     state = torch.zeros(16, dtype=torch.uint8)
     nothing = dict.fromkeys(
@@ -98,14 +112,25 @@ def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
         lambda *_: None,
     )
     return nothing | {
-        "is_available": lambda: bool(cards), "device_count": lambda: len(cards), "is_initialized": lambda: True,
-        "current_device": lambda: current[0], "set_device": set_device, "mem_get_info": mem_get_info,
-        "get_device_properties": properties, "get_device_name": lambda device=None: card(device).name,
-        "get_device_capability": lambda device=None: card(device).capability, "is_bf16_supported": lambda *_, **__: card().capability >= (8, 0),
-        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90"], "get_rng_state": lambda *_: state,
-        "random.get_rng_state": lambda *_: state, "current_stream": lambda *_: SimpleNamespace(cuda_stream=0), "Event": Event,
-        "is_current_stream_capturing": lambda: False, "utilization": lambda *_: 50, "amp.common.amp_definitely_not_available": lambda: False,
-    }  # fmt: skip
+        "is_available": lambda: bool(cards),
+        "device_count": lambda: len(cards),
+        "is_initialized": lambda: True,
+        "current_device": lambda: current[0],
+        "set_device": set_device,
+        "mem_get_info": mem_get_info,
+        "get_device_properties": properties,
+        "get_device_name": lambda device=None: card(device).name,
+        "get_device_capability": lambda device=None: card(device).capability,
+        "is_bf16_supported": lambda *_, **__: card().capability >= (8, 0),
+        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90"],
+        "get_rng_state": lambda *_: state,
+        "random.get_rng_state": lambda *_: state,
+        "current_stream": lambda *_: SimpleNamespace(cuda_stream=0),
+        "Event": Event,
+        "is_current_stream_capturing": lambda: False,
+        "utilization": lambda *_: 50,
+        "amp.common.amp_definitely_not_available": lambda: False,
+    }
 
 
 def _apply(self: Any, function: Any, recurse: bool = True) -> Any:

@@ -1,4 +1,6 @@
-"""Compiles `guard.cpp` beside the torch that is installed. Imports no torch: the library must be loaded before it is."""
+"""Compiles `guard.cpp` beside the torch that is installed. Imports no torch: the library must be loaded before it
+is.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ def compiled(cache: Path) -> Path:
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
         libraries = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
-        command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", str(SOURCE), "-o", str(made), *libraries]
+        command = [
+            "g++",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            f"-I{torch / 'include'}",
+            str(SOURCE),
+            "-o",
+            str(made),
+            *libraries,
+        ]
         subprocess.run(command, check=True, timeout=240)
         made.rename(library)
     return library

@@ -1,4 +1,6 @@
-"""Counts where Python waits for the GPU: a value that is read, data that go between host and device, a shape that depends on values."""
+"""Counts where Python waits for the GPU: a value that is read, data that go between host and device, a shape that
+depends on values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ UNSET = ("stopping.py", "saving.py", "checkpoint_files.py", "grad_scaler.py")
 
 
 class Counts:
-    """`log` counts (phase, what, where); `matmuls` (phase, device and type) of what linear layers compute; `attention` (phase, kernel)."""
+    """`log` counts (phase, what, where); `matmuls` (phase, device and type) of what linear layers compute; `attention`
+    (phase, kernel).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +47,18 @@ class Waits(Counts, TorchDispatchMode):
             self.attention[self.phase, f"varlen, {args[0].dtype}".replace("torch.", "")] += 1
         if on_gpu and operation in BY_VALUE:
             self._note(operation)
-        if on_gpu and operation == "index" and any(index is not None and index.dtype == torch.bool for index in args[1]):
+        if (
+            on_gpu
+            and operation == "index"
+            and any(index is not None and index.dtype == torch.bool for index in args[1])
+        ):
             self._note("index by mask")
         if on_gpu and operation == "repeat_interleave" and not kwargs.get("output_size"):
             self._note(operation)
         if operation in ("_to_copy", "device_put") and first is not None:
-            self._moved(first.device, torch.device(kwargs.get("device") or first.device), bool(kwargs.get("non_blocking")))
+            self._moved(
+                first.device, torch.device(kwargs.get("device") or first.device), bool(kwargs.get("non_blocking"))
+            )
         if operation == "copy_" and first is not None:
             self._moved(args[1].device, first.device, bool(len(args) > 2 and args[2]))
         if operation == "_local_scalar_dense" and first is not None:
@@ -69,7 +79,9 @@ class Waits(Counts, TorchDispatchMode):
 
 
 def _answer(func: Any, tensor: Any) -> Any:
-    """The value of a fake scalar: its own where it is known (it was made from a Python number), else 1, 1.0 or False."""
+    """The value of a fake scalar: its own where it is known (it was made from a Python number), else 1, 1.0 or
+    False.
+    """
     if tensor.constant is not None:
         return func(tensor.constant)
     if any(frame.filename.endswith(UNSET) for frame in traceback.extract_stack(limit=14)):

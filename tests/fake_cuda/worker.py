@@ -1,8 +1,10 @@
-"""`python -m tests.fake_cuda.worker JOBS.json [GUARD]`: runs the project's worker for each job, and reports what it had and where it waited.
+"""`python -m tests.fake_cuda.worker JOBS.json [GUARD]`: runs the project's worker for each job, and reports what it had
+and where it waited.
 
-A job is {"run": folder, "arguments": [of accelerate launch], "environment": {...}, "report": file}, and a process of its own, forked from
-here. With `GUARD` (see `guard.py`) it runs on the fake GPUs of the machine in `NVML_DOUBLE`: torch and the worker's modules are imported
-once, then one job runs after another. Without, all run at once on the devices that are really here.
+A job is {"run": folder, "arguments": [of accelerate launch], "environment": {...}, "report": file}, and a process of
+its own, forked from here. With `GUARD` (see `guard.py`) it runs on the fake GPUs of the machine in `NVML_DOUBLE`: torch
+and the worker's modules are imported once, then one job runs after another. Without, all run at once on the devices
+that are really here.
 """
 
 from __future__ import annotations
@@ -92,16 +94,24 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
         stack.enter_context(waits)
         report["code"] = worker.work_with_heartbeat(StopRequest(run=run, rank=0, activity=Activity()), None, None)
     if not fake and torch.cuda.is_available():
-        report["contexts"] = [card for card in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(card)]
-    report["waits"] = [{"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()]
+        report["contexts"] = [
+            card for card in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(card)
+        ]
+    report["waits"] = [
+        {"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()
+    ]
     for name in ("matmuls", "attention"):
         found = getattr(waits, name)
-        report[name] = {phase: {what: n for (p, what), n in found.items() if p == phase} for phase in ("forward", "backward")}
+        report[name] = {
+            phase: {what: n for (p, what), n in found.items() if p == phase} for phase in ("forward", "backward")
+        }
 
 
 @contextmanager
 def fake_peers(report: dict[str, Any]) -> Iterator[None]:
-    """Where there are several ranks, the others are not there: collective operations end at once, DDP averages nothing, nobody says anything."""
+    """Where there are several ranks, the others are not there: collective operations end at once, DDP averages nothing,
+    nobody says anything.
+    """
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -124,7 +134,8 @@ def fake_peers(report: dict[str, Any]) -> Iterator[None]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=world)
-    # What peers say is read as JSON out of a tensor's bytes, and a fake tensor has none. It replaces no logic: each rank says what this one does.
+    # What peers say is read as JSON out of a tensor's bytes, and a fake tensor has none. It replaces no logic: each
+    # rank says what this one does.
     with (
         mock.patch("torch.nn.parallel.DistributedDataParallel", Replica),
         mock.patch.object(Ranks, "gather", lambda self, value: [value] * self.world),
@@ -135,7 +146,9 @@ def fake_peers(report: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def fake_weights() -> Iterator[None]:
-    """Models are read for real, on the CPU; then every weight becomes an empty fake one where it was to go. Saved ones are zeros."""
+    """Models are read for real, on the CPU; then every weight becomes an empty fake one where it was to go. Saved ones
+    are zeros.
+    """
     import torch
     from peft import PeftModel
     from torch.utils._python_dispatch import _disable_current_modes
@@ -154,7 +167,9 @@ def fake_weights() -> Iterator[None]:
                         if id(real) not in made:  # tied weights stay one
                             fake = torch.empty(real.shape, dtype=real.dtype, device=to)
                             made[id(real)] = (
-                                torch.nn.Parameter(fake, requires_grad=real.requires_grad) if kind is module._parameters else fake
+                                torch.nn.Parameter(fake, requires_grad=real.requires_grad)
+                                if kind is module._parameters
+                                else fake
                             )
                         kind[name] = made[id(real)]
             if hasattr(module, "config"):
@@ -167,8 +182,12 @@ def fake_weights() -> Iterator[None]:
         def save_pretrained(self: Any, folder: str, *, state_dict: dict[str, Any], **named: Any) -> Any:
             with _disable_current_modes():
                 storages = {name: tensor.untyped_storage()._cdata for name, tensor in state_dict.items()}
-                made = {storages[name]: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state_dict.items()}
-                return save(self, folder, state_dict={name: made[storage] for name, storage in storages.items()}, **named)
+                made = {
+                    storages[name]: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state_dict.items()
+                }
+                return save(
+                    self, folder, state_dict={name: made[storage] for name, storage in storages.items()}, **named
+                )
 
         return save_pretrained
 
@@ -215,7 +234,9 @@ def watched(waits: Any, report: dict[str, Any]) -> Iterator[None]:
         mock.patch.object(SftTrainer, "training_step", phase("forward", SftTrainer.training_step, "step")),
         mock.patch.object(Accelerator, "backward", phase("backward", Accelerator.backward, "forward")),
         mock.patch.object(Pipeline, "_backward", phase("backward", Pipeline._backward, "forward")),
-        mock.patch.object(SftTrainer, "_get_num_items_in_batch", phase("begin", SftTrainer._get_num_items_in_batch, "step")),
+        mock.patch.object(
+            SftTrainer, "_get_num_items_in_batch", phase("begin", SftTrainer._get_num_items_in_batch, "step")
+        ),
         mock.patch("torch.nn.functional.scaled_dot_product_attention", attention),
     ):
         yield
@@ -239,7 +260,9 @@ def facts(trainer: Any) -> dict[str, Any]:
         "data_parallel": isinstance(trainer.model_wrapped, torch.nn.DataParallel),
         "optimizer": type(engine).__name__,
         "fused": bool(engine.param_groups[0].get("fused")),
-        "parameters": Counter(f"{'trained' if p.requires_grad else 'frozen'} {kind(p)}" for p in trainer.model.parameters()),
+        "parameters": Counter(
+            f"{'trained' if p.requires_grad else 'frozen'} {kind(p)}" for p in trainer.model.parameters()
+        ),
         "states": Counter(map(kind, states)),
         "scaler": type(scaler).__name__ if scaler is not None and scaler.is_enabled() else None,
         "mixed_precision": trainer.accelerator.mixed_precision,

@@ -19,5 +19,7 @@ def two_gpus() -> None:
 def written(folder: Path, model: Path, more: str) -> str:
     """Writes rows and a configuration; returns it as a word of a command."""
     data = ragged_rows(folder / "train.jsonl", 32)
-    (folder / "run.yaml").write_text(f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {data}}}\n{more}\n")
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {data}}}\n{more}\n"
+    )
     return f"CONFIG={folder / 'run.yaml'}"

@@ -30,11 +30,14 @@ def test_two_gpus_give_the_losses_of_one(command: str, tiny: Path, tmp_path: Pat
     assert two == pytest.approx(one, abs=1e-4)
 
 
-def test_a_run_answers_while_training_and_resumes_to_the_same_losses(tiny: Path, tmp_path: Path, program: Program) -> None:
+def test_a_run_answers_while_training_and_resumes_to_the_same_losses(
+    tiny: Path, tmp_path: Path, program: Program
+) -> None:
     config = written(
         tmp_path,
         tiny,
-        "train: {global_batch_size: 8, max_steps: 6, save_steps: 3, eval_strategy: steps, eval_steps: 3, predict_with_generate: true}",
+        "train: {global_batch_size: 8, max_steps: 6, save_steps: 3, eval_strategy: steps, eval_steps: 3,"
+        " predict_with_generate: true}",
     )
     held_out = ragged_rows(tmp_path / "val.jsonl", 4, seed=1)
     done = program("train", config, f"DATA_VAL_PATH={held_out}", "RUN_NAME=run")

@@ -14,9 +14,13 @@ from tests.launcher import start, tiny_config
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("variables", [{}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}], ids=["shared memory", "sockets"])
+@pytest.mark.parametrize(
+    "variables", [{}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}], ids=["shared memory", "sockets"]
+)
 @pytest.mark.usefixtures("two_gpus")
-def test_a_killed_rank_is_named_and_the_run_goes_on(variables: dict[str, str], cache: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_the_run_goes_on(
+    variables: dict[str, str], cache: Path, tiny: Path, tmp_path: Path
+) -> None:
     """Over sockets, as between machines, the other rank sees its peer go at once, and NCCL's watchdog may abort it."""
     words = ("train-distributed", "NUM_GPUS=2", "LAUNCH_MAX_RESTARTS=1", f"CONFIG={tiny_config(tmp_path, tiny)}")
     with start(environment(cache, tmp_path / "runs", variables), *words, name="killed") as launch:

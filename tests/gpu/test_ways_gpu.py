@@ -1,6 +1,7 @@
 """Ways to train on a real card: losses beside a CPU's, types, memory within the plan, contexts, waits for the device.
 
-Each way is one worker, started by `tests.fake_cuda.worker` without a guard; the CPU's own curve comes from the same code.
+Each way is one worker, started by `tests.fake_cuda.worker` without a guard; the CPU's own curve comes from the same
+code.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ train: {{batch_size: 4, global_batch_size: 8, max_steps: {steps}, learning_rate:
 """
 PACKED = ("TRAIN_PACKING=on",)
 EXACT, ROUNDED = 1e-3, 1e-2
-"""The most that a step's loss may differ from the CPU's in fp32: computed in fp32, and in half precision (bf16 on a CPU: 2e-4)."""
+"""The most that a step's loss may differ from the CPU's in fp32: computed in fp32, and in half precision (bf16 on a
+CPU: 2e-4).
+"""
 LIKE_CPU: dict[str, tuple[tuple[str, ...], float]] = {
     "fp32": (("TRAIN_BF16=false",), EXACT),
     "default": ((), ROUNDED),
@@ -63,7 +66,9 @@ class Lab:
     def train(
         self, name: str, *words: str, command: str = "train", hidden: bool = False, **plan: Any
     ) -> tuple[list[Start], list[dict[str, Any]]]:
-        """Returns what was started and what each rank reports; `hidden` trains on the CPU, `plan` changes fields of the plan."""
+        """Returns what was started and what each rank reports; `hidden` trains on the CPU, `plan` changes fields of the
+        plan.
+        """
         if name not in self.kept:
             env = environment(self.cache, self.folder / "runs", {"CUDA_VISIBLE_DEVICES": ""} if hidden else None)
             starts = ready(self.folder / "runs" / name, command, [f"CONFIG={self.config}", *words], env)
@@ -92,7 +97,9 @@ def test_the_losses_are_those_of_a_cpu(name: str, lab: Lab) -> None:
     if name in NEEDS_AMPERE and not detect().devices[0].bf16:
         pytest.skip("needs a card that computes in bfloat16")
     cpu = lab.losses("cpu", "TRAIN_BF16=false", hidden=True)
-    assert lab.losses(name, *words, **({"loss_chunk": 64} if name == "chunked head" else {})) == pytest.approx(cpu, abs=most)
+    assert lab.losses(name, *words, **({"loss_chunk": 64} if name == "chunked head" else {})) == pytest.approx(
+        cpu, abs=most
+    )
 
 
 @pytest.mark.parametrize("name", LEARNS)

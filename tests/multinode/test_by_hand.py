@@ -27,7 +27,9 @@ class Lan2(Typed):
         super().__init__(net, folder)
         self.config = Launcher(folder, model).config
 
-    def start(self, k: int, *words: str, nodes: int = 2, name: str = "by_hand", master: str | None = None, **env: str) -> None:
+    def start(
+        self, k: int, *words: str, nodes: int = 2, name: str = "by_hand", master: str | None = None, **env: str
+    ) -> None:
         address = master or self.net.hosts[0].address
         run = () if words[0] == "resume" else (f"CONFIG={self.config}", f"RUN_NAME={name}")
         place = (f"NUM_NODES={nodes}", f"NODE_RANK={k}", f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}")
@@ -65,7 +67,9 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     ended = two.end_all()
     all_ended_with_0(ended)
     assert "the network is trusted" not in ended[0][1] and key not in ended[0][1] + ended[1][1]
-    assert not [path for path in two.run("by_hand").path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert not [
+        path for path in two.run("by_hand").path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()
+    ]
     assert "all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 2 processes" in ended[0][1]
     run = two.run("by_hand")
     assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]
@@ -75,7 +79,9 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
 
 @pytest.mark.long
 def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
-    """As Debian writes it into /etc/hosts: without the meeting node 0 would offer its loopback interface to the others."""
+    """As Debian writes it into /etc/hosts: without the meeting node 0 would offer its loopback interface to the
+    others.
+    """
     hosts = two.folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
     done = two.net.run(0, ["mount", "--bind", hosts, "/etc/hosts"])
@@ -90,7 +96,9 @@ def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("cut", ["while it trains", "before the first step"])
 def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: Path, tiny: Path) -> None:
-    """The launcher behind the cut ends too, by itself; so it does where nobody has made a step yet, as when a shared disk hangs imports."""
+    """The launcher behind the cut ends too, by itself; so it does where nobody has made a step yet, as when a shared
+    disk hangs imports.
+    """
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
         three.start_all("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", nodes=3)
@@ -146,7 +154,9 @@ def test_a_cut_off_machine_joins_the_restart_when_it_is_back(tmp_path: Path, tin
         assert [code for code, _ in ended] == [143] * 3, ended
         assert "restarting: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for" in ended[0][1]
         last = max(step_of(path) for path in list_checkpoints(run))
-        assert [row["step"] for row in metrics(run.path)] == list(range(1, last + 1)), "nothing is trained twice, nothing is lost"
+        assert [row["step"] for row in metrics(run.path)] == list(range(1, last + 1)), (
+            "nothing is trained twice, nothing is lost"
+        )
 
 
 @pytest.mark.long
@@ -164,7 +174,9 @@ def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -
         prepared = Prepared.load(found.prepared).train
         assert prepared and str(two.folder / f"home{k}") in prepared.path
     for k in range(2):
-        two.start(k, "resume", "RUN=by_hand", "TRAIN_MAX_STEPS=6", SFT_PLAY_CACHE=str(two.folder / f"home{k}" / "cache"))
+        two.start(
+            k, "resume", "RUN=by_hand", "TRAIN_MAX_STEPS=6", SFT_PLAY_CACHE=str(two.folder / f"home{k}" / "cache")
+        )
     ended = two.end_all()
     all_ended_with_0(ended)
     assert "node 1 (node2) with 2 processes" in ended[0][1]

@@ -1,4 +1,6 @@
-"""`make cluster-check` on three machines with links of 1 Gb/s: what is well is said to be, and each planted fault is found."""
+"""`make cluster-check` on three machines with links of 1 Gb/s: what is well is said to be, and each planted fault is
+found.
+"""
 
 from __future__ import annotations
 
@@ -91,13 +93,19 @@ def typed(net: Lan, *words: str, k: int = 0, timeout: float = 100) -> subprocess
 
 
 def assert_nothing_runs(net: Lan) -> None:
-    until(lambda: all(len(net.pids(k)) <= QUIET for k in range(3)), seconds=240, said=lambda: list(map(net.pids, range(3))))
+    until(
+        lambda: all(len(net.pids(k)) <= QUIET for k in range(3)),
+        seconds=240,
+        said=lambda: list(map(net.pids, range(3))),
+    )
 
 
 def python_with(net: Lan, name: str, **variables: str) -> str:
     """Returns an interpreter that starts with variables of its own."""
     path = net.folder / name
-    path.write_text("#!/bin/sh\nexport " + " ".join(f"{k}={v!r}" for k, v in variables.items()) + f'\nexec {net.python} "$@"\n')
+    path.write_text(
+        "#!/bin/sh\nexport " + " ".join(f"{k}={v!r}" for k, v in variables.items()) + f'\nexec {net.python} "$@"\n'
+    )
     path.chmod(0o755)
     return str(path)
 
@@ -126,10 +134,14 @@ def test_good_machines(net: Lan) -> None:
 
 @pytest.mark.slow
 def test_several_faults_at_once(net: Lan) -> None:
-    """Another version, a clock that is 10 s ahead, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
+    """Another version, a clock that is 10 s ahead, a GPU that is not there, and a port that somebody holds: all named,
+    with remedies.
+    """
     need("faketime")
     library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    holder = net.popen(0, [net.python, "-c", "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(100)"])
+    holder = net.popen(
+        0, [net.python, "-c", "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(100)"]
+    )
     try:
         skewed = python_with(net, "skewed", LD_PRELOAD=str(library), FAKETIME="+10s", DONT_FAKE_MONOTONIC="1")
         folder = net.folder / "other" / "accelerate-0.0.1.dist-info"
@@ -165,7 +177,9 @@ def mounted(net: Lan, k: int, *mounts: Sequence[str | Path]) -> Iterator[None]:
 @contextlib.contextmanager
 def firewall(net: Lan, k: int, rules: str) -> Iterator[None]:
     need("nft")
-    (net.folder / "rules").write_text(f"table inet t {{\n chain c {{\n type filter hook input priority 0\n {rules}\n }}\n}}\n")
+    (net.folder / "rules").write_text(
+        f"table inet t {{\n chain c {{\n type filter hook input priority 0\n {rules}\n }}\n}}\n"
+    )
     assert net.run(k, ["nft", "-f", net.folder / "rules"]).returncode == 0
     yield
     net.run(k, ["nft", "flush", "ruleset"])
@@ -173,7 +187,9 @@ def firewall(net: Lan, k: int, rules: str) -> Iterator[None]:
 
 @pytest.mark.long
 def test_closed_ports(net: Lan) -> None:
-    """The master's port, which another one gets round; a firewall that lets in SSH only, by which gloo would hang without a word."""
+    """The master's port, which another one gets round; a firewall that lets in SSH only, by which gloo would hang
+    without a word.
+    """
     with firewall(net, 0, "tcp dport 29500 drop"):
         checked, other = check(net), check(net, None, "MASTER_PORT=29507")
     assert checked.fails() == {"node1": {"port-closed"}}
@@ -188,9 +204,14 @@ def test_closed_ports(net: Lan) -> None:
 
 @pytest.mark.long
 def test_other_files_and_disks(net: Lan) -> None:
-    """Other code and a full disk on one; other data, and nothing that can be written, on another: no file is left there."""
+    """Other code and a full disk on one; other data, and nothing that can be written, on another: no file is left
+    there.
+    """
     changed, runs = net.folder / "errors.py", Path(net.variables["RUNS_DIR"])
-    target, data = net.folder / "project" / "sft_play" / "errors.py", net.hosts[2].private[net.folder / "data"] / "train.jsonl"
+    target, data = (
+        net.folder / "project" / "sft_play" / "errors.py",
+        net.hosts[2].private[net.folder / "data"] / "train.jsonl",
+    )
     kept = data.read_text()
     changed.write_text(target.read_text() + "\n# changed\n")
     folders = [net.folder / "project", net.folder / "cache", runs, Path.home()]
@@ -214,7 +235,9 @@ def test_other_files_and_disks(net: Lan) -> None:
 
 @pytest.mark.long
 def test_other_prepared_rows(tmp_path: Path, tiny: Path) -> None:
-    """The caches are compared by the fingerprints of their rows: one with others, and one that should be shared and is not."""
+    """The caches are compared by the fingerprints of their rows: one with others, and one that should be shared and is
+    not.
+    """
     for name, start in (("train", 0), ("val", 30)):
         (tmp_path / f"{name}.jsonl").write_text(question_rows(start, 20, longest=5))
     config = tmp_path / "demo.yaml"
@@ -238,20 +261,29 @@ def test_other_prepared_rows(tmp_path: Path, tiny: Path) -> None:
 
 @pytest.mark.long
 def test_machines_that_do_not_let_us_in(net: Lan) -> None:
-    """A refused key, a key of the host that nobody knows, no folder, no such machine: each with the way out, and all at once."""
+    """A refused key, a key of the host that nobody knows, no folder, no such machine: each with the way out, and all at
+    once.
+    """
     known, config = net.folder / "known", net.folder / "strangers"
-    known.write_text("".join(line for line in (net.folder / "ssh" / "known_hosts").open() if not line.startswith("node3")))
+    known.write_text(
+        "".join(line for line in (net.folder / "ssh" / "known_hosts").open() if not line.startswith("node3"))
+    )
     config.write_text(net.ssh_config.read_text().replace(f"{net.folder}/ssh/known_hosts", str(known)))
     hosts = {
-        "node2": {"user": "daemon"}, "again": {"address": "node2", "folder": "/nowhere"},
-        "node4": {"address": "192.168.77.99"}, "node5": {"address": "no.such.host.invalid"},
-    }  # fmt: skip
+        "node2": {"user": "daemon"},
+        "again": {"address": "node2", "folder": "/nowhere"},
+        "node4": {"address": "192.168.77.99"},
+        "node5": {"address": "no.such.host.invalid"},
+    }
     checked = check(net, hosts, ssh_config=str(config))
     assert checked.code == 3 and checked.json["seconds"] < 30
     assert checked.fails() == {
-        "node2": {"refused-key"}, "node3": {"unknown-host-key"}, "again": {"no-environment"}, "node4": {"unreachable"},
+        "node2": {"refused-key"},
+        "node3": {"unknown-host-key"},
+        "again": {"no-environment"},
+        "node4": {"unreachable"},
         "node5": {"unknown-name"},
-    }  # fmt: skip
+    }
     checked.says("node2", "refused-key", "ssh-copy-id")
     checked.says("node3", "unknown-host-key", f"ssh -F {config}")
     checked.says("again", "no-environment", f"make cluster-install CLUSTER={net.folder}/cluster.yaml")
@@ -273,8 +305,9 @@ def test_a_machine_that_stops_answering(net: Lan) -> None:
 
 @pytest.mark.long
 def test_a_slow_network_and_a_faster_one_next_to_it(net: Lan) -> None:
-    """50 Mbit/s, as over WireGuard: 16 MiB between two machines would take 2.7 s a way, and three sums of 8 MiB 5.4 s. The faster one is
-    named; with it in the inventory the ways are measured over it, and the sum goes over it."""
+    """50 Mbit/s, as over WireGuard: 16 MiB between two machines would take 2.7 s a way, and three sums of 8 MiB 5.4 s.
+    The faster one is named; with it in the inventory the ways are measured over it, and the sum goes over it.
+    """
     for k in range(3):
         net.rate(k, 50)
     with net.second_network():
@@ -312,6 +345,9 @@ def test_text(net: Lan) -> None:
     done = typed(net, *command(net, {"node3": {"gpus": 4}}, network="1Gbit"))
     assert done.returncode == 3
     for part in (
-        "node3: fail: `gpus: 4` in the inventory", "remedy: correct `gpus`", "a sum of 8 MiB over all machines (gloo):", "1 cannot take part",
-    ):  # fmt: skip
+        "node3: fail: `gpus: 4` in the inventory",
+        "remedy: correct `gpus`",
+        "a sum of 8 MiB over all machines (gloo):",
+        "1 cannot take part",
+    ):
         assert part in done.stdout

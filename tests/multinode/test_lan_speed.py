@@ -1,4 +1,6 @@
-"""Three hosts with links of 1 Gb/s: shares that follow what each computes (B11); a pipeline's bytes as the interfaces count them."""
+"""Three hosts with links of 1 Gb/s: shares that follow what each computes (B11); a pipeline's bytes as the interfaces
+count them.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,19 @@ from tests.tiny_models import build_tiny_llama
 pytestmark = pytest.mark.long
 
 SPEEDS = (0.3, 0.3, 0.15)
-"""Shares of a core: the third host has half the speed of the others, and two cores carry all with room for everything else."""
+"""Shares of a core: the third host has half the speed of the others, and two cores carry all with room for everything
+else.
+"""
 GLOBAL_BATCH, LAST = 24, 8
 """Rows of a step; steps at the end of a run whose speed counts."""
 STEPS = {"off": 14, "auto": 48}
 """Alike devices share out again after three looks, at steps 5, 15 and 25 or later."""
-HEAVIER: Mapping[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
+HEAVIER: Mapping[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+}
 """Large enough that a rank computes for most of a step, and for the 2 s between two looks that a measure needs."""
 
 
@@ -72,14 +81,18 @@ def part_of(rank: int, found: list[dict[str, Any]]) -> float:
 
 @pytest.mark.quiet
 def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path) -> None:
-    """The kernel holds the workers, and nobody sleeps: tokens per second with and without `launch.balance`, and each rank's own count."""
+    """The kernel holds the workers, and nobody sleeps: tokens per second with and without `launch.balance`, and each
+    rank's own count.
+    """
     with home(tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER)) as machines:
         write_rows(machines.own(0, "models"), 48, 60)
         text = machines.config.read_text().replace("max_seq_len: 64", "max_seq_len: 256")
         machines.config.write_text(text.replace("global_batch_size: 6", f"global_batch_size: {GLOBAL_BATCH}"))
         found = {balance: trained_at_unequal_speeds(machines, balance) for balance in STEPS}
         machines.all_free(0, 1, 2)
-        told = [json.loads(line) for line in machines.run("auto").metrics.read_text().splitlines() if '"balance"' in line]
+        told = [
+            json.loads(line) for line in machines.run("auto").metrics.read_text().splitlines() if '"balance"' in line
+        ]
     assert all(row["rank_rows"] == [8, 8, 8] for row in found["off"])
     assert told and told[-1]["from_step"] <= STEPS["auto"] - LAST, told
     last = {balance: rows[-LAST:] for balance, rows in found.items()}
@@ -107,7 +120,9 @@ def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_p
     ways = {"none": (), "fp16": ("LAUNCH_COMPRESSION=fp16",), "local": ("LAUNCH_LOCAL_STEPS=16",)}
     with lan(tmp_path / "lan", nodes=3) as net:
         hosts = Lan2(
-            net, tmp_path, build_tiny_llama(tmp_path / "wider", hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+            net,
+            tmp_path,
+            build_tiny_llama(tmp_path / "wider", hidden_size=128, intermediate_size=256, num_hidden_layers=4),
         )
         sent = {name: bytes_of(hosts, name, 32, *words) for name, words in ways.items()}
         start = (4 * bytes_of(hosts, "start", 8) - sent["none"]) // 3
@@ -118,7 +133,9 @@ def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_p
 
 
 def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) -> None:
-    """Bytes of a step are those of the plan, in a time that the plan foresees where the wire decides; FSDP2 takes many times both."""
+    """Bytes of a step are those of the plan, in a time that the plan foresees where the wire decides; FSDP2 takes many
+    times both.
+    """
     slow = (
         "LAUNCH_NETWORK=20Mbit",
         "LAUNCH_SLOW_NETWORK=allow",
@@ -138,7 +155,8 @@ def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) 
             plan, rows = Plan.load(run.plan), metrics(run.path)
             found[way] = ((sent[1] - sent[0]) / 2, statistics.median(row["step_seconds"] for row in rows[1:]))
     assert found["fsdp2"][0] > 10 * found["pipeline"][0] and found["fsdp2"][1] > 5 * found["pipeline"][1], found
-    # Over two boundaries hidden states one way and their gradients back; and the gradient of the tied embedding both ways.
+    # Over two boundaries hidden states one way and their gradients back; and the gradient of the tied embedding both
+    # ways.
     tokens = statistics.mean(row["tokens_per_second"] * row["step_seconds"] for row in rows)
     assert found["pipeline"][0] == pytest.approx((4 * tokens + 2 * 1024) * HEAVIER["hidden_size"] * 4, rel=0.1)
     assert found["pipeline"][1] == pytest.approx(plan.communication_seconds, rel=0.2)

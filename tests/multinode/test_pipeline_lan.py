@@ -29,7 +29,9 @@ def machines(tmp_path: Path) -> Iterator[Home]:
 
 
 def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpoint(machines: Home) -> None:
-    """Losses are those of one process; no machine has all layers, and the checkpoint on the first one has those of all."""
+    """Losses are those of one process; no machine has all layers, and the checkpoint on the first one has those of
+    all.
+    """
     words = (f"TRAIN_MAX_STEPS={STEPS}", "TRAIN_BATCH_SIZE=1")
     before = [machines.net.sent_bytes(k) for k in range(3)]
     machines.train("staged", "LAUNCH_STRATEGY=pipeline", "LAUNCH_MAX_RESTARTS=1", "TRAIN_SAVE_STEPS=5", *words)
@@ -47,7 +49,9 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
 
 
 def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path: Path) -> None:
-    """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much beside torch's own libraries."""
+    """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much beside
+    torch's own libraries.
+    """
     most, cgroup = 1_200_000_000, "/sys/fs/cgroup"
     model = build_tiny_llama(
         tmp_path / "nine", hidden_size=512, intermediate_size=2048, num_hidden_layers=9, num_attention_heads=8

@@ -1,4 +1,6 @@
-"""The generated script on a real Slurm: munge, slurmctld and two slurmd on this machine, ranks that meet over gloo on the CPU."""
+"""The generated script on a real Slurm: munge, slurmctld and two slurmd on this machine, ranks that meet over gloo on
+the CPU.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ class Site:
         self.config = folder / "demo.yaml"
         ragged_rows(folder / "rows.jsonl", 24)
         self.config.write_text(
-            f"model:\n  name: {model}\n  max_seq_len: 128\ntuning:\n  mode: lora\ndata:\n  train_path: rows.jsonl\n"
-            f"train:\n  global_batch_size: 4\n  max_steps: 120\n  save_steps: 20000\nslurm:\n  time: '30'\n  cpus_per_gpu: 1\n"
-            "  warning_seconds: 60\n"
+            f"model:\n  name: {model}\n  max_seq_len: 128\ntuning:\n  mode: lora\ndata:\n  train_path:"
+            " rows.jsonl\ntrain:\n  global_batch_size: 4\n  max_steps: 120\n  save_steps: 20000\nslurm:\n  time:"
+            " '30'\n  cpus_per_gpu: 1\n  warning_seconds: 60\n"
         )
 
     def make(self, *words: str, command: str = "slurm") -> Done:
@@ -50,7 +52,9 @@ class Site:
         return str(done.json["job"])
 
     def said(self, name: str) -> str:
-        return "\n".join(path.read_text(errors="replace") for path in sorted((self.runs / name / "slurm").glob("*.out")))
+        return "\n".join(
+            path.read_text(errors="replace") for path in sorted((self.runs / name / "slurm").glob("*.out"))
+        )
 
     def events(self, name: str, node: int = 0) -> list[str]:
         happened = map(json.loads, (self.runs / name / "events.jsonl").read_text().splitlines())
@@ -80,10 +84,14 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
 @pytest.mark.parametrize(
     ("word", "said", "hint"),
     [
-        ("SLURM_PARTITION=nowhere", "error: SLURM_PARTITION=nowhere: the cluster refuses the job:", "`sinfo -s` lists the partitions"),
+        (
+            "SLURM_PARTITION=nowhere",
+            "error: SLURM_PARTITION=nowhere: the cluster refuses the job:",
+            "`sinfo -s` lists the partitions",
+        ),
         ("NUM_NODES=3", "the cluster refuses the job", "hint: `sinfo -N -o"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_start_is_told_in_sbatchs_words(site: Site, word: str, said: str, hint: str) -> None:
     done = site.make("RUN_NAME=demo", word)
     assert done.code == 2 and said in done.err and hint in done.err, done.err
@@ -92,11 +100,15 @@ def test_what_cannot_start_is_told_in_sbatchs_words(site: Site, word: str, said:
 
 
 def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site) -> None:
-    """In a folder whose name holds what sbatch and shells read in their own way; the data are missing, which no second turn would mend."""
+    """In a folder whose name holds what sbatch and shells read in their own way; the data are missing, which no second
+    turn would mend.
+    """
     (site.folder / "rows.jsonl").unlink()
     out = site.folder / "jobs 100%j #1 'x' $(touch made)"
     out.mkdir()
-    number = site.submit("sweep", f"OUT={out}", "SLURM_ARRAY=1-2", "SLURM_SETUP=['export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID']")
+    number = site.submit(
+        "sweep", f"OUT={out}", "SLURM_ARRAY=1-2", "SLURM_SETUP=['export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID']"
+    )
     for task in (1, 2):
         facts = site.slurm.end(f"{number}_{task}", out)
         assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "4:0", "0"), facts
@@ -106,13 +118,24 @@ def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site
 
 
 OF_A_SHELL = {
-    "SBATCH_PARTITION": "urgent", "SBATCH_TIMELIMIT": "1", "SBATCH_MEM_PER_NODE": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_ARRAY_INX": "1-2",
-    "SBATCH_JOB_NAME": "other", "SBATCH_OUTPUT": "/dev/null",
-}  # fmt: skip
+    "SBATCH_PARTITION": "urgent",
+    "SBATCH_TIMELIMIT": "1",
+    "SBATCH_MEM_PER_NODE": "1",
+    "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_ARRAY_INX": "1-2",
+    "SBATCH_JOB_NAME": "other",
+    "SBATCH_OUTPUT": "/dev/null",
+}
 OF_A_JOB = {
-    "SLURM_JOB_ID": "999", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS_PER_TASK": "1", "SLURM_TIMELIMIT": "1", "SLURM_GPUS": "2",
-    "SLURM_MEM_PER_NODE": "2", "SLURM_NTASKS": "7", "SLURM_JOB_NUM_NODES": "2",
-}  # fmt: skip
+    "SLURM_JOB_ID": "999",
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_TIMELIMIT": "1",
+    "SLURM_GPUS": "2",
+    "SLURM_MEM_PER_NODE": "2",
+    "SLURM_NTASKS": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+}
 
 
 def test_neither_the_shell_nor_the_job_that_submits_change_a_job(site: Site) -> None:
@@ -130,9 +153,17 @@ def test_neither_the_shell_nor_the_job_that_submits_change_a_job(site: Site) -> 
     ).stdout.strip()
     for name, number in (("first", first), ("second", second)):
         facts = site.end(name, number)
-        assert facts.items() >= {
-            "JobState": "COMPLETED", "JobName": name, "Partition": "main", "TimeLimit": "00:07:00", "MinMemoryNode": "900M", "Requeue": "1",
-        }.items(), f"{facts}\n{site.said(name)}"  # fmt: skip
+        assert (
+            facts.items()
+            >= {
+                "JobState": "COMPLETED",
+                "JobName": name,
+                "Partition": "main",
+                "TimeLimit": "00:07:00",
+                "MinMemoryNode": "900M",
+                "Requeue": "1",
+            }.items()
+        ), f"{facts}\n{site.said(name)}"
         assert site.steps(name) == [1, 2], site.said(name)
 
 
@@ -156,7 +187,9 @@ def test_two_nodes_that_are_warned_or_preempted_save_are_queued_again_and_go_on(
     site.config.write_text("model: {name: another}\n")  # frozen: a later edit changes nothing
     site.wait_for_step("again", number)
     if preempted:
-        site.slurm.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        site.slurm.run(
+            "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+        )
     else:
         site.slurm.run("scancel", "--signal=USR1", "--batch", number)
     site.wait("again", number, lambda facts: facts["Restarts"] == "1")

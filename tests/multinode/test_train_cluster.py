@@ -1,4 +1,6 @@
-"""`make train-cluster` on machines of namespaces: each has its own files, its sshd and a link of 1 Gb/s; only the first has model and data."""
+"""`make train-cluster` on machines of namespaces: each has its own files, its sshd and a link of 1 Gb/s; only the first
+has model and data.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_a_panel_on_a_terminal(machines: Home) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_two_machines(machines: Home) -> None:
-    """Code, model and data come to the second; losses are those of one process; logs are here, and nothing is left there."""
+    """Code, model and data come to the second; losses are those of one process; logs are here, and nothing is left
+    there.
+    """
     machines.train("two")
     machines.finish()
     run, said = machines.run("two"), machines.said()
@@ -70,7 +74,9 @@ def test_two_machines(machines: Home) -> None:
     assert "node1  training  step" in said and "node2  training  step" in said and "tokens/s" in said, said
     assert "done: " in said and "make infer RUN=two" in said
     project = machines.own(1, "project")
-    assert (machines.own(1, "models") / "tiny" / "config.json").is_file() and (project / "sft_play" / "__main__.py").is_file()
+    assert (machines.own(1, "models") / "tiny" / "config.json").is_file() and (
+        project / "sft_play" / "__main__.py"
+    ).is_file()
     assert not (project / ".git").exists(), "only what git knows"
     log = (machines.net.folder / "ssh" / "node2.log").read_text()
     assert log.count("Accepted publickey") == 1, "all commands share one connection"
@@ -79,13 +85,17 @@ def test_two_machines(machines: Home) -> None:
 
 @pytest.mark.long
 def test_three_machines_seen_from_one(machines: Home) -> None:
-    """Three ranks; status and a log while they train, a second command refused, a stop from elsewhere, a resume; losses as of one process."""
+    """Three ranks; status and a log while they train, a second command refused, a stop from elsewhere, a resume; losses
+    as of one process.
+    """
     machines.train("three", "TRAIN_MAX_STEPS=5000", "TRAIN_SAVE_STEPS=5000")
     machines.until_step("three", 12)
     trained = machines.started[-1]
     said = machines.type("cluster-status", "JSON=1")
     rows = json.loads(said)
-    assert [(row["host"], row["run"], row["ranks"]) for row in rows] == [(f"node{k + 1}", "three", [k]) for k in range(3)]
+    assert [(row["host"], row["run"], row["ranks"]) for row in rows] == [
+        (f"node{k + 1}", "three", [k]) for k in range(3)
+    ]
     assert all(row["processes"] >= 2 and row["loss"] and len(row["memory_gib"]) == 1 for row in rows)
     said = machines.type("cluster-logs", "RUN=three", "RANK=2")
     assert said.strip(), said
@@ -102,7 +112,9 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
     assert "no command of this machine trains `three`" in said, said
     run = machines.run("three")
     steps = metrics(run.path)[-1]["step"] + 2
-    assert "has no random states" not in machines.resume("three", f"TRAIN_MAX_STEPS={steps}"), "each rank goes on with its own"
+    assert "has no random states" not in machines.resume("three", f"TRAIN_MAX_STEPS={steps}"), (
+        "each rank goes on with its own"
+    )
     assert [row["step"] for row in metrics(run.path)] == list(range(1, steps + 1))
     assert losses(run)[:12] == pytest.approx(machines.alone("TRAIN_MAX_STEPS=12"), rel=1e-5)
     assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]
@@ -169,8 +181,13 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
         resource.prlimit(pid, resource.RLIMIT_AS, (size + 550 * 2**20,) * 2)  # four long rows take 750 MiB, two 380
     said = machines.finish()
     (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
-    assert line.startswith("recovering: rank 1 (node2)") and "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
-    assert "does not start again by itself" not in said + (run.logs / "node1.log").read_text(), "no launcher says what to type"
+    assert (
+        line.startswith("recovering: rank 1 (node2)")
+        and "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
+    )
+    assert "does not start again by itself" not in said + (run.logs / "node1.log").read_text(), (
+        "no launcher says what to type"
+    )
     assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {8}
@@ -214,7 +231,11 @@ def test_an_ssh_connection_that_breaks_ends_no_run(machines: Home) -> None:
 def test_what_cannot_be_started(machines: Home) -> None:
     """Each fault is one error with its remedy, and no run is begun."""
     faults: list[tuple[dict[str, Any], str, str]] = [
-        ({"python": "/nowhere/bin/python"}, "no environment: no Python `/nowhere/bin/python`", "make cluster-install CLUSTER="),
+        (
+            {"python": "/nowhere/bin/python"},
+            "no environment: no Python `/nowhere/bin/python`",
+            "make cluster-install CLUSTER=",
+        ),
         ({"gpus": 4}, "`gpus: 4` in the inventory, but its driver shows 0", ""),
         ({}, "`data.sync` is `shared`, but it does not see this machine's folders of `RUNS_DIR`, `SFT_PLAY_CACHE`", ""),
     ]
@@ -229,7 +250,9 @@ def test_what_cannot_be_started(machines: Home) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_install(machines: Home) -> None:
-    """An environment that cannot be filled (no network), then one that is there: what failed is said, and the same command goes on."""
+    """An environment that cannot be filled (no network), then one that is there: what failed is said, and the same
+    command goes on.
+    """
     project = machines.own(1, "project")
     machines.write_inventory(python=".venv/bin/python")
     said = machines.type("cluster-install", code=3)
@@ -247,7 +270,9 @@ def test_install(machines: Home) -> None:
 
 @pytest.mark.long
 def test_one_disk_for_all(tmp_path: Path, tiny: Path) -> None:
-    """Runs, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is written twice."""
+    """Runs, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is
+    written twice.
+    """
     with home(tmp_path, tiny, 2, own=["project"]) as machines:
         machines.train("disk", "TRAIN_MAX_STEPS=2", "DATA_SYNC=shared", "TRAIN_SAVE_STEPS=1")
         machines.finish()

@@ -2,7 +2,8 @@
 
     torchrun -m tests.numerics.exchange_ranks FOLDER
 
-`FOLDER/RANK.json` gets a JSON object with the result of each case. Bytes are those of this network namespace's interfaces, as the kernel counts.
+`FOLDER/RANK.json` gets a JSON object with the result of each case. Bytes are those of this network namespace's
+interfaces, as the kernel counts.
 """
 
 from __future__ import annotations
@@ -94,7 +95,11 @@ def _gap(mine: Any, others: Any) -> float:
 def work(rank: int, world: int, _: list[str]) -> dict[str, Any]:
     this = Ranks(rank, world)
     sent = {kind: sent_by(kind, this) for kind in ("none", "fp16", "bf16")}
-    return {"numbers": sum(parameter.numel() for parameter in model_of().parameters()), "sent": sent, "outer": outer(this)}
+    return {
+        "numbers": sum(parameter.numel() for parameter in model_of().parameters()),
+        "sent": sent,
+        "outer": outer(this),
+    }
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     torchrun -m tests.numerics.layer_ranks FOLDER MODE FAMILY...
 
-`FOLDER/RANK.json` gets a JSON object: of each family the relative deviations of loss, gradients and their norm from one process, which share of
-the weights the rank holds, whether another token in a row changes the logits of other rows in its line, and whether the gradients of what
-all ranks hold are the same bits on each. `MODE` is `full` or `lora`.
+`FOLDER/RANK.json` gets a JSON object: of each family the relative deviations of loss, gradients and their norm from one
+process, which share of the weights the rank holds, whether another token in a row changes the logits of other rows in
+its line, and whether the gradients of what all ranks hold are the same bits on each. `MODE` is `full` or `lora`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def prepared(kind: str, mode: str) -> Any:
     if mode == "lora":
         model.requires_grad_(False)
         plan = families_plan(model.config.get_text_config())
-        targets = sorted({name.rpartition(".")[2] for name, style in plan.items() if style != "replicated_with_grad_allreduce"})
+        targets = sorted(
+            {name.rpartition(".")[2] for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
+        )
         torch.manual_seed(3)
         model, _ = lora.add_adapters(model, LoraSettings(r=4, alpha=8, target_modules=targets), BASE, torch.float32)
         for name, parameter in model.named_parameters():
@@ -64,7 +66,9 @@ def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[
     whole, mine = prepared(kind, mode), prepared(kind, mode)
     wanted = whole(input_ids=IDS, labels=IDS).loss
     wanted.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in whole.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in whole.named_parameters() if parameter.grad is not None
+    }
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     slicer = Slicer(rank, world, group)
     slicer.cut(mine)
@@ -84,9 +88,13 @@ def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[
     clipped = slicer.clip(mine.parameters(), 1.0)
     held, all_of_it = (sum(parameter.numel() for parameter in model.parameters()) for model in (mine, whole))
     return {
-        "loss": abs(float(found - wanted)), "gradients": worst, "norm": abs(float(clipped - norm)) / float(norm), "held": held / all_of_it,
-        "apart": torch.equal(one[own:], other[own:]) and not torch.equal(one[:own], other[:own]), "alike": same,
-    }  # fmt: skip
+        "loss": abs(float(found - wanted)),
+        "gradients": worst,
+        "norm": abs(float(clipped - norm)) / float(norm),
+        "held": held / all_of_it,
+        "apart": torch.equal(one[own:], other[own:]) and not torch.equal(one[:own], other[:own]),
+        "alike": same,
+    }
 
 
 def work(rank: int, world: int, words: list[str]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.numerics.narrow_gradients fsdp2 RESULT
 
-The reference adds the same bf16 gradients of all micro-steps and ranks in fp64: what is left are the errors of reducing and adding up.
+The reference adds the same bf16 gradients of all micro-steps and ranks in fp64: what is left are the errors of reducing
+and adding up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def model() -> nn.Module:
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    """Returns the loss of a micro-batch; a few of them are far larger than the others, which a narrow sum would lose."""
+    """Returns the loss of a micro-batch; a few of them are far larger than the others, which a narrow sum would
+    lose.
+    """
     generator = torch.Generator().manual_seed(100 * rank + step)
     rows = torch.randn(3, 24, generator=generator).bfloat16() * (8 if step == 0 else 1)
     loss: Tensor = model(rows).float().square().mean()
@@ -32,7 +35,9 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
 
 
 def reference() -> Tensor:
-    """Returns the mean over ranks of the sum over micro-steps of the gradients that a bf16 copy of the model computes, [weights]."""
+    """Returns the mean over ranks of the sum over micro-steps of the gradients that a bf16 copy of the model computes,
+    [weights].
+    """
     found = []
     for rank in range(distributed.get_world_size()):
         for step in range(MICRO_STEPS):
@@ -55,7 +60,9 @@ def under_fsdp2() -> Tensor:
     reduce_in_fp32(plugin)
     sharded = model()
     for layer in (sharded[0], sharded[2], sharded):
-        fully_shard(layer, mesh=distributed.device_mesh.init_device_mesh("cpu", (2,)), mp_policy=plugin.mixed_precision_policy)
+        fully_shard(
+            layer, mesh=distributed.device_mesh.init_device_mesh("cpu", (2,)), mp_policy=plugin.mixed_precision_policy
+        )
     for step in range(MICRO_STEPS):
         loss_of(sharded, distributed.get_rank(), step).backward()
     return torch.cat([one.grad.full_tensor().reshape(-1) for one in sharded.parameters()])
@@ -68,7 +75,9 @@ def under_deepspeed(stage: int) -> Tensor:
     from sft_play.launch.deepspeed import batch_numbers, deepspeed_settings
 
     batch = batch_numbers(micro_batch=3, accumulation=MICRO_STEPS, world_size=2)
-    settings = deepspeed_settings(stage=stage, device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=48)
+    settings = deepspeed_settings(
+        stage=stage, device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=48
+    )
     plain = model()
     engine, *_ = deepspeed.initialize(model=plain, optimizer=torch.optim.AdamW(plain.parameters()), config=settings)
     for step in range(MICRO_STEPS):

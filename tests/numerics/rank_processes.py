@@ -28,17 +28,34 @@ def answer(work: Callable[[int, int, list[str]], dict[str, Any]]) -> None:
 
 
 def run_ranks(world: int, module: str, *words: str, inside: Sequence[str] = ()) -> None:
-    """Runs `python -m MODULE WORDS...` as the ranks of a torchrun, without a GPU; fails with what they said. `inside`: begins the command."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port())]
+    """Runs `python -m MODULE WORDS...` as the ranks of a torchrun, without a GPU; fails with what they said. `inside`:
+    begins the command.
+    """
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(world),
+        "--master-port",
+        str(free_port()),
+    ]
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*inside, *launch, "-m", module, *words],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def found(module: str, folder: Path, world: int, words: Sequence[str], inside: Sequence[str] = ()) -> list[dict[str, Any]]:
+def found(
+    module: str, folder: Path, world: int, words: Sequence[str], inside: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Returns the JSON object that each rank of `tests.numerics.MODULE FOLDER WORDS...` writes."""
     run_ranks(world, f"tests.numerics.{module}", str(folder), *words, inside=inside)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]

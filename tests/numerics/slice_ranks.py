@@ -2,8 +2,8 @@
 
     torchrun -m tests.numerics.slice_ranks FOLDER FAMILY...
 
-`FOLDER/RANK.json` gets a JSON object: of each family the relative deviation of logits and gradients from the whole line's in one process, and
-that of the other rows' logits where a row has another token.
+`FOLDER/RANK.json` gets a JSON object: of each family the relative deviation of logits and gradients from the whole
+line's in one process, and that of the other rows' logits where a row has another token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ ROWS = [[5, 9, 11, 30, 7, 21, 8], [6, 40], [33], [17, 3, 3, 60, 61, 62, 63, 64, 
 
 
 def batch_of(collate: Collator, first: int) -> tuple[Any, dict[str, Any]]:
-    """Returns the batch of all rows, of which the first begins with token `first`, and what the model gets to compute all logits."""
+    """Returns the batch of all rows, of which the first begins with token `first`, and what the model gets to compute
+    all logits.
+    """
     rows = [[first, *ROWS[0][1:]], *ROWS[1:]]
     batch = collate([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)])
     return batch, {name: value for name, value in batch.items() if name not in (*NOT_FOR_THE_MODEL, "logits_to_keep")}
@@ -63,9 +65,10 @@ def deviations(kind: str, ranks: Ranks, group: Any) -> dict[str, Any]:
     worst = max(float((a - b).norm() / b.norm()) for a, b in zip(mine, alone, strict=True))
     own = len(ROWS[0])
     return {
-        "worst": worst, "leak": float((mine[0][own:] - other[0][own:]).norm() / mine[0][own:].norm()),
+        "worst": worst,
+        "leak": float((mine[0][own:] - other[0][own:]).norm() / mine[0][own:].norm()),
         "changed": not torch.equal(mine[0][:own], other[0][:own]),
-    }  # fmt: skip
+    }
 
 
 def work(rank: int, world: int, families: list[str]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""`train.report_to: aim` (B15). Aim does not fit our pinned versions, so these tests run where somebody has installed it."""
+"""`train.report_to: aim` (B15). Aim does not fit our pinned versions, so these tests run where somebody has installed
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.trackers import IDS, AimTracker
 
 
-def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     aim: Any = pytest.importorskip("aim")
     from aim.sdk.index_manager import RepoIndexManager
 
@@ -39,8 +43,11 @@ def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Pat
     found = {(m.name, *sorted(m.context.to_dict().items())): m.dataframe() for m in kept.metrics()}
     train, losses = ("subset", "train"), [4.0, 4.0, 3.0, 3.0, 3.0]
     values = {
-        ("loss", train): losses, ("loss", ("subset", "eval")): losses, ("loss", ("rank", 0), train): losses,
-        ("loss", ("rank", 1), train): [loss + 1 for loss in losses], ("cpu_percent", ("node", 0), train): [7.0] * 5,
-    }  # fmt: skip
+        ("loss", train): losses,
+        ("loss", ("subset", "eval")): losses,
+        ("loss", ("rank", 0), train): losses,
+        ("loss", ("rank", 1), train): [loss + 1 for loss in losses],
+        ("cpu_percent", ("node", 0), train): [7.0] * 5,
+    }
     assert {name: list(frame["value"]) for name, frame in found.items()} == values
     assert all(list(frame["step"]) == [1, 2, 3, 4, 5] for frame in found.values())

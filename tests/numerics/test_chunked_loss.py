@@ -61,10 +61,14 @@ def assert_same(model: Any, batch: dict[str, Any], *, chunk: int = CHUNK, tolera
 @pytest.mark.parametrize(
     ("kind", "way", "tied"),
     [
-        ("llama", "full", True), ("llama", "full", False), ("gpt2", "full", True), ("llama", "frozen head", False),
-        ("llama", "lora", False), ("llama", "lora on the head", False),
+        ("llama", "full", True),
+        ("llama", "full", False),
+        ("gpt2", "full", True),
+        ("llama", "frozen head", False),
+        ("llama", "lora", False),
+        ("llama", "lora on the head", False),
     ],
-)  # fmt: skip
+)
 def test_loss_and_gradients_are_those_of_all_at_once(kind: str, way: str, tied: bool, layout: str) -> None:
     model = tuned(kind, way, tied=tied)
     for rows in (ROWS, ROWS[:1]):  # several chunks with a rest, and fewer labels than one
@@ -92,7 +96,9 @@ def test_every_family_that_the_plan_chunks(kind: str) -> None:
     mine, found = outcome(model, batch)
     # Of all weights together: the gradients of some, like a bias of keys, are nothing but rounding.
     gradient, chunked = (torch.cat([part.flatten() for part in parts.values()]) for parts in (wanted, found))
-    assert float(mine) == pytest.approx(float(total), rel=1e-5) and (chunked - gradient).norm() <= 1e-5 * gradient.norm()
+    assert (
+        float(mine) == pytest.approx(float(total), rel=1e-5) and (chunked - gradient).norm() <= 1e-5 * gradient.norm()
+    )
 
 
 @pytest.mark.parametrize("way", ["full", "lora"])
@@ -104,7 +110,9 @@ def test_bf16_and_autocast_agree_to_their_precision(way: str) -> None:
 
 
 def test_what_becomes_of_the_models_output_does_not_matter() -> None:
-    """FSDP2 rounds outputs to the computation's type: a loss of thousands would lose its digits, and so would its gradient's factor."""
+    """FSDP2 rounds outputs to the computation's type: a loss of thousands would lose its digits, and so would its
+    gradient's factor.
+    """
     batch, model = Collator("flattened", 3)(ROWS), tuned("llama", "full")
     total, wanted = outcome(model, batch)
     chunk_head(model, CHUNK)

@@ -28,7 +28,10 @@ def folder(cache: Path) -> Iterator[Path]:
 def test_it_has_every_parameter_of_the_original_and_knows_the_capital_of_france(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval(), load_tokenizer(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval(),
+        load_tokenizer(folder),
+    )
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert tokenizer("<|im_start|><|im_end|><|endoftext|>")["input_ids"] == [1, 2, 0]

@@ -31,7 +31,10 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "loss": loss.detach(),
+        **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

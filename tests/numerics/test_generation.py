@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    return score_by_generation(*load(folder), rows(), AnswerSettings(batch_size=4, max_new_tokens=10), metrics=OF_ANSWERS)
+    return score_by_generation(
+        *load(folder), rows(), AnswerSettings(batch_size=4, max_new_tokens=10), metrics=OF_ANSWERS
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 13, 50])
@@ -61,7 +63,9 @@ def test_greedy_answers_do_not_depend_on_the_batch_size(folder: Path, alone: Any
 
 def test_answer_ends_with_the_turn_and_holds_only_the_completion(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
-    prompt = tokenizer("<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    prompt = tokenizer("<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)[
+        "input_ids"
+    ]
     wanted = tokenizer("the return value<|im_end|>", add_special_tokens=False)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([prompt + wanted])
@@ -101,7 +105,9 @@ def test_answers_never_outgrow_the_context(tmp_path: Path) -> None:
 def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(folder: Path) -> None:
     def scored(seconds: float | None, seed: int = 0) -> Any:
         budget = Budget(seconds=seconds, seed=seed, clock=itertools.count(1.0).__next__)
-        return score_by_generation(*load(folder), rows(40), AnswerSettings(batch_size=4, max_new_tokens=4), budget=budget)
+        return score_by_generation(
+            *load(folder), rows(40), AnswerSettings(batch_size=4, max_new_tokens=4), budget=budget
+        )
 
     part, whole = scored(3.0), scored(None)
     assert (len(part.predictions), part.asked, part.complete) == (12, 40, False)
@@ -128,6 +134,8 @@ def test_every_forward_pass_of_an_evaluation_with_answers_is_progress(folder: Pa
         model, tokenizer, rows()[:4], AnswerSettings(batch_size=4, max_new_tokens=10), synced=synced, alive=alive
     )
     count = len(passes)
-    assert count >= max(answer.tokens for answer in result.predictions) > 2, "at least one for each token of the longest answer"
+    assert count >= max(answer.tokens for answer in result.predictions) > 2, (
+        "at least one for each token of the longest answer"
+    )
     model(torch.tensor([[300]]))
     assert len(passes) == count, "what watched the model is gone again"

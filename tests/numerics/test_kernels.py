@@ -34,7 +34,9 @@ for family in sorted(LIGER_MODEL_TYPES):
 def test_every_norm_and_feed_forward_part_is_replaced_and_nothing_else() -> None:
     pytest.importorskip("liger_kernel", reason="the package liger-kernel is not installed")
     pytest.importorskip("triton", reason="the package triton is not installed")
-    done = subprocess.run([sys.executable, "-c", "import sys\n" + ROAD], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\n" + ROAD], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     seen = {tuple(line.split()[:2]): line.split()[2:] for line in done.stdout.splitlines()}
     for family in LIGER_MODEL_TYPES:

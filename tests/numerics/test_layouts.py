@@ -1,4 +1,6 @@
-"""Which families keep the rows of a line apart, or padded ones without a mask: found by computing with every family, both ways."""
+"""Which families keep the rows of a line apart, or padded ones without a mask: found by computing with every family,
+both ways.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.families import FAMILIES, tiny_model
 from tests.numerics.slice_ranks import ROWS
 
 SPARSE = {"index_topk": 8, "index_n_heads": 64}
-"""As many indexing heads as are published. Of few, all may score 0, and which of equal scores are selected depends on what lies behind."""
+"""As many indexing heads as are published. Of few, all may score 0, and which of equal scores are selected depends on
+what lies behind.
+"""
 EXACT, LEAK = 2e-5, 1e-3
 """Relative deviations: below the one nothing is mixed, above the other something is. Nothing lies between."""
 
@@ -50,20 +54,26 @@ def computed(
     for rows in batches:
         batch = collate([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)])
         keep = batch["logits_to_keep"].tolist()
-        logits = model(**{name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}, use_cache=False).logits
+        logits = model(
+            **{name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}, use_cache=False
+        ).logits
         targets = batch["targets"].reshape(-1)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum").backward()
         if layout == "flattened":
             found += logits[0].detach().split([len(row) - 1 for row in rows if len(row) > 1])
         else:
             found += [
-                logits[i, [keep.index(p) for p in range(len(row) - 1)]].detach() for i, row in enumerate(rows) if len(row) > 1
+                logits[i, [keep.index(p) for p in range(len(row) - 1)]].detach()
+                for i, row in enumerate(rows)
+                if len(row) > 1
             ]
     return found, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def mixes(model: Any, alone: tuple[list[torch.Tensor], torch.Tensor], layout: str, device: str = "cpu") -> bool:
-    """Whether rows of one batch have other logits or gradients than alone; `True` too where the kernel cannot compute the model."""
+    """Whether rows of one batch have other logits or gradients than alone; `True` too where the kernel cannot compute
+    the model.
+    """
     try:
         logits, gradient = computed(model, [ROWS], layout, device)
     except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -77,9 +87,11 @@ def mixes(model: Any, alone: tuple[list[torch.Tensor], torch.Tensor], layout: st
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_lists_are_what_every_family_computes(kind: str) -> None:
-    """Logits and gradients of rows in one batch, under every kernel, are those of each row alone, just where the lists say so.
+    """Logits and gradients of rows in one batch, under every kernel, are those of each row alone, just where the lists
+    say so.
 
-    `varlen` as on CPUs, and as on GPUs, in place of whose kernels are those of `tests.varlen_on_cpu`. Flattened rows are recomputed.
+    `varlen` as on CPUs, and as on GPUs, in place of whose kernels are those of `tests.varlen_on_cpu`. Flattened rows
+    are recomputed.
     """
     kernels = ["eager"] if kind in WITHOUT_SDPA else ["sdpa", "eager"]
     models = {kernel: random_model(kind, kernel) for kernel in kernels}
@@ -95,7 +107,9 @@ def test_the_lists_are_what_every_family_computes(kind: str) -> None:
         assert kind not in VARLEN_MODEL_TYPES
         return
     varied.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert (kind in VARLEN_MODEL_TYPES) is not any(mixes(varied, alone, "flattened", device) for device in ("cpu", "cuda"))
+    assert (kind in VARLEN_MODEL_TYPES) is not any(
+        mixes(varied, alone, "flattened", device) for device in ("cpu", "cuda")
+    )
     sinks = any("sink" in name for name, _ in varied.named_parameters())
     assert (kind in SINK_MODEL_TYPES) is (sinks and kind in VARLEN_MODEL_TYPES)
 
@@ -120,7 +134,10 @@ def test_what_families_lack_is_what_transformers_says() -> None:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    names = {**modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    names = {
+        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
     classes = {kind: getattr(transformers, name if isinstance(name, str) else name[0]) for kind, name in names.items()}
     assert {kind for kind, found in classes.items() if not found._supports_sdpa} == WITHOUT_SDPA
     flash = {kind for kind, found in classes.items() if found._supports_flash_attn}

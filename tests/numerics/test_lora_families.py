@@ -27,7 +27,9 @@ IDS = torch.randint(10, 1000, (2, 40), generator=torch.Generator().manual_seed(1
 
 def adapted(name: str, targets: Any = "auto") -> Any:
     """Returns a tiny model with adapters that are no longer the zero function."""
-    return grown(add_adapters(grown(tiny_model(name)), LoraSettings(r=2, target_modules=targets), BASE, torch.float32)[0])
+    return grown(
+        add_adapters(grown(tiny_model(name)), LoraSettings(r=2, target_modules=targets), BASE, torch.float32)[0]
+    )
 
 
 def grown(model: Any) -> Any:
@@ -50,7 +52,10 @@ def assert_read_back(name: str, model: Any, folder: Path) -> None:
     """PEFT alone and our own reading give the logits of `model`, before and after merging."""
     wanted = logits(model)
     model.save_pretrained(folder)
-    for read in (lambda base: PeftModel.from_pretrained(base, str(folder)), lambda base: add_trained_adapter(base, folder)):
+    for read in (
+        lambda base: PeftModel.from_pretrained(base, str(folder)),
+        lambda base: add_trained_adapter(base, folder),
+    ):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             again = read(grown(tiny_model(name)))
@@ -58,15 +63,22 @@ def assert_read_back(name: str, model: Any, folder: Path) -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in ("gpt2", "gemma3", "llama") or name in MIXTURES + HYBRIDS else [pytest.mark.long])
-    for name in FAMILIES
-    if type(tiny_config(name)) in AutoModelForCausalLM._model_mapping
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name in ("gpt2", "gemma3", "llama") or name in MIXTURES + HYBRIDS else [pytest.mark.long]
+        )
+        for name in FAMILIES
+        if type(tiny_config(name)) in AutoModelForCausalLM._model_mapping
+    ],
+)
 def test_auto_adapts_what_it_says_and_peft_reads_it_back(name: str, tmp_path: Path) -> None:
     planned = find_targets(tiny_model(name, "meta"), "auto").modules
     model = adapted(name)
-    placed = {n.split(".lora_A")[0].removeprefix("base_model.model.") for n, _ in model.named_parameters() if "lora_A" in n}
+    placed = {
+        n.split(".lora_A")[0].removeprefix("base_model.model.") for n, _ in model.named_parameters() if "lora_A" in n
+    }
     assert placed == set(planned)
     assert not {"router", "gate", "wg", "experts", "indexer"} & {part for n in placed for part in n.split(".")}
     model.train()(input_ids=IDS).logits.float().pow(2).sum().backward()
@@ -94,13 +106,16 @@ def test_what_peft_would_rewrite_is_saved_so_that_it_does_not(tmp_path: Path) ->
     assert saved["target_parameters"] == ["shared_experts.gate_proj.weight"]
 
 
-@pytest.mark.parametrize(("name", "typed", "why"), [
-    ("hunyuan_v1_moe", "wg", "it routes tokens to experts"),
-    ("llama4_text", "router", "it routes tokens to experts"),
-    ("nemotron_h", "out_proj", "`NemotronHMamba2Mixer` reads its weight past an adapter"),
-    ("deepseek_v4", "o_a_proj", "PEFT cannot adapt a `DeepseekV4GroupedLinear`"),
-    ("glm_moe_dsa", "indexer.wk", "it selects tokens, and no gradient reaches it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "typed", "why"),
+    [
+        ("hunyuan_v1_moe", "wg", "it routes tokens to experts"),
+        ("llama4_text", "router", "it routes tokens to experts"),
+        ("nemotron_h", "out_proj", "`NemotronHMamba2Mixer` reads its weight past an adapter"),
+        ("deepseek_v4", "o_a_proj", "PEFT cannot adapt a `DeepseekV4GroupedLinear`"),
+        ("glm_moe_dsa", "indexer.wk", "it selects tokens, and no gradient reaches it"),
+    ],
+)
 def test_a_layer_that_takes_no_adapter_is_refused_with_the_reason(name: str, typed: str, why: str) -> None:
     """By the plan, and by the model itself."""
     shape = ModelShape.read(count(tiny_config(name).to_dict()))
@@ -108,12 +123,15 @@ def test_a_layer_that_takes_no_adapter_is_refused_with_the_reason(name: str, typ
         with pytest.raises(UserError) as caught:
             refuse(["o_proj", typed, "nothing"])
         assert f"`{typed}` ({why}), `nothing`" in caught.value.message
-        assert caught.value.hint is not None and "down_proj" in caught.value.hint and f"{typed}," not in caught.value.hint
+        assert (
+            caught.value.hint is not None and "down_proj" in caught.value.hint and f"{typed}," not in caught.value.hint
+        )
 
 
 def lora(targets: list[str], **settings: Any) -> Config:
     return Config(
-        model=ModelConfig(name="base"), tuning=TuningConfig(mode="lora", lora=LoraSettings(target_modules=targets, **settings))
+        model=ModelConfig(name="base"),
+        tuning=TuningConfig(mode="lora", lora=LoraSettings(target_modules=targets, **settings)),
     )
 
 

@@ -28,7 +28,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(
-    folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None, seed: int = 42, train: Any = None, **tuning: Any
+    folder: Path,
+    *,
+    mode: str = "lora",
+    plan: dict[str, Any] | None = None,
+    seed: int = 42,
+    train: Any = None,
+    **tuning: Any,
 ) -> Any:
     config = Config(
         model=ModelConfig(name=str(folder)),
@@ -51,7 +57,9 @@ def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(fold
     model = load(folders["llama"], mode="qlora", plan={"weights_dtype": "bfloat16", "precision": "bf16"})
     linear = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
     state = linear.weight.quant_state
-    assert state.quant_type == "nf4" and state.nested and linear.compute_dtype == torch.bfloat16, "the scales are quantised too"
+    assert state.quant_type == "nf4" and state.nested and linear.compute_dtype == torch.bfloat16, (
+        "the scales are quantised too"
+    )
     types = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.uint8}
     assert set(types.values()) == {torch.bfloat16}, "no fp32 upcast of embeddings, head, norms or adapters"
     assert any("embed_tokens" in n for n in types)
@@ -108,10 +116,17 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
             "single",
             "comes quantised by `fbgemm_fp8`, over which adapters are not trained",
         ),
-        ({"quant_method": "gptq", "bits": 4}, "qlora", "single", "the package `gptqmodel` that reads it is not installed"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "qlora",
+            "single",
+            "the package `gptqmodel` that reads it is not installed",
+        ),
     ],
 )
-def test_a_quantised_base_that_cannot_be_tuned_so_is_refused(base: dict[str, Any], mode: Any, strategy: str, words: str) -> None:
+def test_a_quantised_base_that_cannot_be_tuned_so_is_refused(
+    base: dict[str, Any], mode: Any, strategy: str, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         check_quantised_base(base, TuningConfig(mode=mode), strategy)
 
@@ -140,7 +155,8 @@ def test_a_tokenizer_may_know_tokens_that_no_row_holds(column: str, tmp_path: Pa
     unused, used = (prepared_rows(4, path=str(tmp_path / last), sources=sources).train for last in ("1023", "1024"))
     load(base, train=unused)
     with pytest.raises(
-        DataError, match=r"a row holds the token `<image_soft_token>` \(number 1024\), but the model's embeddings have 1024"
+        DataError,
+        match=r"a row holds the token `<image_soft_token>` \(number 1024\), but the model's embeddings have 1024",
     ) as caught:
         load(base, train=used)
     assert caught.value.place == "two.jsonl"

@@ -11,7 +11,8 @@ from tests.numerics.rank_processes import run_ranks
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp2", "zero2", pytest.param("zero1", marks=pytest.mark.long), pytest.param("zero3", marks=pytest.mark.long)]
+    "strategy",
+    ["fsdp2", "zero2", pytest.param("zero1", marks=pytest.mark.long), pytest.param("zero3", marks=pytest.mark.long)],
 )
 def test_micro_steps_in_bf16_add_up_in_fp32(strategy: str, tmp_path: Path) -> None:
     result = tmp_path / "found.json"

@@ -1,4 +1,6 @@
-"""Fused experts in nf4: a quarter of their bytes, the numbers of the weights that they stand for, trained and continued."""
+"""Fused experts in nf4: a quarter of their bytes, the numbers of the weights that they stand for, trained and
+continued.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rows packed as the sampler packs them give the loss and the gradients that each gives alone; logits of all families: test_layouts.py."""
+"""Rows packed as the sampler packs them give the loss and the gradients that each gives alone; logits of all families:
+test_layouts.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def rows() -> list[dict[str, Any]]:
     chance = random.Random(5)
     lengths = [1, 2, 40, *(chance.randint(3, 36) for _ in range(COUNT - 3))]
     made = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
-    return [{"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i} for i, ids in enumerate(made)]
+    return [
+        {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i}
+        for i, ids in enumerate(made)
+    ]
 
 
 def packed(rows: list[dict[str, Any]], micro: int) -> list[list[dict[str, Any]]]:
@@ -45,7 +50,9 @@ def test_a_packed_step_has_the_gradient_of_an_unpacked_one(kind: str, device: st
         model.zero_grad()
         total = 0.0
         for batch in batches:
-            made = {name: value.to(device) if torch.is_tensor(value) else value for name, value in collate(batch).items()}
+            made = {
+                name: value.to(device) if torch.is_tensor(value) else value for name, value in collate(batch).items()
+            }
             loss = token_loss_sum(model, made)
             loss.backward()
             total += float(loss.detach())

@@ -1,4 +1,6 @@
-"""What a base's folder holds beside the weights that are trained is in every whole model that is published, or the base is refused."""
+"""What a base's folder holds beside the weights that are trained is in every whole model that is published, or the base
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,18 @@ CARRIED: dict[str, tuple[str, Callable[..., Any], int]] = {
     "angles that old releases saved": ("llama", extra("model.layers.*.self_attn.rotary_emb.inv_freq", 8), 2),
 }
 REFUSED: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "biases": ("llama", extra("model.layers.*.self_attn.q_proj.bias", 64), r"`model\.layers\.0\.self_attn\.q_proj\.bias`"),
+    "biases": (
+        "llama",
+        extra("model.layers.*.self_attn.q_proj.bias", 64),
+        r"`model\.layers\.0\.self_attn\.q_proj\.bias`",
+    ),
     "norms": ("llama", extra("model.layers.*.self_attn.q_norm.weight", 16), r"q_norm"),
     "a bias of the head": ("llama", extra("lm_head.bias", 1088), r"`lm_head\.bias`"),
-    "scales of a quantisation": ("qwen3", extra("model.layers.*.mlp.up_proj.weight_scale_inv", 1, 1), "weight_scale_inv"),
+    "scales of a quantisation": (
+        "qwen3",
+        extra("model.layers.*.mlp.up_proj.weight_scale_inv", 1, 1),
+        "weight_scale_inv",
+    ),
     "one more layer": ("llama", layer_again, r"it says 2 layers and the files hold 3"),
     "one more layer of experts": ("glm4_moe", layer_again, r"it says 2 layers and the files hold 3"),
     "one more layer of gpt2": ("gpt2", layer_again, r"it says 2 layers and the files hold 3"),
@@ -57,7 +67,9 @@ REFUSED: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", CARRIED)
-def test_a_merged_model_has_what_the_class_does_not_take(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_merged_model_has_what_the_class_does_not_take(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     family, more, number = CARRIED[kind]
     base = build_with(tmp_path / "base", family, more)
     run = make_run(tmp_path / "run", base)
@@ -83,7 +95,9 @@ def test_tensors_of_pickled_and_divided_bases_are_carried(tmp_path: Path) -> Non
     index = {name: f"{int(name in first)}.safetensors" for name in before}
     for file in set(index.values()):
         save_file(
-            {name: tensor for name, tensor in before.items() if index[name] == file}, base / file, metadata={"format": "pt"}
+            {name: tensor for name, tensor in before.items() if index[name] == file},
+            base / file,
+            metadata={"format": "pt"},
         )
     (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (base / "pytorch_model.bin").unlink()
@@ -91,7 +105,9 @@ def test_tensors_of_pickled_and_divided_bases_are_carried(tmp_path: Path) -> Non
     merge(again, again.model, tmp_path / "out-again")
     for folder in ("out", "out-again"):
         after = weights(tmp_path / folder)
-        assert after.keys() == before.keys() and all(torch.equal(before[name], after[name]) for name in before if "mtp" in name)
+        assert after.keys() == before.keys() and all(
+            torch.equal(before[name], after[name]) for name in before if "mtp" in name
+        )
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -129,7 +145,8 @@ def test_transformers_drafts_with_the_head_of_a_merged_model(tmp_path: Path) -> 
     merge(run, run.model, tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     drafted, alone = (
-        plain.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, **draft) for draft in ({"use_mtp": True}, {})
+        plain.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, **draft)
+        for draft in ({"use_mtp": True}, {})
     )
     assert torch.equal(drafted, alone)
 
@@ -138,9 +155,9 @@ def test_a_model_whose_text_part_was_trained_keeps_its_tower(tmp_path: Path) -> 
     config = tiny_config("qwen3_5")
     config.tie_word_embeddings = False
     base, ids = tmp_path / "base", IDS
-    whole = save_model(AutoModelForImageTextToText.from_config(config), base) and AutoModelForImageTextToText.from_pretrained(
-        base
-    )
+    whole = save_model(
+        AutoModelForImageTextToText.from_config(config), base
+    ) and AutoModelForImageTextToText.from_pretrained(base)
     run = make_run(tmp_path / "run", base)
     merge(run, run.model, tmp_path / "out")
     merged, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)

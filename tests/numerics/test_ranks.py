@@ -1,4 +1,6 @@
-"""What ranks tell each other, on three real gloo processes: values arrive as they were, and a peer's bytes are never run."""
+"""What ranks tell each other, on three real gloo processes: values arrive as they were, and a peer's bytes are never
+run.
+"""
 
 from __future__ import annotations
 

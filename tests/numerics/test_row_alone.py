@@ -1,4 +1,6 @@
-"""A row computes the same in every company: alone, in micro-batches, in one line, padded, evaluated and prompted in batches."""
+"""A row computes the same in every company: alone, in micro-batches, in one line, padded, evaluated and prompted in
+batches.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ HALF = 8
 def long_rope(name: str) -> dict[str, Any]:
     """Returns LongRoPE's settings, as Phi-3.5's, for rows of more than `SWITCH` tokens."""
     rope: dict[str, Any] = {
-        "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * HALF, "original_max_position_embeddings": SWITCH,
-        "long_factor": [1.0 + index for index in range(HALF)], "factor": 8.0,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * HALF,
+        "original_max_position_embeddings": SWITCH,
+        "long_factor": [1.0 + index for index in range(HALF)],
+        "factor": 8.0,
+    }
     if name == "phimoe":
         rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
     own = {} if name == "phimoe" else {"original_max_position_embeddings": SWITCH}
@@ -47,7 +53,10 @@ def rows() -> list[dict[str, Any]]:
     """Rows of 8 to 44 tokens, on both sides of the switch and at it."""
     chance = random.Random(5)
     made = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
-    return [{"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i} for i, ids in enumerate(made)]
+    return [
+        {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i}
+        for i, ids in enumerate(made)
+    ]
 
 
 def losses(model: Any, layout: str, batches: list[list[dict[str, Any]]]) -> list[float]:
@@ -61,11 +70,15 @@ def test_longrope_factors_go_by_each_row(name: str, rows: list[dict[str, Any]]) 
     plain = large(name)
     with torch.no_grad():  # transformers' own, each row in a pass of its own
         wanted = sum(
-            float(torch.nn.functional.cross_entropy(
-                plain(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].float(), torch.tensor(row["labels"][1:]), reduction="sum"
-            ))
+            float(
+                torch.nn.functional.cross_entropy(
+                    plain(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].float(),
+                    torch.tensor(row["labels"][1:]),
+                    reduction="sum",
+                )
+            )
             for row in rows
-        )  # fmt: skip
+        )
     model = large(name)
     assert switch_length(model) == SWITCH
     apart = abs(sum(losses(model, "flattened", [rows])) - wanted)
@@ -85,14 +98,20 @@ def test_longrope_answers_do_not_depend_on_their_batch(rows: list[dict[str, Any]
     prompts = [row["input_ids"][:22] for row in rows]  # answers cross the switch
     alone = [
         model.generate(
-            input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=8, do_sample=False,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )[0, len(prompt) :].tolist()
         for prompt in prompts
-    ]  # fmt: skip
+    ]
     choose_factors_by_row(model)
     together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=8, num_beams=1, batch_size=8), prompts)
-    assert [answer.tokens for answer in together] == [len([t for t in one if t != tokenizer.eos_token_id]) for one in alone]
+    assert [answer.tokens for answer in together] == [
+        len([t for t in one if t != tokenizer.eos_token_id]) for one in alone
+    ]
     texts = [tokenizer.decode(one, skip_special_tokens=True).strip() for one in alone]
     assert [answer.text.strip() for answer in together] == texts
 

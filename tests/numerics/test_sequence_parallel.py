@@ -23,9 +23,11 @@ EXACT = 2e-5
     ],
 )
 def test_slices_are_exact_and_rows_stay_apart_to_the_bit(world: int, families: list[str], tmp_path: Path) -> None:
-    """Logits and gradients; with 4 ranks 2 grouped keys are repeated. Another token in the first row changes no bit of the others' logits.
+    """Logits and gradients; with 4 ranks 2 grouped keys are repeated. Another token in the first row changes no bit of
+    the others' logits.
 
-    Mixtures of experts multiply all tokens of an expert together: how many they are decides how the last bits are rounded.
+    Mixtures of experts multiply all tokens of an expert together: how many they are decides how the last bits are
+    rounded.
     """
     result = found("slice_ranks", tmp_path, world, families)[0]
     wrong = {

@@ -1,7 +1,8 @@
-"""The plan's numbers of a model against the model that transformers builds from the same configuration (on the meta device).
+"""The plan's numbers of a model against the model that transformers builds from the same configuration (on the meta
+device).
 
-Families that the formulas know are read by formula, all others counted by `sft_play.trace.run`, as the plan asks for in a process of
-its own (`tests/contract/test_plan_families.py`).
+Families that the formulas know are read by formula, all others counted by `sft_play.trace.run`, as the plan asks for in
+a process of its own (`tests/contract/test_plan_families.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,32 @@ from sft_play.trace.run import count
 from tests.families import FAMILIES, tiny_config, tiny_model
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 5000, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 5000,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 # Sizes of the published checkpoints, in parameters.
 PUBLISHED = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008, "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512, "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
-    "google/gemma-3-27b-it": 27_432_406_640, "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496, "meta-llama/Llama-2-7b-hf": 6_738_415_616,
-    "meta-llama/Llama-2-13b-hf": 13_015_864_320, "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
+    "google/gemma-3-27b-it": 27_432_406_640,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

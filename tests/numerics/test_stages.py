@@ -65,7 +65,9 @@ def deviation(family: str, **own: int) -> float:
 
 
 def answering_deviation(family: str) -> float:
-    """Returns how far the logits of two stages with a cache each are from the model's: of a prompt padded on the left, and four tokens."""
+    """Returns how far the logits of two stages with a cache each are from the model's: of a prompt padded on the left,
+    and four tokens.
+    """
     model = tiny_model(family).eval()
     stages, mask = two_stages(model), torch.ones_like(IDS)
     mask[0, :5] = 0
@@ -84,7 +86,8 @@ def answering_deviation(family: str) -> float:
             sent, before = stages[0].run_layers({**inputs, **caches[1]}, None)
             found = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
             caches = [
-                {name: output[name] for name in CACHES if output.get(name) is not None} for output in (whole, before, found)
+                {name: output[name] for name in CACHES if output.get(name) is not None}
+                for output in (whole, before, found)
             ]
             gap = max(gap, float((found.logits[:, -1] - whole.logits[:, -1]).abs().max() / whole.logits.abs().max()))
     return gap

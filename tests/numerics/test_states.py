@@ -45,7 +45,12 @@ def test_a_loss_scaler_goes_on_where_it_was() -> None:
         return SimpleNamespace(is_deepspeed_enabled=False, accelerator=SimpleNamespace(scaler=scaler))
 
     first, second = made(), made()
-    assert scaled_steps(first.accelerator.scaler, [math.inf, math.inf, 1.0, 1.0]) == [32768.0, 16384.0, 16384.0, 16384.0]
+    assert scaled_steps(first.accelerator.scaler, [math.inf, math.inf, 1.0, 1.0]) == [
+        32768.0,
+        16384.0,
+        16384.0,
+        16384.0,
+    ]
     kept = json.loads(json.dumps(scaler_of(first), allow_nan=False))
     set_scaler(second, kept)
     assert scale_of(second) == scale_of(first) == 16384.0
@@ -85,18 +90,30 @@ def test_deepspeeds_loss_scaler_goes_on_where_it_was() -> None:
 
 
 STATES = {
-    "format": 1, "strategy": "zero2", "world_size": 2, "optimizer": "Adafactor", "reshardable": False, "files": 2, "groups": [],
-    "scheduler": None, "scaler": None, "engine": None, "counters": {},
-}  # fmt: skip
+    "format": 1,
+    "strategy": "zero2",
+    "world_size": 2,
+    "optimizer": "Adafactor",
+    "reshardable": False,
+    "files": 2,
+    "groups": [],
+    "scheduler": None,
+    "scaler": None,
+    "engine": None,
+    "counters": {},
+}
 
 
 @pytest.mark.parametrize(
     ("written", "strategy", "world", "allowed"),
     [
-        ({}, "zero2", 2, True), ({}, "zero2", 3, False), ({"reshardable": True}, "zero3", 3, True), ({"strategy": "ddp"}, "ddp", 3, True),
+        ({}, "zero2", 2, True),
+        ({}, "zero2", 3, False),
+        ({"reshardable": True}, "zero3", 3, True),
+        ({"strategy": "ddp"}, "ddp", 3, True),
         ({"strategy": "ddp"}, "fsdp2", 2, False),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_cut_anew_is_refused_by_name(
     written: dict[str, Any], strategy: str, world: int, allowed: bool, tmp_path: Path
 ) -> None:
@@ -111,7 +128,9 @@ def test_what_cannot_be_cut_anew_is_refused_by_name(
 
 @pytest.mark.parametrize("steps", [8, 12])
 def test_a_run_made_longer_takes_its_first_step_under_the_new_schedule(steps: int) -> None:
-    """`linear` ends at 0.0, which the groups of the last checkpoint hold; for a run of the same length nothing changes to the bit."""
+    """`linear` ends at 0.0, which the groups of the last checkpoint hold; for a run of the same length nothing changes
+    to the bit.
+    """
     from transformers import get_scheduler
 
     def made(total: int) -> tuple[torch.optim.Optimizer, Any]:

@@ -15,7 +15,9 @@ LOSSES = [3.0, 2.5, 2.45, 2.6, 2.55, 2.0]
 
 
 def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, losses: list[float]) -> int | None:
-    """Evaluates as the trainer does: logged, then asked about, then compared. Returns the step that stopped it, if one did."""
+    """Evaluates as the trainer does: logged, then asked about, then compared. Returns the step that stopped it, if one
+    did.
+    """
     for loss in losses:
         state.global_step += 1
         control = TrainerControl()
@@ -43,7 +45,9 @@ def test_it_stops_at_the_same_step_when_resumed(
     for part in parts:
         if kept:
             state.stateful_callbacks["Patience"] = kept
-        watch = Patience(context_of(tmp_path, train={"early_stopping_patience": patience, "early_stopping_threshold": threshold}))
+        watch = Patience(
+            context_of(tmp_path, train={"early_stopping_patience": patience, "early_stopping_threshold": threshold})
+        )
         watch.on_train_begin(args, state, TrainerControl())
         found = evaluate(watch, args, state, part)
         assert part is parts[-1] or found is None

@@ -1,4 +1,6 @@
-"""Ranks with slices of the layers compute what one process does, for every family that the plan allows (contract B16)."""
+"""Ranks with slices of the layers compute what one process does, for every family that the plan allows (contract
+B16).
+"""
 
 from __future__ import annotations
 

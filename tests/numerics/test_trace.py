@@ -13,14 +13,26 @@ from sft_play.trace.build import model_of
 from sft_play.trace.run import observe
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "vocab_size": 512, "max_position_embeddings": 256,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": SMALL | {"model_type": "llama", "tie_word_embeddings": False},
     "qwen2": SMALL | {"model_type": "qwen2", "tie_word_embeddings": True},
-    "gemma3_text": SMALL
-    | {"model_type": "gemma3_text", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": (
+        SMALL
+        | {
+            "model_type": "gemma3_text",
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+    ),
     "mistral": SMALL | {"model_type": "mistral", "sliding_window": 16},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 256},
 }
@@ -63,15 +75,27 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rows": 1}, {"rows": 1, "packed": True}, {"packed": True, **BF16}, {"rows": 1, "layout": "padded"}, {"layout": "unmasked"},
-        {"attention": "varlen"}, {"attention": "varlen", "architecture": ARCHITECTURES["mistral"], **BF16},
+        {"rows": 1},
+        {"rows": 1, "packed": True},
+        {"packed": True, **BF16},
+        {"rows": 1, "layout": "padded"},
+        {"layout": "unmasked"},
+        {"attention": "varlen"},
+        {"attention": "varlen", "architecture": ARCHITECTURES["mistral"], **BF16},
         {"attention": "varlen", "packed": True, "row_tokens": 41, "gradient_checkpointing": True, **AUTOCAST},
-        {"lora_dropout": 0.1}, {"fused_adapters": False, **BF16}, {"optim": "adamw_torch"},
-        {"optim": "none"}, {"accumulates": False}, {"clips": False}, {"attention": "eager", "layout": "padded"},
-        {"target_modules": ["q_proj", "v_proj"]}, {"labels": 120}, {"labels": 120, "loss_chunk": 50},
+        {"lora_dropout": 0.1},
+        {"fused_adapters": False, **BF16},
+        {"optim": "adamw_torch"},
+        {"optim": "none"},
+        {"accumulates": False},
+        {"clips": False},
+        {"attention": "eager", "layout": "padded"},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"labels": 120},
+        {"labels": 120, "loss_chunk": 50},
         {"labels": 120, "loss_chunk": 50, "mode": "full"},
         {"labels": 120, "loss_chunk": 50, "architecture": ARCHITECTURES["gemma3_text"], "layout": "padded", **AUTOCAST},
     ],
-)  # fmt: skip
+)
 def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
     traced_exactly(replace(PLAIN, **changes))

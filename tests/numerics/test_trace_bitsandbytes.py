@@ -1,4 +1,6 @@
-"""The trace's stand-ins for quantised layers against bitsandbytes' own layers: a real step on a CPU, through the same tracker."""
+"""The trace's stand-ins for quantised layers against bitsandbytes' own layers: a real step on a CPU, through the same
+tracker.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,25 @@ MIXTURE = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, h
 @pytest.mark.parametrize(
     ("quantization", "changes"),
     [
-        ("nf4", {}), ("nf4", BF16), ("int8", {}), ("int8", BF16),
+        ("nf4", {}),
+        ("nf4", BF16),
+        ("int8", {}),
+        ("int8", BF16),
         ("nf4", {"architecture": MIXTURE, "layout": "unmasked", "nf4_experts": True}),
     ],
     ids=["nf4 fp32", "nf4 bf16", "int8 fp32", "int8 bf16", "experts in nf4"],
-)  # fmt: skip
+)
 def test_bitsandbytes_holds_what_its_stand_in_does(
     quantization: str, changes: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:
     case = replace(
-        PLAIN, **({"architecture": ARCHITECTURES["llama"] | WIDE, "gradient_checkpointing": checkpointing} | MODES[quantization] | changes)
-    )  # fmt: skip
+        PLAIN,
+        **(
+            {"architecture": ARCHITECTURES["llama"] | WIDE, "gradient_checkpointing": checkpointing}
+            | MODES[quantization]
+            | changes
+        ),
+    )
     traced, real = (
         max(peaks.values(), key=lambda peak: peak.total)
         for peaks in (observe(case, model_of(case))[0], _real_step(case, tmp_path))
@@ -57,17 +67,24 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
         quantised = BitsAndBytesConfig(load_in_8bit=True)
     else:
         quantised = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(case.precision)
-        )  # fmt: skip
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype_of(case.precision),
+        )
         if case.nf4_experts:
             quantised = with_experts(quantised)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantised, dtype=dtype, attn_implementation=case.attention
     )
     model = prepare(case, model)
-    assert fuse_adapters(model) == (8 if case.nf4_experts else 14), "PEFT's layers over bitsandbytes' are known by their module"
+    assert fuse_adapters(model) == (8 if case.nf4_experts else 14), (
+        "PEFT's layers over bitsandbytes' are known by their module"
+    )
     experts = [module for module in model.modules() if isinstance(module, Bnb4bitParametrization)]
-    state = [(tensor, "quant_state") for owner in (*model.parameters(), *experts) for tensor in _quantisation_state(owner)]
+    state = [
+        (tensor, "quant_state") for owner in (*model.parameters(), *experts) for tensor in _quantisation_state(owner)
+    ]
     return follow(case, model, [*parts_of(model, case), *state], "cpu").peaks
 
 

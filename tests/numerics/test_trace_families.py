@@ -1,4 +1,6 @@
-"""Activations of every family: few layers of each kind, traced, stand for all layers of a real step, whatever a family mixes."""
+"""Activations of every family: few layers of each kind, traced, stand for all layers of a real step, whatever a family
+mixes.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,20 @@ def stands_for_all(case: Case) -> None:
     assert found == pytest.approx(real, rel=0.001)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
+)
 def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
     """Rows in the layout and under the attention that are planned on a CPU."""
     by_lengths = name in VARLEN_MODEL_TYPES
     case = replace(
-        PLAIN, architecture=json.loads(deeper(name).to_json_string()), layout="flattened" if by_lengths else "unmasked", rows=2,
-        attention="varlen" if by_lengths else "eager" if name in WITHOUT_SDPA else "sdpa", **MODES["lora fp32"],
-    )  # fmt: skip
+        PLAIN,
+        architecture=json.loads(deeper(name).to_json_string()),
+        layout="flattened" if by_lengths else "unmasked",
+        rows=2,
+        attention="varlen" if by_lengths else "eager" if name in WITHOUT_SDPA else "sdpa",
+        **MODES["lora fp32"],
+    )
     stands_for_all(case)
 
 
@@ -55,7 +63,15 @@ def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
 )
 def test_short_rows_stand_for_long_ones_where_a_state_is_computed_in_turn(name: str, tokens: int) -> None:
     case = replace(
-        PLAIN, architecture=json.loads(tiny_config(name).to_json_string()), layout="padded", rows=1, row_tokens=tokens, labels=tokens,
-        loss_chunk=32, attention="eager" if name in WITHOUT_SDPA else "sdpa", accumulates=False, **MODES["lora fp32"],
-    )  # fmt: skip
+        PLAIN,
+        architecture=json.loads(tiny_config(name).to_json_string()),
+        layout="padded",
+        rows=1,
+        row_tokens=tokens,
+        labels=tokens,
+        loss_chunk=32,
+        attention="eager" if name in WITHOUT_SDPA else "sdpa",
+        accumulates=False,
+        **MODES["lora fp32"],
+    )
     stands_for_all(case)

@@ -32,7 +32,9 @@ CASES = [
     pytest.param("run_bnb", "H200", [*FULL, "TRAIN_BATCH_SIZE=1"], id="full, autocast, checkpointing, 1 row"),
     pytest.param("run_bnb", "B200", [*FULL, "TRAIN_BATCH_SIZE=16"], id="full, autocast, checkpointing, 16 rows"),
     pytest.param("run_bnb", "2xH200", ["TUNING_MODE=lora", "LAUNCH_TENSOR_PARALLEL=2"], id="LoRA, slices of layers"),
-    pytest.param("run_bnb", "2xH200", [*FULL, "TRAIN_BATCH_SIZE=1", "LAUNCH_TENSOR_PARALLEL=2"], id="full, slices of layers"),
+    pytest.param(
+        "run_bnb", "2xH200", [*FULL, "TRAIN_BATCH_SIZE=1", "LAUNCH_TENSOR_PARALLEL=2"], id="full, slices of layers"
+    ),
 ]
 NOT_ALLOCATED = ("context", "fragmentation", "free")
 

@@ -1,4 +1,6 @@
-"""Trackers (B15): refusals, one that fails or hangs, and real libraries offline where `make test-all` has installed them."""
+"""Trackers (B15): refusals, one that fails or hangs, and real libraries offline where `make test-all` has installed
+them.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,14 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(("name", "said"), [("trackio", "wants pillow < 13"), ("aim", "wants filelock < 4")])
-def test_a_tracker_that_clashes_is_refused_with_the_reason(in_process: Program, tmp_path: Path, name: str, said: str) -> None:
+def test_a_tracker_that_clashes_is_refused_with_the_reason(
+    in_process: Program, tmp_path: Path, name: str, said: str
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
-    done = in_process("train", "CONFIG=quickstart", f"DATA_TRAIN_PATH={rows}", f"TRAIN_REPORT_TO={name}", "RUN_NAME=refused")
+    done = in_process(
+        "train", "CONFIG=quickstart", f"DATA_TRAIN_PATH={rows}", f"TRAIN_REPORT_TO={name}", "RUN_NAME=refused"
+    )
     assert done.code == 3 and said in done.err and not (tmp_path / "runs").exists(), done.err
 
 

@@ -1,4 +1,6 @@
-"""Thought, text and calls of an answer, by the marks of each family's template: a model that writes its training rows scores 1."""
+"""Thought, text and calls of an answer, by the marks of each family's template: a model that writes its training rows
+scores 1.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,15 @@ def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any
         ("deepseek_r1", "not done", Said("", "not done")),
         ("gpt_oss", "<|channel|>analysis<|message|>not done", Said("", "not done")),
         ("gpt_oss", "<|channel|>final<|message|>say to=functions.add", Said("say to=functions.add")),
-        ("qwen3", '<tool_call>{"arguments": {"b":1.0,"a":[true]},"name":"f"}</tool_call>',
-         Said("", calls=('{"name": "f", "arguments": {"a": [true], "b": 1}}',))),
+        (
+            "qwen3",
+            '<tool_call>{"arguments": {"b":1.0,"a":[true]},"name":"f"}</tool_call>',
+            Said("", calls=('{"name": "f", "arguments": {"a": [true], "b": 1}}',)),
+        ),
         ("qwen3", '<tool_call>{"name": "f", }', Said("", calls=('<tool_call>{"name": "f", }',))),
         ("qwen3", "Oslo<|im_start|>", Said("Oslo")),
     ],
-)  # fmt: skip
+)
 def test_what_a_model_may_write(name: str, raw: str, said: Said, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == said

@@ -20,7 +20,9 @@ from tests.families import tiny_model
 
 def request(where: str, kernels: Any = "auto", **tuning: Any) -> Request:
     config = Config(
-        model=ModelConfig(name="meta-llama/Meta-Llama-3-8B"), tuning=TuningConfig(**tuning), train=TrainConfig(kernels=kernels)
+        model=ModelConfig(name="meta-llama/Meta-Llama-3-8B"),
+        tuning=TuningConfig(**tuning),
+        train=TrainConfig(kernels=kernels),
     )
     return Request(config=config, hardware=parse_hardware(where), shape=shape_of(config.model))
 
@@ -61,7 +63,9 @@ def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPa
         ("unsloth", "qlora", "int8", "single", "quantises to nf4"),
     ],
 )
-def test_conflicts_name_the_reason_and_the_way_out(backend: Any, mode: Any, quantization: Any, strategy: str, words: str) -> None:
+def test_conflicts_name_the_reason_and_the_way_out(
+    backend: Any, mode: Any, quantization: Any, strategy: str, words: str
+) -> None:
     assert words in (conflict_for(TuningConfig(backend=backend, mode=mode, quantization=quantization), strategy) or "")
 
 

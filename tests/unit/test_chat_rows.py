@@ -1,4 +1,6 @@
-"""Rows of families whose templates write more than words: harmony as it is rendered, stops, and prompts that were rendered before."""
+"""Rows of families whose templates write more than words: harmony as it is rendered, stops, and prompts that were
+rendered before.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,11 @@ def test_a_rendered_prompt_is_refused_with_what_reads_it(name: str, tmp_path: Pa
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         with pytest.raises(DataError, match="rendered already") as caught:
             rows_of(tokenizer, asked(rendered, content="Five."))
-        assert caught.value.hint and "`format: text`" in caught.value.hint and "`columns: {text: NAME}`" in caught.value.hint
+        assert (
+            caught.value.hint
+            and "`format: text`" in caught.value.hint
+            and "`columns: {text: NAME}`" in caught.value.hint
+        )
         assert understand(("a:1", {"text": f"{rendered}Five."}), 0, "text").text, "as the hint says"
     assert rows_of(tokenizer, asked("What do a user: and an assistant: say? <b> [x] ### Note", content="Five."))
 
@@ -100,9 +106,9 @@ def test_a_mark_in_any_turn_is_refused(role: str, tmp_path: Path) -> None:
 
 def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_path: Path) -> None:
     published = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<\uff5cUser\uff5c>' + m.content }}{% else %}"
-        "{{ '<\uff5cAssistant\uff5c>' + m.content.split('</think>')[-1] + '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\n' }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<\uff5cUser\uff5c>' + m.content }}{% else"
+        " %}{{ '<\uff5cAssistant\uff5c>' + m.content.split('</think>')[-1] + '<\uff5cend\u2581of\u2581sentence\uff5c>'"
+        " }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\n' }}{% endif %}"
     )
     folder = save_family(tmp_path / "t", "deepseek_r1")
     messages = asked("2+2?", content="<think>\nTwo.\n</think>\n\nFour.")

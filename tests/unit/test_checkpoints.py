@@ -50,7 +50,9 @@ def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
 
 
 def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
-    """Publishes step 8 in a process of its own that ends at the `wanted`-th call that changes the folder; returns whether it did."""
+    """Publishes step 8 in a process of its own that ends at the `wanted`-th call that changes the folder; returns
+    whether it did.
+    """
     child = os.fork()
     if child == 0:
         calls = [0]
@@ -67,7 +69,9 @@ def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
         try:
             for name in ("rename", "replace", "symlink_to", "unlink", "mkdir"):
                 setattr(Path, name, dying(getattr(Path, name)))
-            os.replace, os.fsync, os.rename, shutil.rmtree = map(dying, (os.replace, os.fsync, os.rename, shutil.rmtree))
+            os.replace, os.fsync, os.rename, shutil.rmtree = map(
+                dying, (os.replace, os.fsync, os.rename, shutil.rmtree)
+            )
             seal(partial_folder(run, 8), ranks=())
             rotate(run, 1, publish(run, 8))
             os._exit(0)
@@ -112,11 +116,16 @@ def test_a_file_is_read_back_from_the_disk_and_every_flipped_bit_is_found(tmp_pa
     assert damage(tmp_path, facts, from_disk=True) is None
     for place in (0, 2**20 - 1, 2**20, len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        assert damage(tmp_path, facts, from_disk=True) == "`weights.safetensors` has another checksum than the manifest says"
+        assert (
+            damage(tmp_path, facts, from_disk=True)
+            == "`weights.safetensors` has another checksum than the manifest says"
+        )
 
 
 def test_rotation_never_removes_what_is_newer_than_the_checkpoint_just_verified(run: RunFolder) -> None:
-    """After a resume from step 4, since 6 and 8 were damaged, step 5 is saved: 4 may go, not 5, and not what is looked at later."""
+    """After a resume from step 4, since 6 and 8 were damaged, step 5 is saved: 4 may go, not 5, and not what is looked
+    at later.
+    """
     for step in (4, 6, 8, 5):
         save(run, step)
     for damaged in (6, 8):

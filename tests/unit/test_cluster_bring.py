@@ -1,4 +1,6 @@
-"""What comes to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program that runs the command here."""
+"""What comes to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program that
+runs the command here.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
     write(there, a="hours of work", b="same")
     os.utime(there / "b.py", (1e9, 1e9))
     with pytest.raises(
-        UserError, match=r"host `old`: `~/sft-play` has 1 file that this command did not bring, and others than here: `a.py`"
+        UserError,
+        match=r"host `old`: `~/sft-play` has 1 file that this command did not bring, and others than here: `a.py`",
     ) as error:
         send(names)
     assert "another `folder`" in (error.value.hint or "") and error.value.place == "home.yaml:4"
@@ -76,7 +79,9 @@ def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
     assert [(there / name).read_text() for name in names] == ["ours", "same", "new"]
 
 
-def test_what_is_replaced_or_leaves_the_project_is_set_aside(there: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_replaced_or_leaves_the_project_is_set_aside(
+    there: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a folder that we have filled: an edit made there is kept and said, and what was never brought stays."""
     odd = [os.fsdecode(b"caf\xe9.py"), "-e sh", "it's $HOME", "sub/x.py"]
     (here / "sub").mkdir()
@@ -92,7 +97,10 @@ def test_what_is_replaced_or_leaves_the_project_is_set_aside(there: Path, here: 
     assert (there / "a.py").read_text() == "second, longer" and (there / "own.py").exists()
     (aside,) = (there / SET_ASIDE).iterdir()
     assert (aside / "a.py").read_text() == "edited on the host"
-    assert f"host `old`: `a.py` replaced; the old files are in `~/sft-play/{SET_ASIDE}/{aside.name}`" in capsys.readouterr().err
+    assert (
+        f"host `old`: `a.py` replaced; the old files are in `~/sft-play/{SET_ASIDE}/{aside.name}`"
+        in capsys.readouterr().err
+    )
     assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file()) == sorted(
         ["a.py", "gone.py", *odd[1:]]
     )
@@ -113,7 +121,8 @@ def test_want_of_room_is_told_before_anything_is_sent(there: Path, here: Path) -
     with (here / "huge").open("wb") as stream:
         stream.truncate(2**43)
     with pytest.raises(
-        HardwareError, match=r"host `old`: 8192.00 GiB are to be brought to `~/sft-play`, and its disk has \d+\.\d+ GiB free"
+        HardwareError,
+        match=r"host `old`: 8192.00 GiB are to be brought to `~/sft-play`, and its disk has \d+\.\d+ GiB free",
     ):
         send(["huge"])
     assert not list(there.iterdir())
@@ -131,9 +140,10 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
     send_model_there(there, here, str(model))
     assert (model / "small").read_text() == "s"
     now = (model / "weights of it's model").stat()
-    assert (now.st_ino, now.st_mtime) == (before, 1.5e9), (
-        "not written again; its time is this one's, so that it is not read again"
-    )
+    assert (now.st_ino, now.st_mtime) == (
+        before,
+        1.5e9,
+    ), "not written again; its time is this one's, so that it is not read again"
     (here / "weights of it's model").write_text("v" * 100_000)
     send_model_there(there, here, str(model))
     assert (model / "weights of it's model").read_text() == "v" * 100_000, "a later version of one's own"
@@ -178,9 +188,18 @@ def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path,
     assert sorted(path.name for path in (there / "model").iterdir()) == sent
 
 
-def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_is_what_git_tracks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ["kept.py", "gone.py", ".env", "conf/.env.local", ".env.example", "runs/old/config.json"]
-    for name in [*names, "configs/new.yaml", "configs/clusters/mine.yaml", "sft_play/new.py", "notes.txt", "ignored.log"]:
+    for name in [
+        *names,
+        "configs/new.yaml",
+        "configs/clusters/mine.yaml",
+        "sft_play/new.py",
+        "notes.txt",
+        "ignored.log",
+    ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     odd = os.fsdecode(b"caf\xe9.py")
@@ -195,7 +214,9 @@ def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert bring.code_files(report=True) == sorted([".env.example", "kept.py", odd])
     said = capsys.readouterr().err
     assert (
-        said == "note: git does not track yet, and so does not send: `configs/new.yaml`, `sft_play/new.py`; git add sends them\n"
+        said
+        == "note: git does not track yet, and so does not send: `configs/new.yaml`, `sft_play/new.py`; git add sends"
+        " them\n"
     )
 
 
@@ -220,19 +241,30 @@ def test_the_line_of_rsyncs_words_that_matters_is_told() -> None:
 
 def test_settings_that_reach_every_machine() -> None:
     passed = {
-        "HF_ENDPOINT": "https://hub.lan", "AIM_REPO": "aim://10.0.0.1:53800", "HF_HUB_ETAG_TIMEOUT": "9", "NCCL_DEBUG": "INFO",
+        "HF_ENDPOINT": "https://hub.lan",
+        "AIM_REPO": "aim://10.0.0.1:53800",
+        "HF_HUB_ETAG_TIMEOUT": "9",
+        "NCCL_DEBUG": "INFO",
         "SFT_TRAIN_SEED": "3",
-    }  # fmt: skip
+    }
     own = {
-        "HF_HOME": "/x", "HF_HUB_CACHE": "/x", "HF_DATASETS_CACHE": "/x", "HF_TOKEN_PATH": "/x", "HF_TOKEN": "hf_abc", "SFT_PLAY_CACHE": "/x",
-        "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/x",
-    }  # fmt: skip
+        "HF_HOME": "/x",
+        "HF_HUB_CACHE": "/x",
+        "HF_DATASETS_CACHE": "/x",
+        "HF_TOKEN_PATH": "/x",
+        "HF_TOKEN": "hf_abc",
+        "SFT_PLAY_CACHE": "/x",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "HOME": "/x",
+    }
     secret = {"HF_ENDPOINT": "https://me:word@hub.lan"}
     assert settings_to_forward({**own, **passed}) == passed and settings_to_forward(secret) == {}
 
 
 def test_a_machine_without_this_ones_python(there: Path) -> None:
-    """Nothing is installed that could not be used; the hint names the address, and the packages that bring that Python."""
+    """Nothing is installed that could not be used; the hint names the address, and the packages that bring that
+    Python.
+    """
     host = replace(HOST, user="anna", port=2222)
     own = replace(OWN, python="3.99.1")
     with pytest.raises(HardwareError) as error:

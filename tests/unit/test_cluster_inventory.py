@@ -42,11 +42,19 @@ hosts:
         read_inventory(written(tmp_path, text))
     said = caught.value.render()
     for part in (
-        "c.yaml:1: unknown key `netwrk`", "did you mean `network`?", "c.yaml:2: unknown key `usr`", "did you mean `user`?",
-        "c.yaml:4: unknown key `ip`", "did you mean `address`?", "c.yaml:5: `gpus` is `two`", "`port` is `99999`",
-        "c.yaml:6: `folder` is `relative`", "`user` is `-oProxyCommand=x`", "c.yaml:7: `address` is `-oProxyCommand=x`",
+        "c.yaml:1: unknown key `netwrk`",
+        "did you mean `network`?",
+        "c.yaml:2: unknown key `usr`",
+        "did you mean `user`?",
+        "c.yaml:4: unknown key `ip`",
+        "did you mean `address`?",
+        "c.yaml:5: `gpus` is `two`",
+        "`port` is `99999`",
+        "c.yaml:6: `folder` is `relative`",
+        "`user` is `-oProxyCommand=x`",
+        "c.yaml:7: `address` is `-oProxyCommand=x`",
         "`e f` is not a name",
-    ):  # fmt: skip
+    ):
         assert part in said, part
     assert "has no `address`" not in said, "host `a` has a wrong key in its place"
     assert said.count("error: ") == 9, said
@@ -55,7 +63,10 @@ hosts:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("hosts: {a: 10.0.0.1, b: 10.0.0.1}", "hosts `a` and `b` have one address, `10.0.0.1`\n\nhint: the other is at "),
+        (
+            "hosts: {a: 10.0.0.1, b: 10.0.0.1}",
+            "hosts `a` and `b` have one address, `10.0.0.1`\n\nhint: the other is at ",
+        ),
         ("hosts: {a: 10.0.0.1, b: 127.0.0.1}", "every machine calls itself"),
         ("hosts: [a, b]", "`hosts` is `[a, b]`; expected names with their keys"),
         ("hosts: {}", "no hosts"),
@@ -66,7 +77,10 @@ hosts:
         ("hosts: {a: '192.168.77.11:22'}", "`address` is `192.168.77.11:22`; expected a name or an IPv4 address"),
         ("hosts: {a: root@192.168.77.11}", "hint: a user goes into `user:`, a port into `port:`"),
         ("hosts: {a: 192.168.1.300}", "`address` is `192.168.1.300`; expected a name or an IPv4 address"),
-        *((f"hosts: {{a: {{address: 10.0.0.1, folder: '{one}'}}}}", "`folder` is ") for one in ("~/", "/", "//", "~/../x")),
+        *(
+            (f"hosts: {{a: {{address: 10.0.0.1, folder: '{one}'}}}}", "`folder` is ")
+            for one in ("~/", "/", "//", "~/../x")
+        ),
         ("hosts: {a: 'fd00::2'}", "ranks meet over IPv4 only"),
         ("hosts: {a: {address: 10.0.0.1, ssh: me@jump}}", "`ssh` is `me@jump`; expected a name or an IP address"),
     ],
@@ -79,11 +93,15 @@ def test_refused(tmp_path: Path, text: str, part: str) -> None:
 
 
 def test_extends(tmp_path: Path) -> None:
-    """A fourth machine is one entry; a host may be changed, or left out; the parent's paths count from its own folder."""
+    """A fourth machine is one entry; a host may be changed, or left out; the parent's paths count from its own
+    folder.
+    """
     (tmp_path / "base").mkdir()
     written(tmp_path / "base", "Host *\n", "ssh")
     written(tmp_path / "base", GOOD + "ssh_config: ssh\n")
-    child = written(tmp_path, "extends: base/c.yaml\nhosts:\n  laptop:\n  old-desktop: {gpus: 0}\n  attic: 192.168.1.13\n")
+    child = written(
+        tmp_path, "extends: base/c.yaml\nhosts:\n  laptop:\n  old-desktop: {gpus: 0}\n  attic: 192.168.1.13\n"
+    )
     inventory = read_inventory(child)
     assert [host.name for host in inventory.hosts] == ["desktop", "old-desktop", "attic"]
     assert (inventory.hosts[1].address, inventory.hosts[1].gpus) == ("192.168.1.12", 0)

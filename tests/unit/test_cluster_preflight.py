@@ -1,4 +1,6 @@
-"""What `cluster-check` makes of what machines say: the cases that need cards, drivers or networks which no test machine has."""
+"""What `cluster-check` makes of what machines say: the cases that need cards, drivers or networks which no test machine
+has.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ def seen(k: int, doctor: Sequence[Mapping[str, str]] = (), **changes: Any) -> Se
     """Returns a machine on which all is well; `changes` are of its facts."""
     host = Host(name=NAMES[k], address=f"192.168.1.{10 + k}", place=f"c.yaml:{k + 4}")
     own = {"host_name": NAMES[k], "machine": f"boot{k}", "packages": PACKAGES, "gpus": [gpu()], "route": ETH0}
-    return Seen(host, answers=True, skew_seconds=0.0001, facts=dataclasses.replace(OWN, **(own | changes)), doctor=doctor)
+    return Seen(
+        host, answers=True, skew_seconds=0.0001, facts=dataclasses.replace(OWN, **(own | changes)), doctor=doctor
+    )
 
 
-def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = None, **found: Any) -> dict[str, list[Finding]]:
+def judged(
+    *machines: Seen, wanted: Wanted | None = None, network: str | None = None, **found: Any
+) -> dict[str, list[Finding]]:
     inventory = Inventory(hosts=tuple(one.host for one in machines), network=network, path=Path("c.yaml"))
     examined = Examined(hosts={one.host.name: one for one in machines}, **found)
     return judge(examined, inventory, wanted or Wanted(port=29500))
@@ -72,12 +78,19 @@ def test_code_is_sent_by_rsync_and_nccl_needs_gpus() -> None:
 
 
 def test_slow_and_long_ways_are_warned_of_once() -> None:
-    """A 100 Mbit/s line between gigabit ones, which also takes long: the machine behind it, and what a step would wait."""
-    pairs = [Pair(a, b, None, *((12.0, 94.0) if "old" in (a, b) else (0.2, 940.0))) for a in NAMES for b in NAMES if a != b]
+    """A 100 Mbit/s line between gigabit ones, which also takes long: the machine behind it, and what a step would
+    wait.
+    """
+    pairs = [
+        Pair(a, b, None, *((12.0, 94.0) if "old" in (a, b) else (0.2, 940.0))) for a in NAMES for b in NAMES if a != b
+    ]
     findings = judged(*(seen(k) for k in range(3)), network="1Gbit", pairs=pairs)
-    assert {name: {one.id for one in some} for name, some in findings.items() if some} == {"old": {"slow-network", "latency"}}
+    assert {name: {one.id for one in some} for name, some in findings.items() if some} == {
+        "old": {"slow-network", "latency"}
+    }
     assert any(
-        "94 Mbit/s, the inventory says `1Gbit`; 8.4 M parameters in fp32 take 3.8 s a step" in one.text for one in findings["old"]
+        "94 Mbit/s, the inventory says `1Gbit`; 8.4 M parameters in fp32 take 3.8 s a step" in one.text
+        for one in findings["old"]
     )
     assert sum_seconds(34_000_000, 3, 1000 * 0.94) == pytest.approx(0.386, abs=0.001)  # 34 MB on 3 machines at 1 Gb/s
 

@@ -40,7 +40,9 @@ def test_a_deepspeed_file_is_read_before_anything_is_sent(tmp_path: Path, run: R
         call(tmp_path, *words, f"DEEPSPEED_CONFIG={tmp_path / 'typo.json'}")
     own = tmp_path / "ds.json"
     own.write_text('{"zero_optimization": {"stage": 2},} // mine')
-    assert json.loads(call(tmp_path, *words, f"DEEPSPEED_CONFIG={own}").deepspeed or "") == {"zero_optimization": {"stage": 2}}
+    assert json.loads(call(tmp_path, *words, f"DEEPSPEED_CONFIG={own}").deepspeed or "") == {
+        "zero_optimization": {"stage": 2}
+    }
     assert call(tmp_path, *words).deepspeed is None
 
 
@@ -65,7 +67,9 @@ def test_a_name_that_a_worker_still_has_is_refused(tmp_path: Path, run: RunFolde
     assert not list(unfit(task, WORKER, facts))
 
 
-def test_a_second_command_is_refused_and_takes_another_name_where_none_was_typed(tmp_path: Path, run: RunFolder) -> None:
+def test_a_second_command_is_refused_and_takes_another_name_where_none_was_typed(
+    tmp_path: Path, run: RunFolder
+) -> None:
     named = call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
     with (
         control_run(named),

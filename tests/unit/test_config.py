@@ -35,7 +35,9 @@ def write(tmp_path: Path) -> Write:
     def write(text: str, name: str = "x.yaml") -> Path:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text if "model:" in text or "extends:" in text else f"model: {{name: m}}\n{text}", encoding="utf-8")
+        path.write_text(
+            text if "model:" in text or "extends:" in text else f"model: {{name: m}}\n{text}", encoding="utf-8"
+        )
         return path
 
     return write
@@ -45,7 +47,9 @@ def write(tmp_path: Path) -> Write:
 
 
 def test_a_later_layer_replaces_the_other_way_to_say_a_thing(write: Write) -> None:
-    mine = write("extends: quickstart\ndata:\n  train_path: mine.jsonl\n  val_path: held.jsonl\ntrain: {warmup_ratio: 0.1}\n")
+    mine = write(
+        "extends: quickstart\ndata:\n  train_path: mine.jsonl\n  val_path: held.jsonl\ntrain: {warmup_ratio: 0.1}\n"
+    )
     loaded = load(mine)
     assert [s.path for s in loaded.config.data.sources] == ["mine.jsonl"]
     assert [s.path for s in loaded.config.data.validation] == ["held.jsonl"]  # type: ignore[union-attr]
@@ -53,7 +57,11 @@ def test_a_later_layer_replaces_the_other_way_to_say_a_thing(write: Write) -> No
     assert loaded.config.train.warmup_steps is None and loaded.config.train.warmup_ratio == 0.1
     typed = load(mine, "DATA_SOURCES=[{path: a}, {path: b}]", "DATA_VALIDATION=0.2", "TRAIN_WARMUP_STEPS=3")
     assert [s.path for s in typed.config.data.sources] == ["a", "b"] and typed.config.data.train_path is None
-    assert typed.config.data.validation == 0.2 and typed.config.data.val_path is None and typed.config.train.warmup_steps == 3
+    assert (
+        typed.config.data.validation == 0.2
+        and typed.config.data.val_path is None
+        and typed.config.train.warmup_steps == 3
+    )
 
 
 def test_a_preset_gives_own_data_neither_its_validation_nor_settings_that_fit_only_its_rows(write: Write) -> None:
@@ -63,7 +71,10 @@ def test_a_preset_gives_own_data_neither_its_validation_nor_settings_that_fit_on
     assert load(PRESETS / "quickstart.yaml").notices == ()
     (note,) = load(PRESETS / "quickstart.yaml", "DATA_TRAIN_PATH=mine.jsonl").notices
     assert (
-        "`data.overlong: drop`" in note and "`train.max_steps: 30`" in note and "`run_cpu`" in note and "validation" not in note
+        "`data.overlong: drop`" in note
+        and "`train.max_steps: 30`" in note
+        and "`run_cpu`" in note
+        and "validation" not in note
     )
     write("data: {train_path: a.jsonl, val_path: b.jsonl}\n", "parent.yaml")
     assert load(write("extends: parent.yaml\ndata: {train_path: c.jsonl}\n")).config.data.val_path == "b.jsonl"
@@ -79,7 +90,9 @@ def test_turning_evaluation_off_takes_its_inherited_interval_away(write: Write) 
     write("data: {validation: 0.1}\ntrain: {eval_strategy: steps, eval_steps: 50}\n", "parent.yaml")
     assert load(write("extends: parent.yaml\n"), "TRAIN_EVAL_STRATEGY=epoch").config.train.eval_steps is None
     assert load(write("extends: parent.yaml\ntrain: {eval_steps: 5}\n")).config.train.eval_steps == 5
-    assert "`train.eval_steps` is 5" in refused(write("data: {validation: 0.1}\ntrain: {eval_strategy: epoch, eval_steps: 5}\n"))
+    assert "`train.eval_steps` is 5" in refused(
+        write("data: {validation: 0.1}\ntrain: {eval_strategy: epoch, eval_steps: 5}\n")
+    )
 
 
 def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Write) -> None:
@@ -87,7 +100,11 @@ def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Wri
     write("extends: a.yaml\ntrain: {seed: 2}\n", "sub/b.yaml")
     loaded = load(write("extends: [sub/b.yaml, quickstart]\nmodel: {name: mine}\n"))
     assert loaded.config.train.seed == 2 and loaded.origins["train.seed"].endswith("sub/b.yaml:2")
-    assert loaded.config.train.epochs == 1 and loaded.config.model.name == "mine" and loaded.config.model.max_seq_len == 256
+    assert (
+        loaded.config.train.epochs == 1
+        and loaded.config.model.name == "mine"
+        and loaded.config.model.max_seq_len == 256
+    )
 
 
 # ---- Environment
@@ -118,9 +135,15 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(
         "train: {epochs: '${eval.samples}', save_steps: '${train.logging_steps}', run_name: '\\${kept}'}\n"
     )
     monkeypatch.setenv("TEST_LENGTH", "64")
-    loaded = load(path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "TRAIN_PROJECT=\\${a")
+    loaded = load(
+        path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "TRAIN_PROJECT=\\${a"
+    )
     config = loaded.config
-    assert config.model.name == "base-9" and config.data.sources[0].path == "base-9.jsonl" and config.model.max_seq_len == 64
+    assert (
+        config.model.name == "base-9"
+        and config.data.sources[0].path == "base-9.jsonl"
+        and config.model.max_seq_len == 64
+    )
     assert config.train.epochs == 200.0 and config.train.save_steps == 4 and config.train.extra["run_name"] == "${kept}"
     assert config.data.validation[0].path == "${x}" and config.train.extra["project"] == "\\${a"  # type: ignore[index,union-attr]
     assert loaded.origins["train.epochs"] == f"{path}:3"

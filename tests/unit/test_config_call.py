@@ -34,12 +34,16 @@ def test_variables_of_an_outer_make_count_only_for_calls_from_make() -> None:
 @pytest.mark.parametrize(
     ("words", "key", "text"),
     [
-        ("TRAIN_LEARNING_RATE=1e-4", "train.learning_rate", "1e-4"), ("train.learning_rate=1e-4", "train.learning_rate", "1e-4"),
-        ("--train.learning_rate=1e-4", "train.learning_rate", "1e-4"), ("--model.dtype --x", "model.dtype", "--x"),
-        ("TUNING_LORA_R=8", "tuning.lora.r", "8"), ("TRAIN_ADAM_BETA2=0.9", "train.adam_beta2", "0.9"),
-        ("MODEL_REVISION=", "model.revision", ""), ("MODEL_NAME==", "model.name", "="),
+        ("TRAIN_LEARNING_RATE=1e-4", "train.learning_rate", "1e-4"),
+        ("train.learning_rate=1e-4", "train.learning_rate", "1e-4"),
+        ("--train.learning_rate=1e-4", "train.learning_rate", "1e-4"),
+        ("--model.dtype --x", "model.dtype", "--x"),
+        ("TUNING_LORA_R=8", "tuning.lora.r", "8"),
+        ("TRAIN_ADAM_BETA2=0.9", "train.adam_beta2", "0.9"),
+        ("MODEL_REVISION=", "model.revision", ""),
+        ("MODEL_NAME==", "model.name", "="),
     ],
-)  # fmt: skip
+)
 def test_the_forms_of_an_override(words: str, key: str, text: str) -> None:
     (override,) = call("config", *words.split()).overrides
     assert (override.key, override.text) == (key, text)

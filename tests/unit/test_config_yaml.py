@@ -44,10 +44,13 @@ def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None
         ("a: &x [*x]\n", "nested too deeply"),
         ("? [a, b]\n: 1\n", "a key is a list or a mapping"),
         ("[" * 5000, "nested too deeply"),
-        ("a0: &a0 [x, x, x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)), "once aliases are written out"),
+        (
+            "a0: &a0 [x, x, x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)),
+            "once aliases are written out",
+        ),
     ],
     ids=lambda text: text[:12],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_one_message_with_its_place(text: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(text)
@@ -73,8 +76,29 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
             read_yaml(wrong)
 
 
-TEXT = st.text("aZ 0:#-,&*!?\n\t\r'\"{}[]|>~%@`\\\x00\x07\x85\xa0\u2028\ufeff\xe9\U0001f600", max_size=30) | st.sampled_from(
-    ["no", "1", "0x1", "1e3", "~", "", " a", "a\n\n", "\na", "a\n b\n", "a: b", "- a", "#", "a\tb", "a\r\nb", "---", "|", "y"]
+TEXT = st.text(
+    "aZ 0:#-,&*!?\n\t\r'\"{}[]|>~%@`\\\x00\x07\x85\xa0\u2028\ufeff\xe9\U0001f600", max_size=30
+) | st.sampled_from(
+    [
+        "no",
+        "1",
+        "0x1",
+        "1e3",
+        "~",
+        "",
+        " a",
+        "a\n\n",
+        "\na",
+        "a\n b\n",
+        "a: b",
+        "- a",
+        "#",
+        "a\tb",
+        "a\r\nb",
+        "---",
+        "|",
+        "y",
+    ]
 )
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | TEXT,
@@ -93,10 +117,21 @@ def test_what_is_written_is_read_back(documents: list[dict[str, Any]], comment: 
 @pytest.mark.parametrize(
     ("value", "annotation", "wrong"),
     [
-        (1, float, None), (True, int, ""), (10**30, int, ""), (None, int | None, None), ("a", Literal["a", "b"], None), ([], Literal["a"], ""),
-        ({"a": [1, "x"]}, Mapping[str, list[int]], "a.1"), ({"a": 1, "b": "x"}, {"a": int}, None), ({"a": {"b": "x"}}, {"a": {"b": int}}, "a.b"),
-        ([], {"a": int}, ""), ({"value": 1.5}, Figure, None), ({}, Figure, ""), ({"rank": "x"}, RankPlan, "rank"), ({}, RankPlan, None),
+        (1, float, None),
+        (True, int, ""),
+        (10**30, int, ""),
+        (None, int | None, None),
+        ("a", Literal["a", "b"], None),
+        ([], Literal["a"], ""),
+        ({"a": [1, "x"]}, Mapping[str, list[int]], "a.1"),
+        ({"a": 1, "b": "x"}, {"a": int}, None),
+        ({"a": {"b": "x"}}, {"a": {"b": int}}, "a.b"),
+        ([], {"a": int}, ""),
+        ({"value": 1.5}, Figure, None),
+        ({}, Figure, ""),
+        ({"rank": "x"}, RankPlan, "rank"),
+        ({}, RankPlan, None),
     ],
-)  # fmt: skip
+)
 def test_the_types_of_parsed_json(value: Any, annotation: Any, wrong: str | None) -> None:
     assert misfit(value, annotation) == wrong

@@ -63,7 +63,12 @@ def test_tool_calls_tools_and_results_are_kept_in_one_shape() -> None:
     }
     gives = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "add"}
     example = read({"messages": [USER, asks, gives, ANSWER], "tools": json.dumps([{"name": "add"}])})
-    assert example.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "1"}]}, gives, ANSWER]
+    assert example.messages == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "1"}]},
+        gives,
+        ANSWER,
+    ]
     assert example.tools == [{"name": "add"}]
 
 
@@ -83,14 +88,20 @@ def test_text_parts_names_and_thoughts_are_read() -> None:
 
 def test_sharegpt_turns_are_read_with_their_calls() -> None:
     said = [
-        {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "let me see"},
-        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}, {"from": "observation", "value": "2"},
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "let me see"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "2"},
         {"from": "gpt", "value": "a"},
-    ]  # fmt: skip
+    ]
     assert read({"conversations": said}).messages == [
-        {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
-        {"role": "tool", "content": "2"}, ANSWER,
-    ]  # fmt: skip
+        {"role": "system", "content": "s"},
+        USER,
+        {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+        ANSWER,
+    ]
 
 
 def test_message_lists_in_prompt_and_completion_train_the_completion_alone() -> None:
@@ -112,16 +123,22 @@ def test_tokens_are_taken_without_their_padding() -> None:
         ({"prompt": "q", "completion": "  \n"}, "nothing to learn"),
         ({"messages": [USER, {**ANSWER, "content": " "}]}, "nothing to learn"),
         ({"messages": [{"role": "customer", "content": "q"}]}, "`messages[0].role` is `customer`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "`messages[0].content[0]` is a part of type `image`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "`messages[0].content[0]` is a part of type `image`",
+        ),
         ({"messages": [USER, ANSWER, {"role": "tool", "content": "2"}, USER, ANSWER]}, "user after tool (turn 4)"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "`messages[1].train` is text; expected true or false"),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add()"}]}, "is text that is not JSON"),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add()"}]},
+            "is text that is not JSON",
+        ),
         ({"instruction": "q", "output": "a", "history": [["q"]]}, "`history[0]` is not a pair"),
         ({"input_ids": [1, -5]}, "`input_ids` holds -5"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "`labels` is -100 everywhere"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),
     ],
-)  # fmt: skip
+)
 def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
     assert said in refused(row).message
 
@@ -129,17 +146,25 @@ def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
 @pytest.mark.parametrize(
     ("row", "message", "hint"),
     [
-        ({**ROWS["prompt_completion"], **ROWS["question_answer"]}, "prompt_completion, question_answer", '{"prompt": "q", "completion": "a"'),
+        (
+            {**ROWS["prompt_completion"], **ROWS["question_answer"]},
+            "prompt_completion, question_answer",
+            '{"prompt": "q", "completion": "a"',
+        ),
         ({"instruction": "i", "context": "c", "response": "r"}, "", "columns: {output: response, input: context}"),
         ({"question": "p", "answers": ["s"]}, "", "columns: {answer: NAME}"),
         ({"Question": "p", "Answer": "s", "Notes": ""}, "", "columns: {answer: Answer, question: Question}"),
     ],
-)  # fmt: skip
-def test_columns_that_fit_two_formats_or_none_are_answered_with_what_may_be_meant(row: Row, message: str, hint: str) -> None:
+)
+def test_columns_that_fit_two_formats_or_none_are_answered_with_what_may_be_meant(
+    row: Row, message: str, hint: str
+) -> None:
     error = refused(row)
     assert message in error.message and hint in (error.hint or "")
 
 
-@pytest.mark.parametrize(("row", "said"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")])
+@pytest.mark.parametrize(
+    ("row", "said"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")]
+)
 def test_a_row_without_a_group_is_refused(row: Row, said: str) -> None:
     assert said in refused({"text": "t", **row}, group_by="author").message

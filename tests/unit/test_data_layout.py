@@ -75,7 +75,9 @@ def test_splits_are_those_that_datasets_finds(layout: str, tmp_path: Path) -> No
     assert {split: sorted(answers(folder, split=split)) for split in wanted} == wanted
     for path in (folder, f"{folder}/**/*.jsonl"):
         error = refused(path)
-        assert error.message.startswith("there are several splits: ") and f"split: {next(iter(wanted))}" in (error.hint or "")
+        assert error.message.startswith("there are several splits: ") and f"split: {next(iter(wanted))}" in (
+            error.hint or ""
+        )
         assert "there is no split `other`" in refused(path, split="other").message
 
 
@@ -98,7 +100,9 @@ def test_a_readme_says_which_files_are_which_split(tmp_path: Path) -> None:
 def test_only_what_may_be_training_is_taken_without_a_word(tmp_path: Path) -> None:
     fill(tmp_path / "one", "a.jsonl", "b.jsonl")
     assert answers(tmp_path / "one") == answers(tmp_path / "one", split="train") == ["a.jsonl", "b.jsonl"]
-    (tmp_path / "one" / "dataset_infos.json").write_text('{"default": {"splits": [{"name": "train"}]}}', encoding="utf-8")
+    (tmp_path / "one" / "dataset_infos.json").write_text(
+        '{"default": {"splits": [{"name": "train"}]}}', encoding="utf-8"
+    )
     assert answers(tmp_path / "one") == ["a.jsonl", "b.jsonl"], "it describes the set"
     fill(tmp_path / "held", "test.jsonl")
     assert "the only split is `test` (1 file)" in refused(tmp_path / "held").message
@@ -123,10 +127,14 @@ def test_a_source_typed_as_its_hint_says_is_read(tmp_path: Path) -> None:
 
     fill(tmp_path / "names", "train.jsonl", "test.jsonl")
     fill(tmp_path / "held", "dev.jsonl")
-    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list([ROW]), "test": datasets.Dataset.from_list([ROW])})
+    saved = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list([ROW]), "test": datasets.Dataset.from_list([ROW])}
+    )
     saved.save_to_disk(str(tmp_path / "saved"))
     for path in ("names", "names/*", "held", "saved"):
         hint = refused(tmp_path / path).hint or ""
-        (piece, *_) = [piece for piece in re.findall(r"`([^`]+)`", hint) if "split: " in piece]
-        (source,) = parse_yaml(piece if piece.startswith("sources") else f"sources: [{{{piece}}}]", "hint").plain()["sources"]
+        piece, *_ = [piece for piece in re.findall(r"`([^`]+)`", hint) if "split: " in piece]
+        (source,) = parse_yaml(piece if piece.startswith("sources") else f"sources: [{{{piece}}}]", "hint").plain()[
+            "sources"
+        ]
         assert answers(**{"path": str(tmp_path / path), **source})

@@ -1,4 +1,6 @@
-"""What rows say beside their text, under the names that data sets have: it is used, or refused by name, never trained over."""
+"""What rows say beside their text, under the names that data sets have: it is used, or refused by name, never trained
+over.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def examples(folder: Path, rows: list[Row], **options: Any) -> list[Example]:
 def test_each_tools_mark_of_a_turn_is_read(mark: str, value: Any) -> None:
     messages = read({"messages": [USER, {**ANSWER, mark: value}, USER, ANSWER]}).messages or []
     assert messages[1]["train"] is bool(value)
-    shared = read({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", mark: value}] * 2}).messages
+    shared = read(
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", mark: value}] * 2}
+    ).messages
     assert shared and shared[1]["train"] is bool(value)
 
 
@@ -69,7 +73,10 @@ def test_a_key_of_a_turn_that_looks_like_a_mask_is_refused_by_name(mark: str) ->
         f"`messages[1].{mark}` seems to say what of the turn is learnt"
         in refused({"messages": [USER, {**ANSWER, mark: 0}]}).message
     )
-    assert read({"messages": [USER, {**ANSWER, mark: None}]}).messages == [USER, ANSWER], "null says nothing, as in Arrow"
+    assert read({"messages": [USER, {**ANSWER, mark: None}]}).messages == [
+        USER,
+        ANSWER,
+    ], "null says nothing, as in Arrow"
 
 
 def test_marks_that_contradict_each_other_are_refused_and_a_users_weight_says_nothing() -> None:
@@ -109,12 +116,21 @@ def test_names_of_arguments_calls_and_roles_are_read() -> None:
     wanted = read(called({"a": 1})).messages
     for key in ("parameters", "args", "input"):
         row = called(None)
-        row["messages"][1] = {"role": "assistant", "content": None, "tool_calls": json.dumps([{"name": "add", key: {"a": 1}}])}
+        row["messages"][1] = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": json.dumps([{"name": "add", key: {"a": 1}}]),
+        }
         assert read(row).messages == wanted, "calls as JSON in text"
     row = called({"a": 1})
     call = {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 1}}'}
     for result in ("function", "ipython", "tool_response", "observation"):
-        turns = [{"role": "Human", "content": "q"}, call, {"role": result, "content": "2"}, {"role": "model", "content": "a"}]
+        turns = [
+            {"role": "Human", "content": "q"},
+            call,
+            {"role": result, "content": "2"},
+            {"role": "model", "content": "a"},
+        ]
         assert read({"messages": turns, "tools": [TOOL]}).messages == wanted
     assert "seems to be calls" in refused({"messages": [USER, {**ANSWER, "function_calls": [{"name": "add"}]}]}).message
 
@@ -136,14 +152,22 @@ def test_what_is_json_in_text_is_read() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (HALF, "half of a surrogate pair"), ({HALF: 1}, "half of a surrogate pair"), (float("nan"), "is nan, which JSON does not have"),
-        (float("inf"), "is inf"), (datetime.date(2026, 1, 1), "date"), (datetime.datetime(2026, 1, 1), "datetime"),
-        (Decimal("1.5"), "Decimal"), (b"x", "bytes"), ({1: 2}, "is a number"),
+        (HALF, "half of a surrogate pair"),
+        ({HALF: 1}, "half of a surrogate pair"),
+        (float("nan"), "is nan, which JSON does not have"),
+        (float("inf"), "is inf"),
+        (datetime.date(2026, 1, 1), "date"),
+        (datetime.datetime(2026, 1, 1), "datetime"),
+        (Decimal("1.5"), "Decimal"),
+        (b"x", "bytes"),
+        ({1: 2}, "is a number"),
     ],
-)  # fmt: skip
+)
 def test_what_json_does_not_have_is_a_refused_row_with_its_field(value: Any, said: str) -> None:
     deep = refused(called({"a": [{"b": value}]}))
-    assert "`messages[1].tool_calls[0].arguments.a[0].b" in deep.message.replace("a key of ", "") and said in deep.message
+    assert (
+        "`messages[1].tool_calls[0].arguments.a[0].b" in deep.message.replace("a key of ", "") and said in deep.message
+    )
     described = {"type": "function", "function": {"name": "add", "parameters": {"default": value}}}
     assert "tools[0].function.parameters.default" in refused(called({"a": 1}, tools=[described])).message
 
@@ -163,9 +187,17 @@ def test_half_of_a_pair_is_refused_in_names_groups_and_text() -> None:
 
 @pytest.mark.parametrize(
     "column",
-    [{"image": "a.png"}, {"images": ["a.png"]}, {"images": [{"bytes": b"x", "path": None}]}, {"shot": {"bytes": b"x"}},
-     {"video_url": "a"}, {"file_name": "1.jpg"}, {"audios": ["x"]}, {"pixel_values": b"x"}],
-)  # fmt: skip
+    [
+        {"image": "a.png"},
+        {"images": ["a.png"]},
+        {"images": [{"bytes": b"x", "path": None}]},
+        {"shot": {"bytes": b"x"}},
+        {"video_url": "a"},
+        {"file_name": "1.jpg"},
+        {"audios": ["x"]},
+        {"pixel_values": b"x"},
+    ],
+)
 def test_pictures_in_a_column_are_refused_as_picture_parts_are(column: Row) -> None:
     for row in (PAIR, {"messages": [USER, ANSWER]}, {"text": "<image> a"}, {"input_ids": [1, 2]}):
         assert "holds pictures or sounds; only text is trained" in refused({**row, **column}).message
@@ -190,11 +222,21 @@ def test_a_falsy_list_is_refused_too(column: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("judged", "filtered"),
-    [({"label": False}, "label"), ({"label": 0}, "label == 1"), ({"label": "False"}, 'label == "True"'), ({"label": "0"}, 'label == "1"'),
-     ({"score": 2.5}, "score >= 2.5"), ({"Label": False}, "Label"), ({"is_correct": False}, "is_correct"),
-     ({"reward_score": 0.5}, "reward_score >= 0.5"),
-     ({"rating": "3"}, "number(rating) >= 3"), ({"kto_tag": True}, "kto_tag"), ({"weight": 0}, "weight >= 0"), ({"train": False}, "train")],
-)  # fmt: skip
+    [
+        ({"label": False}, "label"),
+        ({"label": 0}, "label == 1"),
+        ({"label": "False"}, 'label == "True"'),
+        ({"label": "0"}, 'label == "1"'),
+        ({"score": 2.5}, "score >= 2.5"),
+        ({"Label": False}, "Label"),
+        ({"is_correct": False}, "is_correct"),
+        ({"reward_score": 0.5}, "reward_score >= 0.5"),
+        ({"rating": "3"}, "number(rating) >= 3"),
+        ({"kto_tag": True}, "kto_tag"),
+        ({"weight": 0}, "weight >= 0"),
+        ({"train": False}, "train"),
+    ],
+)
 def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, tmp_path: Path) -> None:
     good = {**PAIR, next(iter(judged)): {"False": "True", "0": "1", "3": "3"}.get(str(next(iter(judged.values()))), 5)}
     if isinstance(next(iter(judged.values())), (bool, int)):
@@ -216,7 +258,7 @@ def test_rows_of_another_split_are_not_trained_without_a_word(tmp_path: Path) ->
     with pytest.raises(DataError) as caught:
         examples(tmp_path, rows)
     assert caught.value.place == f"{tmp_path / 'rows.jsonl'}:2"
-    (kept, all_rows) = typed(caught.value.hint or "")
+    kept, all_rows = typed(caught.value.hint or "")
     assert len(examples(tmp_path, rows, **kept)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
@@ -232,7 +274,9 @@ def test_a_class_is_no_judgement(tmp_path: Path) -> None:
 def test_a_mask_of_tokens_is_used(name: str, kind: type) -> None:
     mask = [kind(value) for value in (0, 0, 1, 1, 0)]
     assert read({"input_ids": [5, 6, 7, 8, 9], name: mask}).labels == [-100, -100, 7, 8, -100]
-    both = read({"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, -100, 9], name: mask, "attention_mask": [1, 1, 1, 1, 0]})
+    both = read(
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, -100, 9], name: mask, "attention_mask": [1, 1, 1, 1, 0]}
+    )
     assert (both.input_ids, both.labels) == ([5, 6, 7, 8], [-100, -100, 7, -100])
 
 
@@ -286,8 +330,16 @@ HINTS: dict[str, list[Row]] = {
     "chosen conversations alone": [{"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}],
     "chosen of lists": [{"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}],
     "chosen after a conversation": [
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}],
-         "chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}}],
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "a"},
+                {"from": "human", "value": "q"},
+            ],
+            "chosen": {"from": "gpt", "value": "b"},
+            "rejected": {"from": "gpt", "value": "c"},
+        }
+    ],
     "roles": [{"messages": [{"role": "customer", "content": "q"}, {"role": "agent", "content": "a"}]}],
     "roles of sharegpt": [{"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot", "value": "a"}]}],
     "keys of turns": [{"messages": [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]}],
@@ -296,7 +348,9 @@ HINTS: dict[str, list[Row]] = {
     "columns": [{"Question": "q", "Response": "a"}],
     "columns of alpaca": [{"instruction": "q", "context": "c", "response": "a"}],
     "mask": [{"messages": [USER, {**ANSWER, "mask": 1}]}],
-    "detail": [{"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]}],
+    "detail": [
+        {"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]}
+    ],
     "calls": [{"messages": [USER, {**ANSWER, "function_calls": [{"name": "add", "arguments": {}}]}], "tools": [TOOL]}],
     "tools": [{**{k: v for k, v in called({}).items() if k != "tools"}, "api": [TOOL]}],
     "pictures": [{**PAIR, "images": ["a.png"]}],
@@ -308,7 +362,7 @@ HINTS: dict[str, list[Row]] = {
     "where the answer begins": [{"input_ids": [5, 6, 7], "prompt_len": 2}],
     "mask of the turns": [{"messages": [USER, ANSWER], "loss_mask": [0, 1]}],
     "packed": [{"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}],
-}  # fmt: skip
+}
 
 
 def typed(hint: str) -> list[dict[str, Any]]:
@@ -316,7 +370,11 @@ def typed(hint: str) -> list[dict[str, Any]]:
     found = []
     for piece in re.findall(r"`([^`]+)`", hint):
         if re.match(r"(?:columns|format|filter|sources): ", piece):
-            read = {"filter": piece.partition(": ")[2]} if piece.startswith("filter") else parse_yaml(piece, "hint").plain()
+            read = (
+                {"filter": piece.partition(": ")[2]}
+                if piece.startswith("filter")
+                else parse_yaml(piece, "hint").plain()
+            )
             found.append({k: v for k, v in read.get("sources", [read])[0].items() if k != "path"})
         elif piece == "DATA_BAD_ROWS=drop":
             found.append({"bad_rows": "drop"})
@@ -346,10 +404,18 @@ def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: P
 
 @pytest.mark.parametrize(
     ("column", "kept"),
-    [({"Split": "test"}, 'Split == "train"'), ({"subset": "validation"}, 'subset == "train"'), ({"is_test": True}, "not is_test"),
-     ({"is_rejected": True}, "not is_rejected"), ({"status": "rejected"}, 'status != "rejected"'), ({"verdict": "wrong"}, 'verdict != "wrong"')],
-)  # fmt: skip
-def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(column: Row, kept: str, tmp_path: Path) -> None:
+    [
+        ({"Split": "test"}, 'Split == "train"'),
+        ({"subset": "validation"}, 'subset == "train"'),
+        ({"is_test": True}, "not is_test"),
+        ({"is_rejected": True}, "not is_rejected"),
+        ({"status": "rejected"}, 'status != "rejected"'),
+        ({"verdict": "wrong"}, 'verdict != "wrong"'),
+    ],
+)
+def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(
+    column: Row, kept: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError) as caught:
         examples(tmp_path, [{**PAIR, **column}])
     assert f"`filter: {kept}`" in (caught.value.hint or "")

@@ -1,4 +1,6 @@
-"""The same rows give the same tokens and mask from every kind of file, and what Arrow keeps is what its writer put in."""
+"""The same rows give the same tokens and mask from every kind of file, and what Arrow keeps is what its writer put
+in.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def write_all(folder: Path, rows: list[Row]) -> list[Path]:
     import datasets
 
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    contents = {"a.jsonl": lines, "a.json": json.dumps(rows, indent=1).encode(), "list.jsonl": json.dumps(rows).encode()}
+    contents = {
+        "a.jsonl": lines,
+        "a.json": json.dumps(rows, indent=1).encode(),
+        "list.jsonl": json.dumps(rows).encode(),
+    }
     contents |= {"a.jsonl.gz": gzip.compress(lines), "a.jsonl.zst": pyarrow.compress(lines, "zstd", asbytes=True)}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
@@ -88,7 +94,9 @@ def conversation(draw: st.DrawFn) -> Row:
     turns: list[Row] = [{"role": "system", "content": draw(texts)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         content = draw(words)
-        turns.append({"role": "user", "content": [{"type": "text", "text": content}] if draw(st.booleans()) else content})
+        turns.append(
+            {"role": "user", "content": [{"type": "text", "text": content}] if draw(st.booleans()) else content}
+        )
         if draw(st.booleans()):
             call = {"type": "function", "function": {"name": "add", "arguments": draw(arguments())}}
             turns.append({"role": "assistant", "content": draw(texts), "tool_calls": [call]})
@@ -107,15 +115,23 @@ def conversation(draw: st.DrawFn) -> Row:
 FORMATS: dict[str, st.SearchStrategy[Row]] = {
     "messages": conversation(),
     "prompt_completion": st.fixed_dictionaries({"prompt": words, "completion": st.one_of(words, st.integers(-9, 9))}),
-    "instruction": st.fixed_dictionaries({"instruction": words, "input": st.one_of(texts, st.none(), st.just(0)), "output": words}),
+    "instruction": st.fixed_dictionaries(
+        {"instruction": words, "input": st.one_of(texts, st.none(), st.just(0)), "output": words}
+    ),
     "question_answer": st.fixed_dictionaries({"question": words, "answer": st.one_of(words, st.just([]), st.none())}),
-    "tokens": st.fixed_dictionaries({"input_ids": st.lists(st.integers(5, 90), min_size=4, max_size=4),
-                                     "completion_mask": st.lists(st.integers(0, 1), min_size=4, max_size=4)}),
-}  # fmt: skip
+    "tokens": st.fixed_dictionaries(
+        {
+            "input_ids": st.lists(st.integers(5, 90), min_size=4, max_size=4),
+            "completion_mask": st.lists(st.integers(0, 1), min_size=4, max_size=4),
+        }
+    ),
+}
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_each_kind_of_file_gives_the_same_tokens_and_mask(
     form: str, data: st.DataObject, encoder: Encoder, tmp_path_factory: pytest.TempPathFactory
@@ -129,13 +145,25 @@ def test_each_kind_of_file_gives_the_same_tokens_and_mask(
 
 MIXED: dict[str, list[Row]] = {
     "answers": [{"prompt": "2+2?", "completion": 4}, {"prompt": "capital of Norway?", "completion": "Oslo"}],
-    "contents": [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}],
+    "contents": [
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+            ]
+        }
+    ],
     "arguments": [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
-            {"function": {"name": "f", "arguments": given}}]}], "tools": [{"name": "f", "parameters": {"properties": given}}]}
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]},
+            ],
+            "tools": [{"name": "f", "parameters": {"properties": given}}],
+        }
         for given in ({"x": {"type": "string"}, "y": None}, {"x": [1]}, {"z": "text"})
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -166,15 +194,23 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
         }
     )
     wanted = [
-        {"map": {"k": {"w": [{"n": None}, None]}, "l": {"v": 3, "w": []}}, "nulls": {"k": None}, "mixed": [None, {"b": 1}], "kind": "x"},
-        {"map": {}, "nulls": None, "mixed": [{"a": 2}], "kind": "y"}, {"map": {}, "nulls": {}, "mixed": [], "kind": "x"},
-    ]  # fmt: skip
+        {
+            "map": {"k": {"w": [{"n": None}, None]}, "l": {"v": 3, "w": []}},
+            "nulls": {"k": None},
+            "mixed": [None, {"b": 1}],
+            "kind": "x",
+        },
+        {"map": {}, "nulls": None, "mixed": [{"a": 2}], "kind": "y"},
+        {"map": {}, "nulls": {}, "mixed": [], "kind": "x"},
+    ]
     parquet.write_table(table, tmp_path / "a.parquet")
     with ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
         writer.write_table(table)
     for name in ("a.parquet", "a.arrow"):
         assert [row for _, row in read_source(DataSource(path=str(tmp_path / name)))] == wanted
-    twice = pyarrow.table({"map": pyarrow.array([[("k", 1), ("k", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int8()))})
+    twice = pyarrow.table(
+        {"map": pyarrow.array([[("k", 1), ("k", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int8()))}
+    )
     parquet.write_table(twice, tmp_path / "twice.parquet")
     ((place, error),) = read_source(DataSource(path=str(tmp_path / "twice.parquet")))
     assert isinstance(error, DataError) and "`map` the key `k` is there more than once" in error.message
@@ -191,9 +227,13 @@ def test_nulls_that_arrow_cannot_tell_from_missing_keys_are_told(tmp_path: Path)
         ("other", [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}], [True, True, False]),
     ):
         parquet.write_table(pyarrow.Table.from_pylist(list(map(row, rows))), tmp_path / f"{name}.parquet")
-        found = [understand(placed, 0, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))]
+        found = [
+            understand(placed, 0, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))
+        ]
         assert [example.filled for example in found] == wanted
-        assert [example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in found if example.messages] == rows
+        assert [
+            example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in found if example.messages
+        ] == rows
 
 
 def reading(path: Path) -> int:
@@ -237,7 +277,8 @@ def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> No
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     rows = [row for _, row in read_source(DataSource(path=str(tmp_path / "a.jsonl")))]
     assert (
-        all(isinstance(row, DataError) and "`k59999` is there more than once" in row.message for row in rows) and len(rows) == 5
+        all(isinstance(row, DataError) and "`k59999` is there more than once" in row.message for row in rows)
+        and len(rows) == 5
     )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10
 
@@ -245,8 +286,11 @@ def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> No
 @pytest.mark.parametrize("limit", [1 << 20, 64])
 def test_batches_reach_over_row_groups_and_dictionaries_that_end(limit: int, tmp_path: Path) -> None:
     rows = [
-        {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "a"}]} for number in range(3000)
+        {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "a"}]}
+        for number in range(3000)
     ]
     table = pyarrow.Table.from_pylist(rows)
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700, dictionary_pagesize_limit=limit, data_page_size=512)
+    parquet.write_table(
+        table, tmp_path / "a.parquet", row_group_size=700, dictionary_pagesize_limit=limit, data_page_size=512
+    )
     assert [row for _, row in read_source(DataSource(path=str(tmp_path / "a.parquet")))] == rows

@@ -74,8 +74,12 @@ CONTENTS: dict[str, bytes] = {
     "arrow": arrow(TWO),
 }
 PACK: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
-}  # fmt: skip
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
 
 
 @pytest.mark.parametrize("ending", PACK)
@@ -139,14 +143,20 @@ def test_an_export_has_its_rows_beside_what_else_it_says(indent: int | None, tmp
     export = {"version": 2, "tags": ["a"], "tickets": ROWS}
     path = write(tmp_path / "a.json", json.dumps(export, indent=indent).encode())
     assert rows_of(path) == ROWS
-    one = write(tmp_path / "one.json", b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}')
+    one = write(
+        tmp_path / "one.json",
+        b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
+    )
     assert [list(row) for row in rows_of(one)] == [["messages"]], "one row of JSON lines"
 
 
 THREAD = {
-    "messages": "thread", "messages.role": "from", "messages.content": "body", "messages.role.user": "customer|visitor",
+    "messages": "thread",
+    "messages.role": "from",
+    "messages.content": "body",
+    "messages.role.user": "customer|visitor",
     "messages.role.assistant": "agent",
-}  # fmt: skip
+}
 
 
 def test_a_conversation_under_other_names(tmp_path: Path) -> None:
@@ -171,7 +181,9 @@ def test_a_conversation_under_other_names(tmp_path: Path) -> None:
 def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
     import datasets
 
-    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])})
+    saved = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+    )
     saved.save_to_disk(str(tmp_path / "both"))
     saved["test"].save_to_disk(str(tmp_path / "one"))
     write(tmp_path / "one" / "stray.jsonl", b'{"prompt": "x"}\n')
@@ -211,7 +223,10 @@ def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
 def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
     path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
     source = DataSource(path=str(path), columns={"question": "prompt"}, filter='question == "q3" or prompt == "q5"')
-    assert [row["question"] for _, row in read_source(source, left=left) if not isinstance(row, DataError)] == ["q3", "q5"]
+    assert [row["question"] for _, row in read_source(source, left=left) if not isinstance(row, DataError)] == [
+        "q3",
+        "q5",
+    ]
     assert left.counts == {"not in the filter": len(ROWS) - 2}
     assert f"keeps none of the {len(ROWS)} rows" in refused(path, filter='prompt == "x"').message
     assert refused(path, filter="prompt ==").place == str(path)
@@ -288,7 +303,10 @@ def test_marks_where_files_were_joined_are_no_part_of_a_row(tmp_path: Path) -> N
     mark = b"\xef\xbb\xbf"
     assert rows_of(write(tmp_path / "a.jsonl", mark + LINES + mark + LINES + mark)) == [*ROWS, *ROWS]
     assert rows_of(write(tmp_path / "a.json", mark + LINES + mark + LINES)) == [*ROWS, *ROWS]
-    assert rows_of(write(tmp_path / "a.csv", b"a,b\n1,2\n" + mark + b"3,4\n")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    assert rows_of(write(tmp_path / "a.csv", b"a,b\n1,2\n" + mark + b"3,4\n")) == [
+        {"a": "1", "b": "2"},
+        {"a": "3", "b": "4"},
+    ]
 
 
 def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> None:
@@ -296,7 +314,9 @@ def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> N
     assert "it holds `README`; plain text is read from files" in (refused(tmp_path).hint or "")
 
 
-@pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")])
+@pytest.mark.parametrize(
+    ("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")]
+)
 def test_the_header_tells_what_separates_columns(name: str, mark: str, tmp_path: Path) -> None:
     content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
     path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)

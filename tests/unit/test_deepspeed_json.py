@@ -1,4 +1,6 @@
-"""A user's DeepSpeed JSON: comments and `auto` are read, old spellings translated, everything wrong named with its line."""
+"""A user's DeepSpeed JSON: comments and `auto` are read, old spellings translated, everything wrong named with its
+line.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def test_states_on_nvme_are_refused_since_no_checkpoint_could_hold_them(part: st
 def test_old_offload_is_translated_with_a_notice(tmp_path: Path) -> None:
     text = '{"zero_optimization": {"stage": 2,\n "cpu_offload": true, "cpu_offload_use_pin_memory": false}}'
     user = read_user_json(write(tmp_path / "ds.json", text))
-    assert user.settings["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    assert user.settings["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
     assert "ds.json:2" in user.notices[0]
     both = '{"zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {"device": "cpu"}}}'
     assert "both given" in refusal(tmp_path, both)
@@ -98,8 +103,11 @@ def test_auto_is_filled_from_the_plan(tmp_path: Path) -> None:
     settings, notices = resolve(user, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
     assert "auto" not in json.dumps(settings)
     assert settings.items() >= {
-        "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "gradient_clipping": 1.0,
-    }.items() and settings["bf16"] == {"enabled": False}  # fmt: skip
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "gradient_clipping": 1.0,
+    }.items() and settings["bf16"] == {"enabled": False}
     zero = settings["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["stage3_param_persistence_threshold"]) == (64 * 64, 640)
     assert isinstance(zero["sub_group_size"], int) and zero["sub_group_size"] == 10**9
@@ -116,7 +124,9 @@ def test_under_zero_3_weights_are_gathered_at_a_save_whatever_the_file_says(tmp_
     settings, notices = resolve(user, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
     assert settings["zero_optimization"][GATHERED] is True
     assert [one.partition("ds.json")[2] for one in notices] == (
-        [f":4: `{GATHERED}` is `false`, but the run uses `true`, or DeepSpeed could not save the model"] if typed is False else []
+        [f":4: `{GATHERED}` is `false`, but the run uses `true`, or DeepSpeed could not save the model"]
+        if typed is False
+        else []
     )
     second = read_user_json(write(tmp_path / "two.json", '{"zero_optimization": {"stage": 2}}'))
     assert GATHERED not in resolve(second, make_plan(), CONFIG, hidden_size=64)[0]["zero_optimization"]
@@ -127,7 +137,10 @@ def test_under_zero_3_weights_are_gathered_at_a_save_whatever_the_file_says(tmp_
     [
         ('"train_micro_batch_size_per_gpu": 4', ("is `4`", "uses `2`", "train.batch_size")),
         ('"bf16": {"enabled": true}', ("`bf16.enabled` is `true`", "uses `false`", "fp32")),
-        ('"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}', ("is `0.1`", "uses `0.0002`", "the same under `train.`")),
+        (
+            '"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}',
+            ("is `0.1`", "uses `0.0002`", "the same under `train.`"),
+        ),
         ('"log_level": "auto"', ("nothing decides it",)),
     ],
 )
@@ -155,8 +168,14 @@ REFUSED = """{
 }"""
 BY_MODELS = {
     3: "`zero_optimization.reduce_bucket_size` is `-5`; DeepSpeed says: Input should be greater than 0",
-    5: "`zero_optimization.offload_optimizer.device` is `\"gpu\"`; DeepSpeed says: Input should be 'none', 'cpu' or 'nvme'",
-    6: "`zero_optimization.offload_optimizer.buffer_count` is `-1`; DeepSpeed says: Input should be greater than or equal to 0",
+    5: (
+        "`zero_optimization.offload_optimizer.device` is `\"gpu\"`; DeepSpeed says: Input should be 'none', 'cpu' or"
+        " 'nvme'"
+    ),
+    6: (
+        "`zero_optimization.offload_optimizer.buffer_count` is `-1`; DeepSpeed says: Input should be greater than or"
+        " equal to 0"
+    ),
     8: "`fp16.loss_scale` is `-1`; DeepSpeed says: Value error, fp16.loss_scale must be >= 0",
     9: '`data_types` is `{"grad_accum_dtype": "int7"}`; DeepSpeed says: \'int7\' is not a valid DtypeEnum',
     10: '`log_level` is `"loud"`; DeepSpeed says: loud is not one of the valid logging levels',
@@ -171,11 +190,15 @@ RIGHT = {
     10: '  "log_level": "info",',
     12: '    "deepcompile": false}',
 }
-"""Line -> what DeepSpeed's models say, and what a user then writes: sections are built one after the other, so not all are found at once."""
+"""Line -> what DeepSpeed's models say, and what a user then writes: sections are built one after the other, so not all
+are found at once.
+"""
 
 
 @pytest.mark.slow
-def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     text, path = REFUSED, tmp_path / "ds.json"
     found: dict[int, str] = {}
@@ -205,18 +228,27 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(tmp_path: 
         ('"gradient_predivide_factor": 2.0', "`gradient_predivide_factor` is `2.0`"),
         ('"zero_optimization": {"stage": 1, "legacy_stage1": true}', "`zero_optimization.legacy_stage1` is `true`"),
         ('"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}', "ratio` is `0.5`"),
-        ('"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 2}', "are one key, and both are given"),
+        (
+            '"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 2}',
+            "are one key, and both are given",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     zero = "" if "zero_opt" in text else ', "zero_optimization": {"stage": 2}'
     assert re.search(rf"ds\.json:2: .*{re.escape(said)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
-    allowed = '{"zero_optimization": {"stage": 1, "legacy_stage1": false}, "wandb": {"enabled": false}, "gradient_predivide_factor": 1.0}'
+    allowed = (
+        '{"zero_optimization": {"stage": 1, "legacy_stage1": false}, "wandb": {"enabled": false},'
+        ' "gradient_predivide_factor": 1.0}'
+    )
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
 
 
 def test_a_file_that_contradicts_itself_is_told_of_its_own_keys(tmp_path: Path) -> None:
-    text = '{"zero_optimization": {"stage": 2},\n"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8,\n"train_batch_size": 10}'
+    text = (
+        '{"zero_optimization": {"stage": 2},\n"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps":'
+        ' 8,\n"train_batch_size": 10}'
+    )
     with pytest.raises(UserError) as caught:
         resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), CONFIG, hidden_size=64)
     product = "`train_micro_batch_size_per_gpu` 2 x `gradient_accumulation_steps` 8 x 2 processes"
@@ -230,10 +262,14 @@ def test_a_short_name_of_a_key_is_the_key(tmp_path: Path) -> None:
 
 def test_gradients_are_fp32_in_a_users_own_file_too_unless_it_says_otherwise(tmp_path: Path) -> None:
     plan = make_plan(device="cuda", precision="bf16", strategy="zero1")
-    silent = read_user_json(write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}'))
+    silent = read_user_json(
+        write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}')
+    )
     settings, _ = resolve(silent, plan, CONFIG, hidden_size=64)
     assert settings["communication_data_type"] == settings["data_types"]["grad_accum_dtype"] == "fp32"
     assert settings["bf16"] == {"enabled": True, "immediate_grad_update": True}
-    typed = write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}')
+    typed = write(
+        tmp_path / "ds.json", '{"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}'
+    )
     assert resolve(read_user_json(typed), plan, CONFIG, hidden_size=64)[0]["data_types"] == {"grad_accum_dtype": "bf16"}
     assert "data_types" not in resolve(silent, make_plan(strategy="zero1"), CONFIG, hidden_size=64)[0], "fp32 anyway"

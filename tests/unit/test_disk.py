@@ -42,7 +42,11 @@ def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> Non
     [
         (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC, "no space is left on the disk"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), errno.EDQUOT, "the disk quota is used up"),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), errno.ENOSPC, "no space is left on the disk"),
+        (
+            RuntimeError("I/O error: No space left on device (os error 28)"),
+            errno.ENOSPC,
+            "no space is left on the disk",
+        ),
         (ValueError("shapes differ"), None, "shapes differ"),
     ],
 )
@@ -99,7 +103,9 @@ TORN = '{"event": "failed", "reason": "Größe'.encode()[:-2]
 def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.config.write_text("{}")
-    run.events.write_bytes(b'{"event": "started", "time": 1, "node": 0}\n7\n{"time": 3}\n' + TORN[: TORN.index("ö".encode()) + 1])
+    run.events.write_bytes(
+        b'{"event": "started", "time": 1, "node": 0}\n7\n{"time": 3}\n' + TORN[: TORN.index("ö".encode()) + 1]
+    )
     rows = b'{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "train", "step": 2, "loss": 1.5}\n'
     run.metrics.write_bytes(rows + b'{"step": "x"}\n{"kind": "train", "step": 3, "what": "\xc3')
     assert [event["event"] for event in read_events(run)] == ["started"]
@@ -109,13 +115,16 @@ def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None
     assert [row["step"] for row in rows_until(run.metrics, 1)] == [1]
 
 
-def test_a_full_disk_gives_one_warning_until_there_is_room_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_gives_one_warning_until_there_is_room_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     full, room = Path("/dev/full"), tmp_path / "a.jsonl"
     for path, warned in ((full, True), (full, False), (room, False), (full, True)):
         with side_file(path, "the answers"):
             path.write_text("x") if path == full else append_json_line(path, {"step": 1})
         said = capsys.readouterr().err
         assert (
-            "warning: /dev/full: the answers could not be written: no space is left on the disk; training continues" in said
+            "warning: /dev/full: the answers could not be written: no space is left on the disk; training continues"
+            in said
         ) is warned
     assert read_json_lines(room) == [{"step": 1}]

@@ -45,10 +45,14 @@ def test_docx_gives_paragraphs_and_tables_in_order(tmp_path: Path) -> None:
 
 
 def test_pdf_joins_pages_and_undoes_hyphens(tmp_path: Path) -> None:
-    pages = [["The docu-", "ment of the well-known", "maker is"], ["complete. A well-", "known one. Franco-", "Prussian."]]
+    pages = [
+        ["The docu-", "ment of the well-known", "maker is"],
+        ["complete. A well-", "known one. Franco-", "Prussian."],
+    ]
     found = read(write_pdf(tmp_path / "a.pdf", pages))
     assert (
-        found.text == "The document of the well-known\nmaker is\ncomplete. A well-known one. Franco-Prussian." and not found.note
+        found.text == "The document of the well-known\nmaker is\ncomplete. A well-known one. Franco-Prussian."
+        and not found.note
     )
 
 

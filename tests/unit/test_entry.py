@@ -1,4 +1,6 @@
-"""The container's entry point: every scheduler's variables become our own command line, signals go on, 75 becomes 175."""
+"""The container's entry point: every scheduler's variables become our own command line, signals go on, 75 becomes
+175.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,26 @@ from tests.conftest import ROOT
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
 TWO = (*WORDS, "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456")
 PYTORCHJOB = {
-    "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456", "PET_MASTER_ADDR": "demo-master-0", "PET_MASTER_PORT": "23456",
-    "WORLD_SIZE": "2", "RANK": "1", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1", "PYTHONUNBUFFERED": "0",
-}  # fmt: skip
+    "MASTER_ADDR": "demo-master-0",
+    "MASTER_PORT": "23456",
+    "PET_MASTER_ADDR": "demo-master-0",
+    "PET_MASTER_PORT": "23456",
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "1",
+    "PYTHONUNBUFFERED": "0",
+}
 TRAINJOB = {
-    "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "demo-node-0-0.demo",
-    "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1", "JOB_INDEX": "0",
-}  # fmt: skip
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "demo-node-0-0.demo",
+    "PET_MASTER_PORT": "29500",
+    "JOB_COMPLETION_INDEX": "1",
+    "JOB_INDEX": "0",
+}
 JOB = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "demo-0.demo"}
 
 
@@ -38,21 +53,32 @@ def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
     ("environ", "words", "expected"),
     [
         (PYTORCHJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-master-0"}),
-        ({**PYTORCHJOB, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4", "PET_NNODES": ""}, (*WORDS, "NUM_GPUS=4"),
-         {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456"}),
+        (
+            {**PYTORCHJOB, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4", "PET_NNODES": ""},
+            (*WORDS, "NUM_GPUS=4"),
+            {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456"},
+        ),
         (TRAINJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-node-0-0.demo"}),
         (JOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-0.demo"}),
-        ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "demo-master-0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, WORDS, {}),
+        (
+            {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "demo-master-0", "PET_NNODES": "1", "PET_NODE_RANK": "0"},
+            WORDS,
+            {},
+        ),
     ],
-)  # fmt: skip
-def test_each_scheduler_becomes_our_own_words(environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]) -> None:
+)
+def test_each_scheduler_becomes_our_own_words(
+    environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]
+) -> None:
     assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true", "ACCELERATE_CONFIG": "none"}
 
 
 def test_what_is_no_training_stays_as_it_is() -> None:
     assert complete_command(["plan", "CONFIG=x"], PYTORCHJOB) == ["plan", "CONFIG=x"]
     assert added(("resume", "RUN=demo"), PYTORCHJOB).get("LAUNCH_AUTO_RESUME") is None
-    assert added(("train", "CONFIG=x"), {}) == {"ACCELERATE_CONFIG": "none"}, "without RUN_NAME there is nothing to go on with"
+    assert added(("train", "CONFIG=x"), {}) == {"ACCELERATE_CONFIG": "none"}, (
+        "without RUN_NAME there is nothing to go on with"
+    )
 
 
 def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
@@ -66,7 +92,9 @@ def test_what_does_not_agree_is_refused() -> None:
         complete_command((*TWO, "NODE_RANK=0"), PYTORCHJOB)
 
 
-@pytest.mark.parametrize(("program", "code"), [("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)])
+@pytest.mark.parametrize(
+    ("program", "code"), [("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
 def test_the_programs_code_is_the_entrys(program: str, code: int) -> None:
     assert supervise([sys.executable, "-c", program]) == code
 
@@ -82,9 +110,13 @@ def test_a_signal_while_it_waits_ends_it_at_once() -> None:
 
 
 def test_a_signal_reaches_the_program() -> None:
-    program = "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\nprint('ready', flush=True)\ntime.sleep(60)"
+    program = (
+        "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\nprint('ready',"
+        " flush=True)\ntime.sleep(60)"
+    )
     outer = (
-        f"import sys\nfrom sft_play.schedulers.entry import supervise\nsys.exit(supervise([sys.executable, '-c', {program!r}]))"
+        "import sys\nfrom sft_play.schedulers.entry import supervise\nsys.exit(supervise([sys.executable, '-c',"
+        f" {program!r}]))"
     )
     process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -97,7 +129,10 @@ def test_a_signal_reaches_the_program() -> None:
     ("environ", "said"),
     [
         ({"WORLD_SIZE": "auto", "RANK": "0"}, "`WORLD_SIZE` is `auto`; expected an integer"),
-        ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "`PET_NNODES` is `1:3`; expected an integer\n\nhint: omit `elasticPolicy`"),
+        (
+            {"PET_NNODES": "1:3", "PET_NODE_RANK": "0"},
+            "`PET_NNODES` is `1:3`; expected an integer\n\nhint: omit `elasticPolicy`",
+        ),
         ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
     ],
 )

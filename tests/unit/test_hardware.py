@@ -17,11 +17,17 @@ def test_names_from_the_catalogue() -> None:
     card = parse_hardware("H200").devices[0]
     assert card.peak_flops == 989e12 and card.bf16 and card.fp8
     for text, names in {
-        "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2,
-        "24 GB": ["24 GB GPU"], "A6000": ["RTXA6000"], "3080 12GB": ["RTX3080 12GB"],
-        "12GB+8GB": ["12 GB GPU", "8 GB GPU"], "2x8xH100": ["H100"] * 8,
+        "4090": ["RTX4090"],
+        "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"],
+        "2 x A100 80GB": ["A100"] * 2,
+        "A100x2": ["A100"] * 2,
+        "24 GB": ["24 GB GPU"],
+        "A6000": ["RTXA6000"],
+        "3080 12GB": ["RTX3080 12GB"],
+        "12GB+8GB": ["12 GB GPU", "8 GB GPU"],
+        "2x8xH100": ["H100"] * 8,
         "A100 SXM4 40GB": ["A100-40GB"],
-    }.items():  # fmt: skip
+    }.items():
         assert [device.name for device in parse_hardware(text).devices] == names
     assert 11.5 * GIB < parse_hardware("3080 12GB").devices[0].memory_bytes < 12 * GIB
 
@@ -34,8 +40,9 @@ def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0x24GB", "banana", "2x0GB", "2x24GB@fast", "2x24GB@0Gbit", "+"],
-)  # fmt: skip
+    "text",
+    ["0x24GB", "banana", "2x0GB", "2x24GB@fast", "2x24GB@0Gbit", "+"],
+)
 def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
     with pytest.raises(HardwareError) as error:
         parse_hardware(text)
@@ -47,12 +54,14 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
 @pytest.mark.parametrize(
     ("driver", "expected"),
     [
-        ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA RTX A6000", "RTXA6000"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX4090Laptop"), ("NVIDIA GeForce RTX 3090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX4090Laptop"),
+        ("NVIDIA GeForce RTX 3090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
     ],
-)  # fmt: skip
+)
 def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
     found = find_card(driver)
     assert (found[0] if found else None) == expected
@@ -61,9 +70,11 @@ def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("variable", "shown"),
     [
-        ("", []), ("GPU-22,0", [2, 0]), ("0,-1,2", [0]),
+        ("", []),
+        ("GPU-22,0", [2, 0]),
+        ("0,-1,2", [0]),
     ],
-)  # fmt: skip
+)
 def test_cuda_visible_devices(tmp_path: Path, variable: str, shown: list[int]) -> None:
     with on_machine(Machine(cards=(RTX3090,) * 3).environment(tmp_path) | {"CUDA_VISIBLE_DEVICES": variable}):
         hardware = detect()

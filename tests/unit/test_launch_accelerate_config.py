@@ -1,4 +1,6 @@
-"""Config files that `accelerate config` made: read, or refused with the reason and the line; nothing in them is ignored."""
+"""Config files that `accelerate config` made: read, or refused with the reason and the line; nothing in them is
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,9 @@ def test_deepspeed_by_file(tmp_path: Path) -> None:
 
 
 FSDP = (
-    "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_cpu_ram_efficient_loading: true\n"
-    "  fsdp_offload_params: false\n  fsdp_reshard_after_forward: false\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
-    "  fsdp_activation_checkpointing: true\n"
+    "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n "
+    " fsdp_cpu_ram_efficient_loading: true\n  fsdp_offload_params: false\n  fsdp_reshard_after_forward: false\n "
+    " fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_activation_checkpointing: true\n"
 )
 
 
@@ -93,10 +95,18 @@ def test_fsdp2(tmp_path: Path) -> None:
         ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "FSDP", ("only FSDP2 is supported",)),
         (FSDP.replace("offload_params: false", "offload_params: true"), "FSDP", ("zero3_offload",)),
         (FSDP + "  fsdp_new_thing: 1\n", "FSDP", ("not understood: `fsdp_config.fsdp_new_thing`",)),
-        ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", "MULTI_GPU", ("acc.yaml:17: ", "torch.compile is not supported")),
+        (
+            "dynamo_config:\n  dynamo_backend: INDUCTOR\n",
+            "MULTI_GPU",
+            ("acc.yaml:17: ", "torch.compile is not supported"),
+        ),
         ("colour: blue\nshape: round\n", "MULTI_GPU", ("not understood: `colour`, `shape`",)),
         ("deepspeed_config:\n  zero_stage: 2\n", "MULTI_GPU", ("`distributed_type` is `MULTI_GPU`",)),
-        ("deepspeed_config:\n  deepspeed_multinode_launcher: pdsh\n  zero_stage: 2\n", "DEEPSPEED", ("expected `standard`",)),
+        (
+            "deepspeed_config:\n  deepspeed_multinode_launcher: pdsh\n  zero_stage: 2\n",
+            "DEEPSPEED",
+            ("expected `standard`",),
+        ),
     ],
 )
 def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[str, ...]) -> None:
@@ -134,7 +144,9 @@ def test_values_of_another_kind_are_refused_with_their_line(tmp_path: Path, line
     with pytest.raises(UserError) as caught:
         read_accelerate_config(path)
     place = f"{path}:{len(kept) + 1}: "
-    assert said in caught.value.render() and (place in caught.value.render() or "not understood" in said), caught.value.render()
+    assert said in caught.value.render() and (place in caught.value.render() or "not understood" in said), (
+        caught.value.render()
+    )
     assert caught.value.render().count(said) == 1
 
 
@@ -152,7 +164,8 @@ def test_no_compiler_is_what_accelerate_writes_too(tmp_path: Path, line: str) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "cpu"), [("use_cpu: true", "NO", True), ("", "MULTI_CPU", True), ("use_cpu: false", "MULTI_GPU", False)]
+    ("line", "kind", "cpu"),
+    [("use_cpu: true", "NO", True), ("", "MULTI_CPU", True), ("use_cpu: false", "MULTI_GPU", False)],
 )
 def test_a_file_may_ask_for_the_cpu(tmp_path: Path, line: str, kind: str, cpu: bool) -> None:
     path = tmp_path / "acc.yaml"
@@ -163,13 +176,18 @@ def test_a_file_may_ask_for_the_cpu(tmp_path: Path, line: str, kind: str, cpu: b
 @pytest.mark.parametrize(
     ("family", "names", "said"),
     [
-        ("llama", "LlamaDecoderLayer", None), ("llama", None, None), ("gemma3", "Gemma3DecoderLayer,SiglipEncoderLayer", None),
+        ("llama", "LlamaDecoderLayer", None),
+        ("llama", None, None),
+        ("gemma3", "Gemma3DecoderLayer,SiglipEncoderLayer", None),
         ("of-mine", "Mine", None),
-        ("llama", "NoSuchLayer", "a `llama` has no `NoSuchLayer`"), ("llama", "LlamaDecoderLayer, GPT2Block", "a `llama` has no `GPT2Block`"),
+        ("llama", "NoSuchLayer", "a `llama` has no `NoSuchLayer`"),
+        ("llama", "LlamaDecoderLayer, GPT2Block", "a `llama` has no `GPT2Block`"),
         ("qwen3", "LlamaDecoderLayer", "did you mean `Qwen3DecoderLayer`?"),
     ],
-)  # fmt: skip
-def test_classes_to_wrap_are_those_of_the_model(tmp_path: Path, family: str, names: str | None, said: str | None) -> None:
+)
+def test_classes_to_wrap_are_those_of_the_model(
+    tmp_path: Path, family: str, names: str | None, said: str | None
+) -> None:
     path = tmp_path / "acc.yaml"
     path.write_text(f"fsdp_config:\n  fsdp_version: 2\n  {LAYERS}: {names}\n")
     if said is None:

@@ -43,16 +43,27 @@ def test_each_of_several_unnamed_runs_has_its_own_folder(runs: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         names = list(pool.map(take, range(8)))
-    assert sorted(names) == sorted(["demo-20261121-051500", *(f"demo-20261121-051500.{number}" for number in range(2, 9))])
+    assert sorted(names) == sorted(
+        ["demo-20261121-051500", *(f"demo-20261121-051500.{number}" for number in range(2, 9))]
+    )
     assert all((runs / name / "events.jsonl").read_text().count("started") == 1 for name in names)
 
 
 STRAY = {
-    "PET_NNODES": "3", "RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "2",
+    "PET_NNODES": "3",
+    "RANK": "5",
+    "WORLD_SIZE": "9",
+    "MASTER_ADDR": "x",
+    "MASTER_PORT": "1",
+    "LOCAL_RANK": "2",
     "MAKEFLAGS": " -- A=1",
-    "ACCELERATE_USE_FSDP": "true", "TORCHELASTIC_RUN_ID": "q", "HF_TOKEN": "secret-token", "NCCL_DEBUG": "INFO", "HOME": "/h",
+    "ACCELERATE_USE_FSDP": "true",
+    "TORCHELASTIC_RUN_ID": "q",
+    "HF_TOKEN": "secret-token",
+    "NCCL_DEBUG": "INFO",
+    "HOME": "/h",
     "AIM_REPO": "aim://x",
-}  # fmt: skip
+}
 
 
 def test_stray_variables_are_taken_out_and_named() -> None:

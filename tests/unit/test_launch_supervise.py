@@ -1,4 +1,6 @@
-"""Supervision with real processes: which rank failed first, which code comes back, what is watched, and that nothing is left behind."""
+"""Supervision with real processes: which rank failed first, which code comes back, what is watched, and that nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
 def summary(codes: dict[int, int]) -> str:
     """Returns torchrun's summary, as it stands in launcher.log."""
     return "".join(
-        f"[{i}]:\n  time      : 2026\n  host      : x\n  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid: 7)\n"
+        f"[{i}]:\n  time      : 2026\n  host      : x\n  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid:"
+        " 7)\n"
         for i, (rank, code) in enumerate(codes.items())
     )
 
@@ -46,7 +49,9 @@ def record(code: int, moment: float, error: str = "") -> dict[str, Any]:
 
 
 def test_the_earliest_permanent_error_is_named_and_no_rank_that_torchrun_ended(tmp_path: Path) -> None:
-    run = run_with(tmp_path, {0: record(75, 1.0, "peer gone"), 1: record(4, 3, "error: bad row"), 2: record(1, 4, "Traceback")})
+    run = run_with(
+        tmp_path, {0: record(75, 1.0, "peer gone"), 1: record(4, 3, "error: bad row"), 2: record(1, 4, "Traceback")}
+    )
     outcome = outcome_of(run, range(4), agent_code=1, agent_log=summary({1: 4, 3: -15}))
     assert (outcome.code, outcome.rank) == (4, 1)
     assert outcome.message.startswith(f"error: bad row\n\nrank 1 ({socket.gethostname()}) failed first")
@@ -64,7 +69,10 @@ def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> 
     "said",
     [
         "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26508: Connection reset by peer.",
-        "DistBackendError: NCCL error in: NCCLUtils.cpp:94, socketProgress: Connection closed by remote peer node2<59116>",
+        (
+            "DistBackendError: NCCL error in: NCCLUtils.cpp:94, socketProgress: Connection closed by remote peer"
+            " node2<59116>"
+        ),
         "RuntimeError: [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST)",
     ],
 )
@@ -76,8 +84,13 @@ def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Pat
     run, error = run_with(tmp_path, {2: what | {"time": 1.0}}), what["error"]
     outcome = outcome_of(run, range(2, 3), agent_code=1, agent_log=summary({2: 1}))
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
-    lost = f"rank 2 ({socket.gethostname()}) lost its connection to another rank; the machine of that rank says why; the log of rank 2: "
-    assert outcome.message.startswith(f"{error}\n\n{lost}{run.rank_log(2)}; docs/"), "the rank that failed is not this one"
+    lost = (
+        f"rank 2 ({socket.gethostname()}) lost its connection to another rank; the machine of that rank says why; the"
+        " log of rank 2: "
+    )
+    assert outcome.message.startswith(f"{error}\n\n{lost}{run.rank_log(2)}; docs/"), (
+        "the rank that failed is not this one"
+    )
 
 
 def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) -> None:
@@ -86,7 +99,11 @@ def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) 
     leave_record(run, 0, record(3, 1.0, "error: the run's folder is gone"))
     assert not run.path.exists(), "no stub that looks like a run"
     outcome = outcome_of(run, range(1), agent_code=1, agent_log=summary({0: 3}))
-    assert outcome.code == 3 and f"{run.path}: the run's folder is gone" in outcome.message and "was it moved" in outcome.message
+    assert (
+        outcome.code == 3
+        and f"{run.path}: the run's folder is gone" in outcome.message
+        and "was it moved" in outcome.message
+    )
     assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
 
 
@@ -201,11 +218,16 @@ def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
     named, said = blamed(*at, stacks=(WORKS, WAITS))
     assert named == [0] and said.startswith("rank 0 (here) made no step for 99 s\n")
     assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in said
-    assert "rank 1 (here): saving after step 4 waiting for other ranks, at all_reduce (distributed/distributed_c10d.py)" in said
+    assert (
+        "rank 1 (here): saving after step 4 waiting for other ranks, at all_reduce (distributed/distributed_c10d.py)"
+        in said
+    )
 
 
 def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_is_blamed() -> None:
-    """Under NCCL no rank stands in torch.distributed: the operations run on the GPU, and every rank waits for a number from it."""
+    """Under NCCL no rank stands in torch.distributed: the operations run on the GPU, and every rank waits for a number
+    from it.
+    """
 
     def begun(*counts: int | None) -> tuple[list[int], str]:
         beats = [replace(beat(rank, "updating", 4), collectives=count) for rank, count in enumerate(counts)]

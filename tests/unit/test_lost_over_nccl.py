@@ -1,4 +1,6 @@
-"""Ranks that NCCL's watchdog ends because another has gone: a program that speaks and dies as they do, under the real torchrun."""
+"""Ranks that NCCL's watchdog ends because another has gone: a program that speaks and dies as they do, under the real
+torchrun.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from sft_play.launch.verdict import Loss, outcome_of
 from tests.documents import on_page
 from tests.unit.test_launch_supervise import record, run_with, summary
 
-PREFIX = "[rank{rank}]:[E1122 14:00:00.{rank}00000 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+PREFIX = (
+    "[rank{rank}]:[E1122 14:00:00.{rank}00000 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+)
 REMOTE = """Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
@@ -71,16 +75,32 @@ os.abort()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("death", "code", "said"),
-    [("killed", 75, "was killed by SIGKILL"), pytest.param("record", 4, "error: row 7 is damaged", marks=pytest.mark.long)],
+    [
+        ("killed", 75, "was killed by SIGKILL"),
+        pytest.param("record", 4, "error: row 7 is damaged", marks=pytest.mark.long),
+    ],
 )
-def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(death: str, code: int, said: str, tmp_path: Path) -> None:
+def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(
+    death: str, code: int, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "run").mkdir()
-    words = [str(tmp_path / "worker.py"), str(tmp_path / "run"), death, PREFIX.format(rank=0) + REMOTE, "-m", "sft_play.train"]
+    words = [
+        str(tmp_path / "worker.py"),
+        str(tmp_path / "run"),
+        death,
+        PREFIX.format(rank=0) + REMOTE,
+        "-m",
+        "sft_play.train",
+    ]
     process = subprocess.run(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "run"), *words],
-        capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert process.returncode == code, process.stdout + process.stderr
     assert said in process.stdout
     assert "rank 1 (" in process.stdout and "rank 0" not in process.stdout
@@ -97,7 +117,9 @@ def logged(tmp_path: Path, records: dict[int, dict[str, Any]], words: dict[int, 
 
 @pytest.mark.parametrize("text", [REMOTE, TIMEOUT])
 def test_a_survivor_alone_has_lost_its_peer(text: str, tmp_path: Path) -> None:
-    """The machine of the rank that was lost is another one, and torchrun has asked this machine's other rank to leave."""
+    """The machine of the rank that was lost is another one, and torchrun has asked this machine's other rank to
+    leave.
+    """
     run = logged(tmp_path, {3: record(143, 2.0)}, {2: text})
     for loss in (None, Loss(cause="killed", rank=2)):
         outcome = outcome_of(run, range(2, 4), agent_code=1, agent_log=summary({3: 143, 2: -6}), loss=loss)

@@ -87,7 +87,9 @@ def test_a_lost_configuration_is_named(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("text", ['{"world_size": 1, "num_no', "{}", "[]"])
 @pytest.mark.parametrize("kind", [Plan, Prepared, Stamp])
-def test_a_file_of_a_run_that_is_cut_or_no_such_file(kind: type[Plan | Prepared | Stamp], text: str, tmp_path: Path) -> None:
+def test_a_file_of_a_run_that_is_cut_or_no_such_file(
+    kind: type[Plan | Prepared | Stamp], text: str, tmp_path: Path
+) -> None:
     path = tmp_path / "stamp.json"
     path.write_text(text)
     with pytest.raises(CheckpointError) as caught:

@@ -18,9 +18,17 @@ from tests.documents import on_page
 
 def facts(rank: int, **changes: Any) -> NodeFacts:
     known: dict[str, Any] = {
-        "rank": rank, "host": "abc"[rank], "num_nodes": 3, "resumed": False, "checkpoint": None, "command": {"command": "x"},
-        "config": {"train.seed": "1"}, "versions": {"torch": "2.13.0"}, "kind": "cuda", "devices": (),
-    }  # fmt: skip
+        "rank": rank,
+        "host": "abc"[rank],
+        "num_nodes": 3,
+        "resumed": False,
+        "checkpoint": None,
+        "command": {"command": "x"},
+        "config": {"train.seed": "1"},
+        "versions": {"torch": "2.13.0"},
+        "kind": "cuda",
+        "devices": (),
+    }
     return NodeFacts(**{**known, **changes})
 
 

@@ -1,4 +1,6 @@
-"""Mixing: every prefix near the weights, no row twice before all were seen, and what an epoch is when a source runs dry."""
+"""Mixing: every prefix near the weights, no row twice before all were seen, and what an epoch is when a source runs
+dry.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: An
 
 
 def test_what_an_epoch_is() -> None:
-    # 3:1 in tokens. A has 10,000, B 10,000: until A was seen once, B gives a third of itself; until B was, A comes 3 times.
+    # 3:1 in tokens. A has 10,000, B 10,000: until A was seen once, B gives a third of itself; until B was, A comes 3
+    # times.
     assert mixture([100, 50], [10_000, 10_000], [3, 1], exhausted="stop").epoch_rows == (100, 17)
     assert mixture([100, 50], [10_000, 10_000], [3, 1]).epoch_rows == (300, 50)
     assert mixture([100, 50], [10_000, 10_000], [3, 1], mix_by="rows").epoch_rows == (150, 50)
@@ -64,9 +67,14 @@ def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
     sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
     tallies = [SourceTally(rows_read=count, kept=count, format="text") for count in (1, 2)]
     manifest = split_manifest(
-        sources, tallies, lengths=array("i", [10] * 3), of_source=array("i", [0, 1, 1]), trained=array("i", [4] * 3),
-        contents=[None, None], fingerprint="",
-    )  # fmt: skip
+        sources,
+        tallies,
+        lengths=array("i", [10] * 3),
+        of_source=array("i", [0, 1, 1]),
+        trained=array("i", [4] * 3),
+        contents=[None, None],
+        fingerprint="",
+    )
     first = summary("training", manifest).splitlines()[0]
     assert first.startswith("training data: 3 rows, 30 tokens, 40% of them trained, ")
     assert first.endswith("; of sources with weight 0, never trained: 1 row (10 tokens)")

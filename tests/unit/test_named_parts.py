@@ -1,4 +1,6 @@
-"""What `RUN=` and `CHECKPOINT=` name in a run: links that leave it are refused by their target, other folders by what they are."""
+"""What `RUN=` and `CHECKPOINT=` name in a run: links that leave it are refused by their target, other folders by what
+they are.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 def test_a_link_within_the_run_is_followed(run: RunFolder) -> None:
     assert weights_folder(run, "last") == find("demo@last") == run.checkpoint(30).resolve()
-    assert weights_folder(run, "20") == weights_folder(run, "step-20") == find("demo@20") == run.checkpoint(20).resolve()
+    assert (
+        weights_folder(run, "20") == weights_folder(run, "step-20") == find("demo@20") == run.checkpoint(20).resolve()
+    )
     assert checkpoint_names(run) == ["last", "step-000020", "step-000030"], "there is no best"
     for path in ("../../other", "/etc", "step-000020/.."):
         with pytest.raises(CheckpointError, match="has no checkpoint"):

@@ -1,4 +1,6 @@
-"""Keys that become a command, a path to write or an address to call: only this user's own words and files give them, a run's folder never."""
+"""Keys that become a command, a path to write or an address to call: only this user's own words and files give them, a
+run's folder never.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ from sft_play.launch.deepspeed import load_user_json, settings_from_run
 from sft_play.runs.folder import RunFolder
 
 STRANGERS: dict[str, Any] = {
-    "launch.notify": "$STRANGERS_NOTIFY", "slurm.setup": ["touch pwned"], "slurm.options": ["--gres-flags=theirs"],
-    "train.report_to": "wandb", "train.trackio_space_id": "evil/space", "kubernetes.image": "evil/image:1", "kubernetes.env": {"A_B": "x"},
-    "kubernetes.runs_claim": "theirs", "kubernetes.token_secret": "mine",
-}  # fmt: skip
+    "launch.notify": "$STRANGERS_NOTIFY",
+    "slurm.setup": ["touch pwned"],
+    "slurm.options": ["--gres-flags=theirs"],
+    "train.report_to": "wandb",
+    "train.trackio_space_id": "evil/space",
+    "kubernetes.image": "evil/image:1",
+    "kubernetes.env": {"A_B": "x"},
+    "kubernetes.runs_claim": "theirs",
+    "kubernetes.token_secret": "mine",
+}
 READ_ONLY = {
     "data.chat_template", "data.group_by", "data.sources", "data.style.system_prefix", "data.style.system_suffix",
     "data.style.user_prefix", "data.style.user_suffix", "data.system", "data.train_path", "data.val_path", "data.validation", "eval.metrics",
@@ -32,8 +40,9 @@ READ_ONLY = {
     "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint", "slurm.gpu_type", "slurm.memory", "slurm.partition",
     "slurm.qos", "slurm.time",
 }  # fmt: skip
-"""Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern of its own. Whoever adds a key
-decides in which of the two lists it is."""
+"""Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern of its
+own. Whoever adds a key decides in which of the two lists it is.
+"""
 
 
 def test_every_key_with_free_text_is_in_one_list_or_the_other() -> None:
@@ -41,7 +50,9 @@ def test_every_key_with_free_text_is_in_one_list_or_the_other() -> None:
         key.name
         for key in [*schema_keys().values(), *extra_keys().values()]
         for part in options(key.annotation)
-        if part is str or "Mapping" in str(part) or (getattr(part, "__origin__", part) in (list, dict) and "int" not in str(part))
+        if part is str
+        or "Mapping" in str(part)
+        or (getattr(part, "__origin__", part) in (list, dict) and "int" not in str(part))
     }
     assert {key for key in free if not needs_own_word(key)} == READ_ONLY
     assert all(find_key(key) or key.endswith(".") for key in OWN_WORD)
@@ -54,7 +65,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     found = RunFolder(tmp_path / "runs" / "theirs")
     found.path.mkdir(parents=True)
     found.events.write_text("")
-    save_config(load_config(None, [], environ={"SFT_MODEL_NAME": "x/y", "SFT_DATA_TRAIN_PATH": "rows.jsonl"}), found.config)
+    save_config(
+        load_config(None, [], environ={"SFT_MODEL_NAME": "x/y", "SFT_DATA_TRAIN_PATH": "rows.jsonl"}), found.config
+    )
     saved = json.loads(found.config.read_text())
     written: dict[str, Any] = {"launch": {}, "slurm": {}, "kubernetes": {}, "train": {}}
     for key, value in STRANGERS.items():
@@ -109,7 +122,9 @@ def test_a_file_of_ones_own_gives_them_and_the_workers_have_them(run: RunFolder,
     own.write_text((run.path / "theirs.yaml").read_text().replace("STRANGERS", "MY"))
     loaded = parse_call(["plan", f"CONFIG={own}"], COMMANDS, environ={}).load_config()
     assert loaded.config.launch.notify == "$MY_NOTIFY" and loaded.config.slurm.setup == ["touch pwned"]
-    assert {"LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=wandb", "MODEL_TRUST_REMOTE_CODE=true"} <= set(own_words(loaded))
+    assert {"LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=wandb", "MODEL_TRUST_REMOTE_CODE=true"} <= set(
+        own_words(loaded)
+    )
     save_config(loaded, run.config)
     assert read_config(run.config, of_run=False).config.launch.notify == "$MY_NOTIFY"
     assert read_config(run.config).config.launch.notify is None
@@ -118,10 +133,16 @@ def test_a_file_of_ones_own_gives_them_and_the_workers_have_them(run: RunFolder,
 @pytest.mark.parametrize(
     "target",
     [
-        "$HOME", "$PROMPT_COMMAND", "$MY_HOOK", "https://hooks.slack.com/services/T0000/B0000/abcdefghijklmnop0123", "https://me:pw@host/x",
-        "https://discord.com/api/webhooks/123456789012345678/abcDEF123456", "https://host/x?token=abc", "https://host/a1b2c3d4e5f6a7b8c9d0e1",
+        "$HOME",
+        "$PROMPT_COMMAND",
+        "$MY_HOOK",
+        "https://hooks.slack.com/services/T0000/B0000/abcdefghijklmnop0123",
+        "https://me:pw@host/x",
+        "https://discord.com/api/webhooks/123456789012345678/abcDEF123456",
+        "https://host/x?token=abc",
+        "https://host/a1b2c3d4e5f6a7b8c9d0e1",
     ],
-)  # fmt: skip
+)
 def test_a_notification_goes_to_a_variable_of_its_own_and_no_secret_is_kept(target: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_call(["plan", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}"], COMMANDS, environ={}).load_config()
@@ -131,13 +152,22 @@ def test_a_notification_goes_to_a_variable_of_its_own_and_no_secret_is_kept(targ
 
 def test_deepspeed_settings_of_a_run_write_inside_it(run: RunFolder, tmp_path: Path) -> None:
     theirs: dict[str, Any] = {
-        "zero_optimization": {"stage": 2}, "csv_monitor": {"enabled": True, "output_path": "/home/me", "job_name": "../../x"},
-        "tensorboard": {"enabled": True, "job_name": "../../x"}, "flops_profiler": {"enabled": True, "output_file": str(tmp_path / "x")},
-        "wandb": {"enabled": True, "team": "evil"}, "comet": {"enabled": True}, "compile": {"backend": "evil.module"}, "checkpoint": {"x": 1},
-    }  # fmt: skip
+        "zero_optimization": {"stage": 2},
+        "csv_monitor": {"enabled": True, "output_path": "/home/me", "job_name": "../../x"},
+        "tensorboard": {"enabled": True, "job_name": "../../x"},
+        "flops_profiler": {"enabled": True, "output_file": str(tmp_path / "x")},
+        "wandb": {"enabled": True, "team": "evil"},
+        "comet": {"enabled": True},
+        "compile": {"backend": "evil.module"},
+        "checkpoint": {"x": 1},
+    }
     run.deepspeed.write_text(json.dumps(theirs))
     for found in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
-        for section, name in (("csv_monitor", "output_path"), ("tensorboard", "output_path"), ("flops_profiler", "output_file")):
+        for section, name in (
+            ("csv_monitor", "output_path"),
+            ("tensorboard", "output_path"),
+            ("flops_profiler", "output_file"),
+        ):
             assert Path(found.settings[section][name]).is_relative_to(run.path.absolute()), section
         assert all(found.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
         assert not found.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(found.notices) == 7

@@ -39,7 +39,9 @@ def test_packs_hold_every_row_once_and_never_too_much(lengths: list[int]) -> Non
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
-    """(lengths, global batch, slots of unequal ranks) as the plan makes them: enough slots for the most packs there can be."""
+    """(lengths, global batch, slots of unequal ranks) as the plan makes them: enough slots for the most packs there can
+    be.
+    """
     lengths, batch = draw(lengths_within), draw(st.integers(1, 24))
     micros = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     bound = most_packs(min(batch, len(lengths)), sum(sorted(lengths)[-batch:]), LIMIT)
@@ -51,7 +53,8 @@ def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
 def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int, list[Slots]], epoch: int) -> None:
     lengths, batch, slots = world
     made = [
-        GlobalBatchSampler(len(lengths), batch, slots, rank, 0, lengths=lengths, pack_tokens=LIMIT) for rank in range(len(slots))
+        GlobalBatchSampler(len(lengths), batch, slots, rank, 0, lengths=lengths, pack_tokens=LIMIT)
+        for rank in range(len(slots))
     ]
     for sampler in made:
         sampler.set_epoch(epoch)
@@ -71,9 +74,17 @@ def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int
 
 
 SHAPE = ModelShape(
-    model_type="llama", hidden_size=256, layers=4, heads=4, kv_heads=4, head_dim=64, ffn_size=688, vocab_size=2048, tied=True,
+    model_type="llama",
+    hidden_size=256,
+    layers=4,
+    heads=4,
+    kv_heads=4,
+    head_dim=64,
+    ffn_size=688,
+    vocab_size=2048,
+    tied=True,
     max_positions=4096,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -84,9 +95,14 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
         (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
         (tmp_path / "labels.i32").write_bytes(array("i", [length // 2 for length in lengths]).tobytes())
         data = prepared_rows(
-            len(lengths), path=str(tmp_path), longest=max(lengths), most_labels=max(lengths) // 2, fingerprint=str(lengths),
-            tokens=sum(lengths), label_tokens=sum(lengths) // 2,
-        )  # fmt: skip
+            len(lengths),
+            path=str(tmp_path),
+            longest=max(lengths),
+            most_labels=max(lengths) // 2,
+            fingerprint=str(lengths),
+            tokens=sum(lengths),
+            label_tokens=sum(lengths) // 2,
+        )
         return plan_of(max_seq_len=512, data=data, more={"shape": replace(SHAPE, model_type=family)}, **changes)
 
     return made
@@ -98,7 +114,12 @@ def reasons(plan: Plan) -> str:
 
 def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> None:
     plan = planned([100, 60] * 200, batch_size=1)
-    assert plan.pack_tokens == 512 and plan.layout == "flattened" and plan.row_tokens == 512 and plan.ranks[0].micro_batch == 1
+    assert (
+        plan.pack_tokens == 512
+        and plan.layout == "flattened"
+        and plan.row_tokens == 512
+        and plan.ranks[0].micro_batch == 1
+    )
     assert setup_of(plan).pack_tokens and plan.label_share == 0.5
     assert plan.global_batch_size == 32 and plan.steps_per_epoch == 13
     # 16 x 100 + 16 x 60 = 2560 tokens on average; at most 32 x 100 in a step: 2 x 3200 / 512 - 1, rounded up.
@@ -129,7 +150,9 @@ def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
 
 def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan]) -> None:
     plan = planned([100, 60] * 200, batch_size=1)
-    outcome = Outcome(code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out", doing={"phase": "training"})
+    outcome = Outcome(
+        code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out", doing={"phase": "training"}
+    )
     config = Config(model=ModelConfig(name="m", max_seq_len=512))
     request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
     assert isinstance(request, LaunchRequest) and request.unpack and not request.force_checkpointing

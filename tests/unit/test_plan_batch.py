@@ -26,17 +26,22 @@ def test_more_rows_at_once_than_the_default_raise_the_global_batch_aloud() -> No
     assert batch.reasons[0] == "global batch 128 = 32 per device x 4 devices: more at once than the default of 32"
     with pytest.raises(UserError) as error:
         choose_batch(TrainConfig(batch_size=32, global_batch_size=64), (64,) * 4, 64)
-    assert "32 per device x 4 devices = 128 rows at once, but `train.global_batch_size` is 64: 64" in error.value.message
+    assert (
+        "32 per device x 4 devices = 128 rows at once, but `train.global_batch_size` is 64: 64" in error.value.message
+    )
     assert error.value.hint == "TRAIN_BATCH_SIZE=16 at most, or TRAIN_GLOBAL_BATCH_SIZE=128"
-    uneven = choose_batch(TrainConfig(batch_size=3, global_batch_size=8), (64,) * 3, 64)  # no smaller one makes the same step
+    uneven = choose_batch(
+        TrainConfig(batch_size=3, global_batch_size=8), (64,) * 3, 64
+    )  # no smaller one makes the same step
     assert uneven.reasons[-1].endswith("1 of the 9 slots stay empty")
 
 
 def test_contradictions_show_the_arithmetic() -> None:
     with pytest.raises(UserError) as error:
         choose_batch(TrainConfig(batch_size=4, grad_accum=4, global_batch_size=24), (8, 8), 64)
-    assert error.value.message == (
-        "4 per device x 4 accumulation x 2 devices = 32 rows per optimizer step, but `train.global_batch_size` is 24"
+    assert (
+        error.value.message
+        == "4 per device x 4 accumulation x 2 devices = 32 rows per optimizer step, but `train.global_batch_size` is 24"
     )
     with pytest.raises(UserError) as error:
         choose_batch(TrainConfig(grad_accum=2), (3, 3), 64)
@@ -62,7 +67,10 @@ def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], want
 
 
 costs = st.builds(
-    Cost, fixed_seconds=st.sampled_from([0.0, 0.01, 0.1, 0.3, 2.0]), row_seconds=st.floats(0.01, 2.0), most_rows=st.integers(1, 9)
+    Cost,
+    fixed_seconds=st.sampled_from([0.0, 0.01, 0.1, 0.3, 2.0]),
+    row_seconds=st.floats(0.01, 2.0),
+    most_rows=st.integers(1, 9),
 )
 
 

@@ -50,7 +50,9 @@ def test_a_typed_optimizer_runs_or_the_plan_says_what_does() -> None:
     assert states[0] == states[1]
     quantised: dict[str, Any] = {"name": QWEN, "mode": "qlora", "max_seq_len": 512}
     large = plan_of("24GB", **quantised, lora=LoraSettings(r=128)).reasons
-    assert "optimizer paged_adamw_8bit: AdamW's states of these adapters are 1.2 GiB, more than 3% of the memory" in large
+    assert (
+        "optimizer paged_adamw_8bit: AdamW's states of these adapters are 1.2 GiB, more than 3% of the memory" in large
+    )
     sharded = plan_of("2xH100", name=LLAMA, command_strategy="zero", optim="adamw_bnb_8bit")
     assert "optimizer adamw_torch instead of adamw_bnb_8bit: its states cannot be sharded by zero2" in sharded.reasons
     assert "`train.optim: adamw_bnb_8bit` does not run" in sharded.notices[0]
@@ -63,7 +65,9 @@ def test_a_warm_up_longer_than_the_run_is_refused_where_steps_are_known() -> Non
     data = prepared_rows(64, longest=100, each=50)
     assert "is 100, but the run has 2 steps" in message(UserError, data=data, epochs=1, warmup_steps=100)
     assert plan_of(data=data, epochs=1, warmup_steps=2).warmup_steps == 2
-    assert "needs one to decay" in message(UserError, data=data, epochs=1, warmup_steps=2, lr_scheduler_type="polynomial")
+    assert "needs one to decay" in message(
+        UserError, data=data, epochs=1, warmup_steps=2, lr_scheduler_type="polynomial"
+    )
     assert plan_of(data=data, epochs=1, lr_scheduler_type="constant").warmup_steps == 0
 
 
@@ -105,7 +109,8 @@ def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
     assert "gradient checkpointing on: 8 rows per device would not fit without it" in plan.reasons
     text = message(HardwareError, "24GB", **case | {"grad_accum": 1})
     assert (
-        "a micro-batch of 32 rows of 2048 tokens does not fit (`train.grad_accum` 1 needs it: 32 global / (1 x 1 rank))" in text
+        "a micro-batch of 32 rows of 2048 tokens does not fit (`train.grad_accum` 1 needs it: 32 global / (1 x 1 rank))"
+        in text
     )
     assert "TRAIN_GRAD_ACCUM=auto: " in text
 
@@ -118,7 +123,9 @@ def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
     [("zero", "fsdp2", "make train-fsdp"), ("single", "zero1", "make train-deepspeed")],
 )
 def test_command_and_configuration_contradict(command: Any, configured: Any, right: str) -> None:
-    text = message(UserError, command_strategy=command, num_gpus=None if command == "single" else 2, strategy=configured)
+    text = message(
+        UserError, command_strategy=command, num_gpus=None if command == "single" else 2, strategy=configured
+    )
     assert f"`launch.strategy` is `{configured}`" in text and right in text
 
 
@@ -146,10 +153,13 @@ def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> 
     ("hardware", "changes"),
     [
         ("H200", {"max_seq_len": 2048}),
-        ("3xRTX4070Laptop@1Gbit", {"name": "meta-llama/Llama-2-7b-hf", "mode": "qlora", "max_seq_len": 2048, "global_batch_size": 24}),
+        (
+            "3xRTX4070Laptop@1Gbit",
+            {"name": "meta-llama/Llama-2-7b-hf", "mode": "qlora", "max_seq_len": 2048, "global_batch_size": 24},
+        ),
         ("RTX4090+RTX3090", {"mode": "qlora", "max_seq_len": 1024}),
     ],
-)  # fmt: skip
+)
 def test_no_typed_micro_batch_is_faster_than_the_automatic_one(hardware: str, changes: dict[str, Any]) -> None:
     case = {"name": LLAMA, "command_strategy": "auto", "packing": "off"} | changes
     plan = plan_of(hardware, **case)

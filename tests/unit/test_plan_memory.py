@@ -22,11 +22,20 @@ def parts_of(
 ) -> dict[str, int]:
     """Return what a rank's memory is made of, on a GPU that computes in bf16; `changes`: fields of the setup."""
     values: dict[str, Any] = {
-        "device": "cuda", "strategy": "single", "world_size": 1, "precision": "bf16", "weights_dtype": "bfloat16",
-        "optim": "adamw_torch_fused", "gradient_checkpointing": False, "layout": "flattened", "attn_implementation": "flash_attention_2",
+        "device": "cuda",
+        "strategy": "single",
+        "world_size": 1,
+        "precision": "bf16",
+        "weights_dtype": "bfloat16",
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": False,
+        "layout": "flattened",
+        "attn_implementation": "flash_attention_2",
         "row_tokens": 2048,
-    }  # fmt: skip
-    config = Config(model=ModelConfig(name=name), tuning=TuningConfig(mode=mode, lora=LoraSettings(target_modules=targets)))
+    }
+    config = Config(
+        model=ModelConfig(name=name), tuning=TuningConfig(mode=mode, lora=LoraSettings(target_modules=targets))
+    )
     return rank_memory(config, shape_of(config.model), Setup(**(values | changes)), rows)
 
 
@@ -37,7 +46,7 @@ def allocated(parts: dict[str, int]) -> float:
 
 @pytest.mark.parametrize(
     ("name", "nf4", "bf16"), [(LLAMA2, 3.600, 12.551), (LLAMA3, 5.311, 14.958)], ids=["L2-7B", "L3-8B"]
-)  # fmt: skip
+)
 def test_weights_of_the_base(name: str, nf4: float, bf16: float) -> None:
     four = parts_of(name, "qlora")
     assert (four["frozen"] + four["quant_state"]) / GIB == pytest.approx(nf4, rel=0.002)
@@ -47,10 +56,12 @@ def test_weights_of_the_base(name: str, nf4: float, bf16: float) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "targets", "checkpointing", "rows", "precision", "traced"),
     [
-        (LLAMA2, "lora", QV, True, 4, "bf16", 17.716), (LLAMA2, "lora", QV, False, 1, "fp32", 23.676),
-        (LLAMA3, "lora", "auto", True, 1, "bf16", 18.894), (LLAMA3, "qlora", "auto", True, 4, "bf16", 19.41),
+        (LLAMA2, "lora", QV, True, 4, "bf16", 17.716),
+        (LLAMA2, "lora", QV, False, 1, "fp32", 23.676),
+        (LLAMA3, "lora", "auto", True, 1, "bf16", 18.894),
+        (LLAMA3, "qlora", "auto", True, 4, "bf16", 19.41),
     ],
-)  # fmt: skip
+)
 def test_peaks_agree_with_the_traced_ones(
     name: str, mode: Any, targets: Any, checkpointing: bool, rows: int, precision: str, traced: float
 ) -> None:

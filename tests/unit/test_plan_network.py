@@ -1,4 +1,6 @@
-"""What sharing a step costs on a network, choice by choice; which strategies a slow one does not carry; and shares of ranks on unlike devices."""
+"""What sharing a step costs on a network, choice by choice; which strategies a slow one does not carry; and shares of
+ranks on unlike devices.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
 
 def planned(hardware: str, name: str = LLAMA2, mode: Any = "lora", **changes: Any) -> Plan:
     lora = LoraSettings(r=16, target_modules=["q_proj", "v_proj"])
-    return plan_of(hardware, name=name, mode=mode, **{"lora": lora, "max_seq_len": 2048, "command_strategy": "auto"} | changes)
+    return plan_of(
+        hardware, name=name, mode=mode, **{"lora": lora, "max_seq_len": 2048, "command_strategy": "auto"} | changes
+    )
 
 
 # Choices.
@@ -34,8 +38,11 @@ def test_the_plan_has_a_table_of_them() -> None:
     plan = planned(CARDS + "@1Gbit", mode="qlora", global_batch_size=24, compression="fp16")
     rows = {row["choice"]: row for row in plan.exchanges}
     assert list(rows) == [
-        "compression: none (16 bits)", "compression: fp16", "compression: bf16", "local_steps: 16",
-    ]  # fmt: skip
+        "compression: none (16 bits)",
+        "compression: fp16",
+        "compression: bf16",
+        "local_steps: 16",
+    ]
     assert rows["compression: none (16 bits)"]["seconds"] == pytest.approx(0.19, abs=0.002)
     assert plan.communication_seconds == pytest.approx(rows["compression: fp16"]["seconds"])
     # Where the cards' speed is unknown there is no share, and without a stated network no table.
@@ -62,7 +69,9 @@ def test_the_networks_speed_can_be_configured() -> None:
 @pytest.mark.parametrize("text", ["fast", "0Gbit"])
 def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(f"model: {{name: {QWEN}}}\ndata: {{train_path: examples/01_quickstart}}\nlaunch:\n  network: {text}\n")
+    path.write_text(
+        f"model: {{name: {QWEN}}}\ndata: {{train_path: examples/01_quickstart}}\nlaunch:\n  network: {text}\n"
+    )
     with pytest.raises(UserError, match=r"`launch.network` is") as error:
         load_config(path, (), {})
     assert "c.yaml:4" in error.value.render() and "LAUNCH_NETWORK=1Gbit" in error.value.render()
@@ -86,13 +95,18 @@ def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(hardware: s
 @pytest.mark.parametrize(
     ("hardware", "nodes", "cards", "network"),
     [
-        ("4xH100", 2, False, "100Gbit"), ("2x24GB", 2, True, "100Gbit"), ("cpu@1Gbit", 2, False, None),
+        ("4xH100", 2, False, "100Gbit"),
+        ("2x24GB", 2, True, "100Gbit"),
+        ("cpu@1Gbit", 2, False, None),
     ],
-)  # fmt: skip
+)
 def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: bool, network: str | None) -> None:
     shown = show_plan(planned(hardware, SMALL, max_seq_len=512, global_batch_size=8, strategy="ddp", num_nodes=nodes))
     assert ("name the cards (HARDWARE=2xRTX4090)" in shown) is cards
-    assert f"name the network: LAUNCH_NETWORK={network} (`launch.network`), or HARDWARE=...@{network}" in shown or not network
+    assert (
+        f"name the network: LAUNCH_NETWORK={network} (`launch.network`), or HARDWARE=...@{network}" in shown
+        or not network
+    )
     assert ("tokens/s" in shown) is (not cards and network is None)
 
 
@@ -103,21 +117,33 @@ def sliced(hardware: str, size: int, *, moving: bool = False, **launch: Any) -> 
     """Return the plan of Qwen2.5-7B: 28 heads, 4 of keys."""
     shape = replace(shape_of(ModelConfig(name=QWEN)), moving_rope=moving)
     return plan_of(
-        hardware, name=QWEN, max_seq_len=16_384, batch_size=1, packing="off", gradient_checkpointing=True, command_strategy="auto",
-        sequence_parallel=size, more={"shape": shape}, **launch,
-    )  # fmt: skip
+        hardware,
+        name=QWEN,
+        max_seq_len=16_384,
+        batch_size=1,
+        packing="off",
+        gradient_checkpointing=True,
+        command_strategy="auto",
+        sequence_parallel=size,
+        more={"shape": shape},
+        **launch,
+    )
 
 
 def test_groups_have_the_rows_and_ranks_the_slices() -> None:
     whole, cut = sliced("8xH100", 1), sliced("8xH100", 4)
     parts, quarter = (plan.ranks[0].memory_bytes for plan in (whole, cut))
-    assert quarter["activations"] == pytest.approx(parts["activations"] / 4, rel=0.01) and quarter["frozen"] == parts["frozen"]
+    assert (
+        quarter["activations"] == pytest.approx(parts["activations"] / 4, rel=0.01)
+        and quarter["frozen"] == parts["frozen"]
+    )
     assert [(rank.micro_batch, rank.accumulation) for rank in cut.ranks] == [(1, 16)] * 8
     assert cut.attn_implementation == "varlen" and cut.global_batch_size == whole.global_batch_size == 32
     text = show_plan(cut)
     assert "32 rows a step = micro-batch 1 x accumulation 16 x 2 groups of 4" in text
     assert "accumulation 16 = 32 global / (1 per group x 2 groups)" in text and "with 7 of 28 heads" in text
-    # 2 (28 + 4 heads) x 128 x 2 bytes a token, 28 layers, 3 passes; of 16 rows a group each rank sends 3 of its 4 quarters of a quarter.
+    # 2 (28 + 4 heads) x 128 x 2 bytes a token, 28 layers, 3 passes; of 16 rows a group each rank sends 3 of its 4
+    # quarters of a quarter.
     tokens = 16 * cut.row_tokens
     assert f"a rank sends {2 * 32 * 128 * 2 * 28 * 3 * tokens / 4 * 3 / 4 / 1e9:,.0f} GB" in text
     assert (cut.communication_seconds or 0) > (whole.communication_seconds or 0)
@@ -158,4 +184,6 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
 def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
     case: dict[str, Any] = {"strategy": "ddp", "gradient_checkpointing": True, "optim": "sgd"}
     plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", SMALL, "full", max_seq_len=512, global_batch_size=24, **case)
-    assert any(one.startswith("FASTER on rank 0 (RTX4090) alone: ") and "the network included" in one for one in plan.notices)
+    assert any(
+        one.startswith("FASTER on rank 0 (RTX4090) alone: ") and "the network included" in one for one in plan.notices
+    )

@@ -24,7 +24,10 @@ from tests.documents import on_page
 from tests.nvml_double import MACHINES, Machine
 from tests.plans import planned
 
-NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\nLast error:\nFailed to CUDA calloc 6291456 bytes"
+NCCL = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\nLast error:\nFailed to CUDA"
+    " calloc 6291456 bytes"
+)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,11 @@ def config(retries: int = 3, **train: Any) -> Config:
 
 REQUEST = LaunchRequest(command_strategy="auto")
 LOST_MEMORY = Outcome(
-    code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out in step 3 (RuntimeError: x)", doing={"phase": "training"}
+    code=75,
+    rank=0,
+    cause=OUT_OF_MEMORY,
+    message="error: memory ran out in step 3 (RuntimeError: x)",
+    doing={"phase": "training"},
 )
 
 
@@ -109,9 +116,13 @@ def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool
     variables = {**os.environ, **pair.environment(tmp_path), SCALE: scale}
     variables.pop("CUDA_VISIBLE_DEVICES", None)
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], env=variables, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", PROGRAM],
+        env=variables,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         assert process.stdin and process.stdout and process.stderr
         assert process.stdout.readline() == "ready\n"
         becomes(

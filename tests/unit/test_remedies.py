@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, str, list[str], LaunchRequest]] = {
     "accumulation": ("run_bnb", "12GB", ["TRAIN_GRAD_ACCUM=1"], ONE),
     "replicas": ("run_bnb", "8x48GB", ["TUNING_MODE=full", "LAUNCH_STRATEGY=ddp"], AUTO),
     "a slow network": ("run_bnb", "2x8GB@1Gbit", ["TUNING_MODE=lora"], AUTO),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +76,9 @@ def test_the_example_in_the_docs_is_what_the_plan_says() -> None:
 
 
 def test_a_remedy_counts_the_machines_memory_and_is_not_offered_without_it() -> None:
-    loaded = parse_call(["plan", f"CONFIG={ROOT / 'configs' / 'run_bnb.yaml'}", "TUNING_MODE=full"], COMMANDS).load_config()
+    loaded = parse_call(
+        ["plan", f"CONFIG={ROOT / 'configs' / 'run_bnb.yaml'}", "TUNING_MODE=full"], COMMANDS
+    ).load_config()
 
     def offloading(hardware: Any) -> list[str]:
         with pytest.raises(DoesNotFitError) as error:

@@ -24,7 +24,9 @@ from tests.waiting import until
 
 Act = Callable[[Rendezvous], Any]
 KEY, OTHER = "a key that the nodes of this run know", "a key of another run, as long as it"
-LOST = Outcome(code=75, rank=1, cause="killed", message="error: rank 1 (b) was killed by SIGKILL; all other ranks were stopped")
+LOST = Outcome(
+    code=75, rank=1, cause="killed", message="error: rank 1 (b) was killed by SIGKILL; all other ranks were stopped"
+)
 
 
 def agree(given: Sequence[Given]) -> list[UserError]:
@@ -45,7 +47,9 @@ class Nodes:
         self.there: dict[str, Rendezvous] = {}
 
     def start(self, rank: int, act: Act, host: str = "", **changes: Any) -> None:
-        node = Node(rank=rank, count=changes.pop("count", self.count), master_port=self.port, key=changes.pop("key", None))
+        node = Node(
+            rank=rank, count=changes.pop("count", self.count), master_port=self.port, key=changes.pop("key", None)
+        )
         host = host or "abcd"[rank]
         options = {"run": "lan", "patience": self.patience, "silent_seconds": self.silent, **changes}
         ours = self.there[host] = Rendezvous(node, host=host, **options)
@@ -281,7 +285,8 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
         return ours.settle(replace(LOST, doing=found or {})).doing
 
     assert (
-        list(Nodes(count=2).run(act).values()) == [{"0": {"at": [1, 0, 0], "host": "a"}, "1": {"at": [1, 0, 0], "host": "b"}}] * 2
+        list(Nodes(count=2).run(act).values())
+        == [{"0": {"at": [1, 0, 0], "host": "a"}, "1": {"at": [1, 0, 0], "host": "b"}}] * 2
     )
 
 

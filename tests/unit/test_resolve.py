@@ -122,7 +122,9 @@ print(found.path)
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
-    """Resolves `someone/small` in a process of its own: the hub's library reads its address once, when it is imported."""
+    """Resolves `someone/small` in a process of its own: the hub's library reads its address once, when it is
+    imported.
+    """
 
     def run(hub: str, *, revision: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         extra = {
@@ -134,7 +136,13 @@ def ask(tmp_path: Path) -> Ask:
         }
         env = environment(tmp_path / "cache", tmp_path / "runs", extra | {"NO_PROXY": "127.0.0.1"})
         return subprocess.run(
-            [sys.executable, "-c", PROGRAM, revision], capture_output=True, text=True, env=env, cwd=ROOT, timeout=240, check=False
+            [sys.executable, "-c", PROGRAM, revision],
+            capture_output=True,
+            text=True,
+            env=env,
+            cwd=ROOT,
+            timeout=240,
+            check=False,
         )
 
     return run

@@ -1,4 +1,6 @@
-"""ROUGE is rouge_score's own, BLEU and chrF sacrebleu's, intervals hold what they say, and batches are shared out without loss."""
+"""ROUGE is rouge_score's own, BLEU and chrF sacrebleu's, intervals hold what they say, and batches are shared out
+without loss.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, matc
     assert (exact_match(reference, answer), token_f1(reference, answer)) == (match, pytest.approx(f1))
 
 
-def test_a_metric_that_only_a_runs_configuration_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_that_only_a_runs_configuration_names_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("SFT_PLAY_CONSENT", raising=False)  # what a command in this test process noted
     metric = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
@@ -136,13 +140,19 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
 @pytest.mark.usefixtures("consent")
 def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
     words = library_metric(
-        tmp_path, "per_word", '{"per_word": sum(len(r) / len(p.split()) for p, r in zip(predictions, references)) / len(each)}'
+        tmp_path,
+        "per_word",
+        '{"per_word": sum(len(r) / len(p.split()) for p, r in zip(predictions, references)) / len(each)}',
     )
-    nan = library_metric(tmp_path, "nan", '{"nan": sum(float(len(p)) if p else float("nan") for p in predictions) / len(each)}')
+    nan = library_metric(
+        tmp_path, "nan", '{"nan": sum(float(len(p)) if p else float("nan") for p in predictions) / len(each)}'
+    )
     never = library_metric(tmp_path, "never", "1 / 0")
     references, answers = ["one two", "three", "four five"], ["one", "", "five four"]
     scored = score_answers([words, nan, never, "f1"], references, answers)
-    assert scored.intervals["per_word"].mean == pytest.approx((7 / 1 + 9 / 2) / 2) and scored.intervals["per_word"].n == 2
+    assert (
+        scored.intervals["per_word"].mean == pytest.approx((7 / 1 + 9 / 2) / 2) and scored.intervals["per_word"].n == 2
+    )
     assert scored.intervals["nan"].mean == 6.0 and [row.get("nan") for row in scored.each] == [3.0, None, 9.0]
     assert set(scored.intervals) == {"per_word", "nan", "f1"} and scored.intervals["f1"].n == 3
     for said in ("`per_word` is of 2 of 3 answers: it cannot score the other 1", "`never` is left out: the metric"):
@@ -151,9 +161,13 @@ def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_a_steady_gain_is_certain_and_better_only_where_more_is_better() -> None:
     first = [0.0, 0.9, 0.1, 0.7, 0.3] * 4
-    found, rising = (paired_difference(first, [score + 0.05 for score in first], more_is_better=known) for known in (True, False))
+    found, rising = (
+        paired_difference(first, [score + 0.05 for score in first], more_is_better=known) for known in (True, False)
+    )
     assert (found.n, found.better, found.worse, found.verdict) == (20, 20, 0, "better")
-    assert rising.verdict == "higher", "of a library's metric, such as an error rate, only the user knows what is better"
+    assert rising.verdict == "higher", (
+        "of a library's metric, such as an error rate, only the user knows what is better"
+    )
 
 
 def test_the_interval_is_of_resampled_means() -> None:

@@ -51,11 +51,19 @@ def test_what_does_not_go_together_is_refused_with_a_hint(words: list[str], said
 
 def scratch(**model: object) -> Config:
     values: dict[str, object] = {
-        "init": "random", "vocab_size": 600, "hidden_size": 64, "attention_heads": 4, "layers": 2, "max_seq_len": 64, **model,
-    }  # fmt: skip
+        "init": "random",
+        "vocab_size": 600,
+        "hidden_size": 64,
+        "attention_heads": 4,
+        "layers": 2,
+        "max_seq_len": 64,
+        **model,
+    }
     return Config(
-        model=ModelConfig(**values), tuning=TuningConfig(mode="full"), data=DataConfig(sources=[DataSource(path=DATA)]),  # type: ignore[arg-type]
-    )  # fmt: skip
+        model=ModelConfig(**values),
+        tuning=TuningConfig(mode="full"),
+        data=DataConfig(sources=[DataSource(path=DATA)]),  # type: ignore[arg-type]
+    )
 
 
 def test_weights_are_made_once_and_by_the_seed(
@@ -109,7 +117,9 @@ def test_the_shape_of_another_model_with_random_weights(tiny: Path) -> None:
     config = scratch(name=str(tiny), vocab_size=None, hidden_size=None, attention_heads=None, layers=None)
     found = resolve(config)
     own, made = read_json(tiny / "config.json"), read_json(Path(found.path) / "config.json")
-    assert all(own[key] == made[key] for key in ("hidden_size", "vocab_size", "num_key_value_heads", "intermediate_size"))
+    assert all(
+        own[key] == made[key] for key in ("hidden_size", "vocab_size", "num_key_value_heads", "intermediate_size")
+    )
     old, new = load_file(tiny / "model.safetensors"), load_file(Path(found.path) / "model.safetensors")
     assert old.keys() == new.keys() and not old["model.embed_tokens.weight"].equal(new["model.embed_tokens.weight"])
     assert shape_of(config.model).layers == 2 and found.name == f"{tiny} (random weights)"
@@ -122,7 +132,9 @@ def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_pat
     settings = json.loads((same / "tokenizer_config.json").read_text())
     (same / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
     build_tokenizer(larger, vocab=1500)
-    before, found = (resolve(Config(model=ModelConfig(name=str(model), tokenizer=tokenizer))) for tokenizer in (None, str(same)))
+    before, found = (
+        resolve(Config(model=ModelConfig(name=str(model), tokenizer=tokenizer))) for tokenizer in (None, str(same))
+    )
     assert found.fingerprint == before.fingerprint and found.tokenizer_fingerprint != before.tokenizer_fingerprint
     assert load_tokenizer(found.path).model_max_length == 77 and (Path(found.path) / "model.safetensors").is_file()
     with pytest.raises(DataError, match="476 of the tokenizer's 1500 tokens have no row in the embedding"):

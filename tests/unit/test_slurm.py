@@ -1,6 +1,8 @@
-"""`make slurm`: what is asked for, that a shell reads nothing of the user's values, and what the script does with each exit code.
+"""`make slurm`: what is asked for, that a shell reads nothing of the user's values, and what the script does with each
+exit code.
 
-The last is tried by running it in bash with small stand-ins for `srun` and `scontrol`; `tests/multinode/test_slurm.py` has the real ones.
+The last is tried by running it in bash with small stand-ins for `srun` and `scontrol`; `tests/multinode/test_slurm.py`
+has the real ones.
 """
 
 from __future__ import annotations
@@ -35,17 +37,33 @@ TOKEN = "hf_" + "abcdefghij" * 3
 def batch_job(folder: Path = Path("/work/place"), **changes: Any) -> BatchJob:
     """Returns two nodes of four GPUs."""
     values: dict[str, Any] = {
-        "run_name": "demo", "nodes": 2, "processes": 4, "gpus": True, "folder": folder, "environment": {"SFT_PLAY_CACHE": "/work/cache"},
-        "words": ("/venv/bin/python", "-m", "sft_play", "train-distributed", "NUM_GPUS=4"), "logs": folder / "logs", "slurm": SlurmConfig(),
-    }  # fmt: skip
+        "run_name": "demo",
+        "nodes": 2,
+        "processes": 4,
+        "gpus": True,
+        "folder": folder,
+        "environment": {"SFT_PLAY_CACHE": "/work/cache"},
+        "words": ("/venv/bin/python", "-m", "sft_play", "train-distributed", "NUM_GPUS=4"),
+        "logs": folder / "logs",
+        "slurm": SlurmConfig(),
+    }
     return BatchJob(**(values | changes))
 
 
 def test_what_is_asked_of_the_scheduler() -> None:
     slurm = SlurmConfig(
-        partition="gpu", account="lab-7", qos="high", time="2-12", gpu_type="h100", cpus_per_gpu=6, memory="200G", constraint="ib&nvme",
-        warning_seconds=90, array="0-3%1", options=["--exclusive", "--mail-type=END", "--comment=two words"],
-    )  # fmt: skip
+        partition="gpu",
+        account="lab-7",
+        qos="high",
+        time="2-12",
+        gpu_type="h100",
+        cpus_per_gpu=6,
+        memory="200G",
+        constraint="ib&nvme",
+        warning_seconds=90,
+        array="0-3%1",
+        options=["--exclusive", "--mail-type=END", "--comment=two words"],
+    )
     assert options(batch_job(slurm=slurm)) == [
         "--job-name=demo", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=h100:4", "--cpus-per-task=24", "--mem=200G", "--time=2-12",
         "--partition=gpu", "--account=lab-7", "--qos=high", "--constraint=ib&nvme", "--array=0-3%1", "--signal=B:USR1@90", "--requeue",
@@ -66,15 +84,18 @@ def test_shellcheck_has_nothing_to_say() -> None:
 # ---- The script runs, with stand-ins for Slurm's programs
 
 PROGRAMS = {
-    "scontrol": r"""
+    "scontrol": (
+        r"""
 printf '%s\n' "$*" >>"$LAB/scontrol"
 case "$1 $2" in
   "show hostnames") printf 'n1\nn2\n' ;;
   "show node") echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.${3#n} Port=1" ;;
   "show job") echo "JobId=$3 JobName=demo JobState=$(cat "$LAB/state") Reason=None" ;;
   requeue*) kill -TERM "$PPID" ;;
-esac""",
-    "srun": r"""
+esac"""
+    ),
+    "srun": (
+        r"""
 printf '%s\n' "$*" >"$LAB/srun"
 while [[ $1 == --* ]]; do shift; done
 for ((i = 0; i < SLURM_NNODES; i++)); do SLURM_NODEID=$i "$@" & all+=("$!"); done
@@ -83,16 +104,21 @@ for one in "${all[@]}"; do
   wait "$one"; code=$?
   ((code > worst)) && worst=$code
 done
-exit "$worst" """,
-    "node": r"""
+exit "$worst" """
+    ),
+    "node": (
+        r"""
 node=0
 for word in "$@"; do [[ $word == NODE_RANK=* ]] && node=${word#NODE_RANK=}; done
 printf '%s\0' "$@" >"$LAB/words-$node"
 env >"$LAB/env-$node"
 if [[ -e $LAB/cause-$node ]]; then cp "$LAB/cause-$node" "$SFT_PLAY_CAUSE_FILE"; fi
-exit "$(cat "$LAB/code-$node")" """,
+exit "$(cat "$LAB/code-$node")" """
+    ),
 }
-"""Slurm's programs, and what stands in for our own command on a node: writes down what it was given, and ends as it is told."""
+"""Slurm's programs, and what stands in for our own command on a node: writes down what it was given, and ends as it is
+told.
+"""
 
 
 class Bench:
@@ -107,9 +133,17 @@ class Bench:
         (folder / "state").write_text("RUNNING")
 
     def run(
-        self, codes: tuple[int, ...], code: int, job: BatchJob | None = None, *, requeued: bool = False, **variables: str
+        self,
+        codes: tuple[int, ...],
+        code: int,
+        job: BatchJob | None = None,
+        *,
+        requeued: bool = False,
+        **variables: str,
     ) -> str:
-        """Runs a script whose nodes end with `codes`; returns what it said, which ended with `code`, after it was queued again or not."""
+        """Runs a script whose nodes end with `codes`; returns what it said, which ended with `code`, after it was
+        queued again or not.
+        """
         for node, its_code in enumerate(codes):
             (self.folder / f"code-{node}").write_text(str(its_code))
         job = job or batch_job(self.folder)
@@ -120,12 +154,24 @@ class Bench:
         script = self.folder / "job.sbatch"
         script.write_text(render(job))
         variables = {
-            "HOME": str(self.folder), "PATH": os.environ["PATH"], "LAB": str(self.folder), "SLURM_JOB_ID": "1234567",
-            "SLURM_NNODES": str(job.nodes), "SLURM_JOB_NODELIST": "n[1-2]", **variables,
-        }  # fmt: skip
+            "HOME": str(self.folder),
+            "PATH": os.environ["PATH"],
+            "LAB": str(self.folder),
+            "SLURM_JOB_ID": "1234567",
+            "SLURM_NNODES": str(job.nodes),
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            **variables,
+        }
         done = subprocess.run(
-            ["bash", script], check=False, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, timeout=240
-        )  # fmt: skip
+            ["bash", script],
+            check=False,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            timeout=240,
+        )
         assert (done.returncode, "\nrequeue 1234567" in f"\n{self.asked()}") == (code, requeued), done.stdout
         assert not list(self.logs.glob("*.??????")), "codes are left behind"
         return done.stdout
@@ -152,9 +198,17 @@ def test_every_node_gets_the_command_that_a_person_would_type(bench: Bench) -> N
     bench.run((0, 0), 0)
     common = ["-m", "sft_play", "train-distributed", "NUM_GPUS=4", "RUN_NAME=demo", "LAUNCH_AUTO_RESUME=true"]
     for node in (0, 1):
-        assert bench.words(node) == [*common, "NUM_NODES=2", "MASTER_ADDR=10.0.0.1", "MASTER_PORT=25670", f"NODE_RANK={node}"]
+        assert bench.words(node) == [
+            *common,
+            "NUM_NODES=2",
+            "MASTER_ADDR=10.0.0.1",
+            "MASTER_PORT=25670",
+            f"NODE_RANK={node}",
+        ]
         environment = bench.environment(node)
-        assert re.fullmatch("[0-9a-f]{64}", environment["MASTER_KEY"]) and environment["SFT_PLAY_CACHE"] == "/work/cache"
+        assert (
+            re.fullmatch("[0-9a-f]{64}", environment["MASTER_KEY"]) and environment["SFT_PLAY_CACHE"] == "/work/cache"
+        )
         assert environment["USER"] and environment["FROM_LOGIN"] == environment["HOME"], (
             "nobody else makes a login shell of `--export=NIL`"
         )
@@ -170,9 +224,14 @@ def test_a_shell_interprets_nothing_of_the_users_values_and_each_task_of_a_sweep
     folder.mkdir()
     environment = {"HF_HOME": EVIL, "RUNS_DIR": EVIL}
     job = batch_job(
-        folder, logs=bench.folder / "logs $(touch x) #", nodes=1, words=("python", f"CONFIG={EVIL}"), environment=environment,
-        slurm=SlurmConfig(array="3"), tasks={3: ("demo-03", [f"MODEL_NAME={EVIL}"])},
-    )  # fmt: skip
+        folder,
+        logs=bench.folder / "logs $(touch x) #",
+        nodes=1,
+        words=("python", f"CONFIG={EVIL}"),
+        environment=environment,
+        slurm=SlurmConfig(array="3"),
+        tasks={3: ("demo-03", [f"MODEL_NAME={EVIL}"])},
+    )
     bench.run((0,), 0, job, SLURM_ARRAY_JOB_ID="1234567", SLURM_ARRAY_TASK_ID="3")
     assert bench.words(0) == [f"CONFIG={EVIL}", f"MODEL_NAME={EVIL}", "RUN_NAME=demo-03", "LAUNCH_AUTO_RESUME=true"]
     assert environment.items() <= bench.environment(0).items()
@@ -180,7 +239,9 @@ def test_a_shell_interprets_nothing_of_the_users_values_and_each_task_of_a_sweep
 
 
 def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -> None:
-    """One task has the array's own number as its job id, and that alone names all tasks. Variables of keys come from setup lines only."""
+    """One task has the array's own number as its job id, and that alone names all tasks. Variables of keys come from
+    setup lines only.
+    """
     job = batch_job(bench.folder, slurm=SlurmConfig(array="0-3", setup=["export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID"]))
     task = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3", "SFT_TRAIN_EPOCHS": "7"}
     said = bench.run((143, 143), 143, job, requeued=True, **task)
@@ -194,11 +255,14 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
 @pytest.mark.parametrize(
     ("codes", "code", "requeued", "changed", "said"),
     [
-        ((143, 143), 143, True, {}, ""), ((0, 75), 75, True, {}, ""), ((137, 75), 75, True, {}, ""), ((4, 75), 4, False, {}, ""),
+        ((143, 143), 143, True, {}, ""),
+        ((0, 75), 75, True, {}, ""),
+        ((137, 75), 75, True, {}, ""),
+        ((4, 75), 4, False, {}, ""),
         ((75, 75), 75, False, {"cause-0": "peer\n", "cause-1": "out_of_memory\n"}, "because memory ran out"),
         ((143, 143), 143, False, {"state": "CANCELLED"}, ""),
     ],
-)  # fmt: skip
+)
 def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
     bench: Bench, codes: tuple[int, int], code: int, requeued: bool, changed: dict[str, str], said: str
 ) -> None:
@@ -209,10 +273,23 @@ def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
 
 
 OF_ANOTHER_JOB = {
-    "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS_PER_TASK": "1", "SLURM_TIMELIMIT": "1", "SLURM_EXCLUSIVE": "user", "SLURM_PARTITION": "other",
-    "SLURM_RESERVATION": "lab", "SLURM_OVERLAP": "1", "SRUN_CPUS_PER_TASK": "3", "SLURM_HINT": "nomultithread", "SLURM_CLUSTERS": "west",
-}  # fmt: skip
-OF_THIS_JOB = {"SLURM_MEM_PER_NODE": "500", "SLURM_NODELIST": "n[1-2]", "SLURM_CONF": "/etc/s.conf", "SLURM_JOB_QOS": "high"}
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_TIMELIMIT": "1",
+    "SLURM_EXCLUSIVE": "user",
+    "SLURM_PARTITION": "other",
+    "SLURM_RESERVATION": "lab",
+    "SLURM_OVERLAP": "1",
+    "SRUN_CPUS_PER_TASK": "3",
+    "SLURM_HINT": "nomultithread",
+    "SLURM_CLUSTERS": "west",
+}
+OF_THIS_JOB = {
+    "SLURM_MEM_PER_NODE": "500",
+    "SLURM_NODELIST": "n[1-2]",
+    "SLURM_CONF": "/etc/s.conf",
+    "SLURM_JOB_QOS": "high",
+}
 
 
 def test_options_for_srun_come_from_the_job_alone(bench: Bench) -> None:
@@ -257,10 +334,13 @@ def config_file(folder: Path, line: str = "max_requeues: 3") -> Path:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ("time: 25:99", "expected a time as sbatch takes it"),
-        ("time: '2'", "the job ends after 120 s"), ("options: ['--nodes=3']", "NUM_NODES"), (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
+        ('partition: "gpu; rm -rf ~"', "slurm.partition"),
+        ("time: 25:99", "expected a time as sbatch takes it"),
+        ("time: '2'", "the job ends after 120 s"),
+        ("options: ['--nodes=3']", "NUM_NODES"),
+        (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
     ],
-)  # fmt: skip
+)
 def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(config_file(tmp_path, line), environ={})
@@ -284,12 +364,22 @@ def test_a_resumed_run_may_have_another_time() -> None:
 
 def command(program: Program, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Done:
     """Types `make slurm` for four H100 a node and a run `demo`, where `words` name no others."""
-    typed = {"CONFIG": str(config_file(folder)), "HARDWARE": "4xH100", "RUN_NAME": "demo", **dict(w.split("=", 1) for w in words)}
+    typed = {
+        "CONFIG": str(config_file(folder)),
+        "HARDWARE": "4xH100",
+        "RUN_NAME": "demo",
+        **dict(w.split("=", 1) for w in words),
+    }
     return program("slurm", *(f"{name}={text}" for name, text in typed.items()), env=env)
 
 
 def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Program, tmp_path: Path) -> None:
-    env = {"HF_TOKEN": TOKEN, "https_proxy": "http://me:secret-word@proxy:3128", "HF_HOME": "/shared/hf", "SFT_TRAIN_SEED": "7"}
+    env = {
+        "HF_TOKEN": TOKEN,
+        "https_proxy": "http://me:secret-word@proxy:3128",
+        "HF_HOME": "/shared/hf",
+        "SFT_TRAIN_SEED": "7",
+    }
     done = command(in_process, tmp_path, "NUM_NODES=2", "TRAIN_LEARNING_RATE=3e-5", "JSON=1", env=env)
     assert done.code == 0, done.err
     facts, folder = done.json, tmp_path / "runs" / "demo" / "slurm"
@@ -310,7 +400,9 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
     script = tmp_path / "jobs" / "first.sbatch"
     done = command(in_process, tmp_path, f"OUT={script}", "SLURM_ARRAY=0-3")
     assert done.code == 0 and "planned for nodes like this machine" not in done.err, done.err
-    assert "plan: " in done.out and "1 node, 4 GPUs each, 32 cores each, 24:00:00, tasks 0-3: runs demo-INDEX" in done.out
+    assert (
+        "plan: " in done.out and "1 node, 4 GPUs each, 32 cores each, 24:00:00, tasks 0-3: runs demo-INDEX" in done.out
+    )
     assert f"submit   sbatch {script}" in done.out
     assert script.with_name("first.config.json").is_file() and not (tmp_path / "runs").exists()
 
@@ -318,11 +410,13 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["OUT={folder}/mine.sh"], 2, "was not written by `make slurm`"), (["SUBMIT=1"], 3, "there is no `sbatch` here"),
-        (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"), (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "different GPUs"),
+        (["OUT={folder}/mine.sh"], 2, "was not written by `make slurm`"),
+        (["SUBMIT=1"], 3, "there is no `sbatch` here"),
+        (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"),
+        (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "different GPUs"),
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_error_and_loses_nothing(
     in_process: Program, tmp_path: Path, words: list[str], code: int, said: str
 ) -> None:
@@ -343,12 +437,16 @@ def test_bad_input_is_one_error_and_loses_nothing(
         ("SLURM_TIME=9-0", "Requested time limit is invalid (missing or exceeds some limit)", "SLURM_TIME="),
     ],
 )
-def test_what_sbatch_refuses_is_the_users_error(in_process: Program, tmp_path: Path, word: str, refusal: str, hint: str) -> None:
+def test_what_sbatch_refuses_is_the_users_error(
+    in_process: Program, tmp_path: Path, word: str, refusal: str, hint: str
+) -> None:
     program = tmp_path / "sbatch"
     program.write_text(f"#!/bin/sh\necho 'sbatch: error: {refusal}' >&2\nexit 1\n")
     program.chmod(0o755)
     done = command(in_process, tmp_path, "SUBMIT=1", word, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert done.code == 2 and f"error: {word}: the cluster refuses the job:\nsbatch: error: {refusal}" in done.err, done.err
+    assert done.code == 2 and f"error: {word}: the cluster refuses the job:\nsbatch: error: {refusal}" in done.err, (
+        done.err
+    )
     assert f"then {hint}" in done.err
 
 
@@ -361,7 +459,12 @@ echo 7
 def test_variables_of_the_shell_change_no_option_of_the_job(in_process: Program, tmp_path: Path) -> None:
     (tmp_path / "sbatch").write_text(SBATCH.replace("seen", str(tmp_path / "seen")))
     (tmp_path / "sbatch").chmod(0o755)
-    typed = {"SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "1", "SBATCH_EXPORT": "ALL", "SLURM_CONF": "/etc/slurm.conf"}
+    typed = {
+        "SBATCH_PARTITION": "other",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_EXPORT": "ALL",
+        "SLURM_CONF": "/etc/slurm.conf",
+    }
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **typed, "SLURM_CLUSTERS": "west"}
     done = command(in_process, tmp_path, env=env)
     without = "-u SBATCH_EXPORT -u SBATCH_PARTITION -u SBATCH_TIMELIMIT -u SLURM_CLUSTERS"
@@ -390,5 +493,7 @@ def test_scripts_made_in_one_second_are_of_different_runs(
 def test_a_run_that_has_started_goes_on_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "demo")
     run.path.mkdir(parents=True)
-    record_event(run, "started", launch={"command": "fsdp2", "num_gpus": 2, "num_nodes": 2, "deepspeed": None, "fsdp": {}})
+    record_event(
+        run, "started", launch={"command": "fsdp2", "num_gpus": 2, "num_nodes": 2, "deepspeed": None, "fsdp": {}}
+    )
     assert command(in_process, tmp_path, "JSON=1").json["command"][3] == "train-fsdp"

@@ -1,4 +1,6 @@
-"""What made a checkpoint is compared field by field before it is used; the table in the docs is the table in the code."""
+"""What made a checkpoint is compared field by field before it is used; the table in the docs is the table in the
+code.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def test_a_stamp_holds_what_a_reproduction_needs() -> None:
     assert made.optimizer == "adamw_torch", "fused kernels keep the same states"
     assert made.template == "e" * 64
     assert made.data_files == {"train:rows.jsonl": "c" * 64}
-    assert made.plan["batches"] == ["2 x 4 x 2"] and made.plan["loss_chunk"] == 7 and made.plan["optim"] == "adamw_torch_fused"
+    assert (
+        made.plan["batches"] == ["2 x 4 x 2"]
+        and made.plan["loss_chunk"] == 7
+        and made.plan["optim"] == "adamw_torch_fused"
+    )
     assert made.code is not None and re.fullmatch("[0-9a-f]{64}", made.code)
 
 
@@ -48,15 +54,21 @@ def test_other_rows_of_the_hub_are_refused_with_the_commit_to_pin() -> None:
         refuse(compare(old, new, "resume"), "the run")
     said = f"`nobody/small` was read from the hub at the commit `{'1' * 40}`: set the `revision` of that source to it"
     assert said in str(error.value) and "x.jsonl" not in str(error.value)
-    assert not compare(old, replace(new, train_data=old.train_data), "resume"), "the same rows at another commit are the same"
+    assert not compare(old, replace(new, train_data=old.train_data), "resume"), (
+        "the same rows at another commit are the same"
+    )
 
 
 def run_git(folder: Path, *words: str) -> str:
     names = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *names, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=True).stdout
+    return subprocess.run(
+        ["git", *names, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=True
+    ).stdout
 
 
-def test_the_git_state_is_the_commit_and_a_hash_of_what_differs_and_a_repository_starts_no_program(tmp_path: Path) -> None:
+def test_the_git_state_is_the_commit_and_a_hash_of_what_differs_and_a_repository_starts_no_program(
+    tmp_path: Path,
+) -> None:
     run_git(tmp_path, "init", "-q")
     assert git_state(tmp_path) is None, "there is no commit yet"
     (tmp_path / "a").write_text("one")
@@ -89,7 +101,9 @@ def test_an_altered_configuration_is_refused_with_the_keys_to_put_back() -> None
     text = caught.value.message
     assert "train.max_grad_norm 0.5" in text and "'adam_beta2': 0.5" in text and "weight_decay" not in text
     # What a resume, a recovery or a repeated run writes itself
-    same = stamp_of(batch_size=2, grad_accum=3, global_batch_size=6, gradient_checkpointing=True, max_steps=9, packing="off")
+    same = stamp_of(
+        batch_size=2, grad_accum=3, global_batch_size=6, gradient_checkpointing=True, max_steps=9, packing="off"
+    )
     assert compare(stamp_of(), same, "resume") == []
 
 
@@ -106,7 +120,9 @@ def changed(field: str) -> tuple[Stamp, Stamp]:
     old = stamp()
     value = getattr(old, field)
     if isinstance(value, dict):
-        other: Any = value | {"versions": {"torch": "1.0"}, "settings": {"train.max_grad_norm": 9.0}}.get(field, {"r": 99})
+        other: Any = value | {"versions": {"torch": "1.0"}, "settings": {"train.max_grad_norm": 9.0}}.get(
+            field, {"r": 99}
+        )
     else:
         other = value + 1 if isinstance(value, int) else "something else"
     return old, replace(old, **{field: other})

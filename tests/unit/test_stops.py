@@ -34,11 +34,17 @@ def test_nohup_is_obeyed() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-STOPPED: dict[str, Any] = {"code": 143, "time": 1.0, "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7}}
+STOPPED: dict[str, Any] = {
+    "code": 143,
+    "time": 1.0,
+    "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7},
+}
 
 
 def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
-    """A file of 64 GB that holds nothing: to read it would take longer than a scheduler waits. The kernel counts what is read."""
+    """A file of 64 GB that holds nothing: to read it would take longer than a scheduler waits. The kernel counts what
+    is read.
+    """
 
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -70,7 +76,9 @@ def loaded(folder: Path, train: str, typed: tuple[Override, ...] = ()) -> Loaded
         ("epochs: 4", 12, True),
     ],
 )
-def test_a_complete_run_goes_on_only_where_more_steps_are_asked_for(tmp_path: Path, train: str, asked: int, longer: bool) -> None:
+def test_a_complete_run_goes_on_only_where_more_steps_are_asked_for(
+    tmp_path: Path, train: str, asked: int, longer: bool
+) -> None:
     config, plan = loaded(tmp_path, train).config, simple_plan(steps=10, steps_per_epoch=3)
     assert (steps_asked(config, plan), is_longer(config, plan)) == (asked, longer)
 
@@ -91,7 +99,9 @@ def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
         ("batch_size: 4, global_batch_size: 8", None, 4, ("auto", "auto", 8)),
     ],
 )
-def test_the_global_batch_stays(train: str, typed: str | None, world: int, expected: tuple[object, ...], tmp_path: Path) -> None:
+def test_the_global_batch_stays(
+    train: str, typed: str | None, world: int, expected: tuple[object, ...], tmp_path: Path
+) -> None:
     overrides = (Override(key="train.batch_size", text=typed, origin="make"),) if typed else ()
     before = loaded(tmp_path, train, overrides)
     call = Call(command="resume", overrides=overrides)

@@ -41,14 +41,22 @@ def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
     assert plan.offload_optimizer and plan.offload_parameters
     assert "shards do not fit either" in (why := reason(plan, "strategy zero3: ")) and "of 512.0 GiB; slow" in why
     assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
-    assert plan.tokens_per_second is None and "unknown with offloading" in show_plan(plan, why=False), "PCIe was never measured"
+    assert plan.tokens_per_second is None and "unknown with offloading" in show_plan(plan, why=False), (
+        "PCIe was never measured"
+    )
     assert Plan.from_json(plan.to_json()) == plan
     for machine in (with_ram("2x24GB", 64), "2x24GB"):  # too small, and not known
         message(HardwareError, machine, **FULL_8B)
 
 
 def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
-    case: dict[str, Any] = {"name": SMALL, "mode": "full", "max_seq_len": 512, "strategy": "pipeline", "command_strategy": "auto"}
+    case: dict[str, Any] = {
+        "name": SMALL,
+        "mode": "full",
+        "max_seq_len": 512,
+        "strategy": "pipeline",
+        "command_strategy": "auto",
+    }
     plan = plan_of("RTX4090+RTX3060+RTX3070@1Gbit", **case)
     (warning,) = (one for one in plan.notices if one.startswith("FASTER"))
     alone = plan_of("RTX4090", **{**case, "strategy": "auto", "command_strategy": "single"})
@@ -61,7 +69,10 @@ def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_machines_with_different_gpus_agree_or_refuse(mode: str) -> None:
-    found, case = set(), {"name": "HuggingFaceTB/SmolLM3-3B", "mode": mode, "max_seq_len": 1024, "command_strategy": "auto"}
+    found, case = (
+        set(),
+        {"name": "HuggingFaceTB/SmolLM3-3B", "mode": mode, "max_seq_len": 1024, "command_strategy": "auto"},
+    )
     for rank, size in enumerate(("80GB", "12GB", "8GB")):
         with suppress(HardwareError):
             plan = plan_of(size, **case, num_nodes=3, node_rank=rank)
@@ -71,8 +82,9 @@ def test_machines_with_different_gpus_agree_or_refuse(mode: str) -> None:
 
 def gpus(*free: float) -> Hardware:
     devices = tuple(
-        Device(name=f"GPU {i}", memory_bytes=int(24 * GIB), free_bytes=int(f * GIB), bf16=True, number=i + 2) for i, f in enumerate(free)
-    )  # fmt: skip
+        Device(name=f"GPU {i}", memory_bytes=int(24 * GIB), free_bytes=int(f * GIB), bf16=True, number=i + 2)
+        for i, f in enumerate(free)
+    )
     return Hardware(kind="cuda", devices=devices, cpu_threads=8, ram_bytes=64 * GIB)
 
 
@@ -93,7 +105,10 @@ def test_learning_rate_scaling(rule: Any, rows: int, expected: float) -> None:
     plan = plan_of(learning_rate=1e-4, global_batch_size=rows, learning_rate_scaling=rule)
     assert plan.learning_rate == pytest.approx(expected)
     if rows == 128:
-        assert "learning rate 0.0002 = 0.0001 x sqrt(128 global / 32): `train.learning_rate_scaling` is sqrt" in plan.reasons
+        assert (
+            "learning rate 0.0002 = 0.0001 x sqrt(128 global / 32): `train.learning_rate_scaling` is sqrt"
+            in plan.reasons
+        )
 
 
 # What loading takes counts too.
@@ -108,7 +123,10 @@ def test_a_quantised_base_in_shards_is_quantised_in_the_machines_memory() -> Non
         HardwareError, with_ram("4xRTX3090", 128), **case
     )
     four, eight = (plan_of(with_ram(cards, 512), **case).ranks[0].memory_bytes for cards in ("4xRTX3090", "8xRTX3090"))
-    assert four["frozen"] == pytest.approx(2 * eight["frozen"], rel=1e-6) and four["quant_state"] == eight["quant_state"] > GIB
+    assert (
+        four["frozen"] == pytest.approx(2 * eight["frozen"], rel=1e-6)
+        and four["quant_state"] == eight["quant_state"] > GIB
+    )
 
 
 def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
@@ -128,10 +146,15 @@ def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
         (SMALL, "lora", 1024, 1344),  # 768 MiB / (12 B x 49,152 words), whole 64s
         (LLAMA, "full", 8192, 1024),  # h/4: each chunk adds a gradient of the head's size
     ],
-)  # fmt: skip
+)
 def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: int, chunk: int) -> None:
     plan = plan_of(
-        "8xH200", name=name, mode=mode, max_seq_len=length, batch_size=8, command_strategy="ddp" if mode != "full" else "fsdp2"
+        "8xH200",
+        name=name,
+        mode=mode,
+        max_seq_len=length,
+        batch_size=8,
+        command_strategy="ddp" if mode != "full" else "fsdp2",
     )
     assert plan.loss_chunk == chunk
     assert reason(plan, "head and loss").startswith(f"head and loss in chunks of {chunk} label positions: ")
@@ -139,7 +162,13 @@ def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: i
 
 
 def test_chunks_shrink_to_256_mib_where_there_is_no_room_or_memory_ran_out() -> None:
-    case: dict[str, Any] = {"name": LLAMA, "mode": "qlora", "max_seq_len": 1024, "batch_size": 2, "gradient_checkpointing": False}
+    case: dict[str, Any] = {
+        "name": LLAMA,
+        "mode": "qlora",
+        "max_seq_len": 1024,
+        "batch_size": 2,
+        "gradient_checkpointing": False,
+    }
     tight = plan_of("20.5GB", **case)
     assert tight.loss_chunk == 128 and tight.ranks[0].peak_bytes <= tight.ranks[0].capacity_bytes
     assert plan_of("H200", **case).loss_chunk == 512 and plan_of("H200", **case, halvings=1).loss_chunk == 128
@@ -150,7 +179,9 @@ def test_what_cannot_be_chunked_says_why() -> None:
     on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
     case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}
     plan = plan_of("2xH200", command_strategy="zero", zero_stage=3, **case)
-    assert plan.loss_chunk == 0 and reason(plan, "head and loss").endswith("ZeRO-3 gathers the head's adapters one by one")
+    assert plan.loss_chunk == 0 and reason(plan, "head and loss").endswith(
+        "ZeRO-3 gathers the head's adapters one by one"
+    )
     assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 384
     unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
     assert unsloth.loss_chunk == 0 and reason(unsloth, "head and loss").endswith("unsloth has its own loss")

@@ -14,7 +14,11 @@ from tests.chat_tokenizers import load_with, rows_of, save_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+}
 TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LATE = (
@@ -26,12 +30,12 @@ LATE = (
 NO_END = "{% for m in messages %}" + TURN + "\n{% endfor %}" + ASK
 NO_PROMPT = "{{ messages[0]['content'] }}{% for m in messages %}" + TURN + "<|im_end|>\n{% endfor %}" + ASK
 NO_ROLE = (
-    "{% for m in messages %}{{ {'user': '<|im_start|>user\n', 'assistant': '<|im_start|>assistant\n'}[m['role']] + m['content'] }}"
-    "<|im_end|>\n{% endfor %}" + ASK
+    "{% for m in messages %}{{ {'user': '<|im_start|>user\n', 'assistant': '<|im_start|>assistant\n'}[m['role']] +"
+    " m['content'] }}<|im_end|>\n{% endfor %}" + ASK
 )
 CALLS = (
-    "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}" + ASK
+    "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['tool_calls'] %}{{"
+    " m['tool_calls'] | tojson }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}" + ASK
 )
 
 

@@ -24,7 +24,9 @@ CHAT: list[Message] = [
     {"role": "user", "content": "And then?"},
     {"role": "assistant", "content": "Five."},
 ]
-STYLE = StyleConfig(system_prefix="<<", system_suffix=">>", user_prefix="Q: '{{ \u00e9 }}'\n", user_suffix=" \\ #\U0001f600")
+STYLE = StyleConfig(
+    system_prefix="<<", system_suffix=">>", user_prefix="Q: '{{ \u00e9 }}'\n", user_suffix=" \\ #\U0001f600"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +43,18 @@ def learnt(tokenizer: Any, found: Sequence[Encoded]) -> list[str]:
     ("data", "message", "hint"),
     [
         ({"chat_template": "chatlm"}, "is no template's name and no file", "did you mean `chatml`?"),
-        ({"chat_template": "nothing-like-it"}, "is no template's name and no file", "names are alpaca, chatml, deepseek_r1"),
+        (
+            {"chat_template": "nothing-like-it"},
+            "is no template's name and no file",
+            "names are alpaca, chatml, deepseek_r1",
+        ),
         ({"chat_template": "templates/absent.jinja"}, "cannot be read: No such file", "paths count from the folder"),
         ({"system": " "}, r"`data\.system` is empty", "leave it out"),
     ],
 )
-def test_an_unknown_template_and_an_empty_system_turn_are_refused(data: dict[str, Any], message: str, hint: str) -> None:
+def test_an_unknown_template_and_an_empty_system_turn_are_refused(
+    data: dict[str, Any], message: str, hint: str
+) -> None:
     with pytest.raises(DataError, match=message) as caught:
         chat_format(DataConfig(**data))
     assert hint in (caught.value.hint or "")
@@ -74,13 +82,17 @@ def test_a_syntax_error_names_the_line_and_shows_it(tmp_path: Path) -> None:
 def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text(
-        "{% for m in messages %}{{ m.role + ':\n' + m.content + eos_token }}{% endfor %}{{ 'assistant:\n' if add_generation_prompt }}"
+        "{% for m in messages %}{{ m.role + ':\n' + m.content + eos_token }}{% endfor %}{{ 'assistant:\n' if"
+        " add_generation_prompt }}"
     )
     chat = chat_format(DataConfig(chat_template=str(path)))
     path.unlink()
     tokenizer = load_tokenizer(folder, chat)
     (row,) = rows_of(tokenizer, CHAT)
-    assert tokenizer.decode(row.input_ids) == f"user:\n2+2?{END}assistant:\nFour.{END}user:\nAnd then?{END}assistant:\nFive.{END}"
+    assert (
+        tokenizer.decode(row.input_ids)
+        == f"user:\n2+2?{END}assistant:\nFour.{END}user:\nAnd then?{END}assistant:\nFive.{END}"
+    )
     assert learnt(tokenizer, [row]) == ["Four.", "Five."]
 
 
@@ -88,7 +100,9 @@ def test_system_and_style_are_the_same_in_training_and_inference(folder: Path, t
     """Also from the folder that a run publishes, which needs no configuration."""
     tokenizer = load_with(folder, system="Be brief.", style=STYLE)
     (row,) = rows_of(tokenizer, CHAT)
-    expected = f"<|im_start|>system\n<<Be brief.>>{END}\n<|im_start|>user\nQ: '{{{{ \u00e9 }}}}'\n2+2? \\ #\U0001f600{END}\n"
+    expected = (
+        f"<|im_start|>system\n<<Be brief.>>{END}\n<|im_start|>user\nQ: '{{{{ \u00e9 }}}}'\n2+2? \\ #\U0001f600{END}\n"
+    )
     assert tokenizer.decode(row.input_ids).startswith(expected)
     assert prompt_ids(tokenizer, CHAT[:-1]) == row.prompt_ids == row.input_ids[: len(row.prompt_ids)]
     tokenizer.save_pretrained(tmp_path)
@@ -108,7 +122,9 @@ def test_turns_that_are_not_learnt(folder: Path) -> None:
     assert learnt(tokenizer, [row]) == ["Four."] and row.reference == "Four."  # nothing depends on what follows
     everything = "".join(learnt_runs(tokenizer, rows_of(tokenizer, flagged(False, None, None, None), loss_on="all")))
     assert everything.startswith(f"<|im_start|>user\n{END}\n<|im_start|>assistant\nFour.{END}")
-    assert "Four." not in "".join(learnt_runs(tokenizer, rows_of(tokenizer, flagged(None, False, None, None), loss_on="all")))
+    assert "Four." not in "".join(
+        learnt_runs(tokenizer, rows_of(tokenizer, flagged(None, False, None, None), loss_on="all"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +165,10 @@ EXACT = "mask cannot be exact"
         ("{% for m in messages[-2:] %}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
         ("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
         ("{% for m in messages %}{{ m['content'] + m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
-        (CHAT_TEMPLATE.replace("assistant\n", "assistant\n<think>\n"), "does not begin turn 4 with its own generation prompt"),
+        (
+            CHAT_TEMPLATE.replace("assistant\n", "assistant\n<think>\n"),
+            "does not begin turn 4 with its own generation prompt",
+        ),
         ("{{ raise_exception('No roles') }}" + CHAT_TEMPLATE, r"\(user, assistant, user\): No roles"),
     ],
     ids=[

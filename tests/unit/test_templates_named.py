@@ -1,4 +1,6 @@
-"""The templates that are chosen by name, against rows written by hand, with tokenizers that split text as the families' do."""
+"""The templates that are chosen by name, against rows written by hand, with tokenizers that split text as the families'
+do.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ CHAT: list[Message] = [
     {"role": "user", "content": "And then?"},
     {"role": "assistant", "content": "Five,\n\n  of course."},
 ]
-THOUGHT: list[Message] = [{**turn, "reasoning_content": "Hm."} if turn["role"] == "assistant" else turn for turn in CHAT]
+THOUGHT: list[Message] = [
+    {**turn, "reasoning_content": "Hm."} if turn["role"] == "assistant" else turn for turn in CHAT
+]
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 
 
 class Family(NamedTuple):
-    """A tokenizer that a template is made for, and the rows that `CHAT` must give: `\u2039` and `\u203a` enclose what is learnt."""
+    """A tokenizer that a template is made for, and the rows that `CHAT` must give: `\u2039` and `\u203a` enclose what
+    is learnt.
+    """
 
     kind: Kind
     rows: Sequence[str]
@@ -111,7 +117,8 @@ FAMILIES = {
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("families")
     return {
-        name: load_with(save_tokenizer(folder / name, family.kind, **family.settings), name) for name, family in FAMILIES.items()
+        name: load_with(save_tokenizer(folder / name, family.kind, **family.settings), name)
+        for name, family in FAMILIES.items()
     }
 
 
@@ -138,9 +145,17 @@ def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
     assert everything.labels == everything.input_ids == last.input_ids
 
 
-ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "phi3": "<|end|>",
-        "deepseek_r1": "<\uff5cend\u2581of\u2581sentence\uff5c>"}  # fmt: skip
-TEXT = st.text(alphabet="ab \n\t.1\u00e9\u4e16\U0001f600'<>", min_size=1, max_size=12).filter(lambda value: bool(value.strip()))
+ENDS = {
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "qwen3": "<|im_end|>",
+    "phi3": "<|end|>",
+    "deepseek_r1": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
+TEXT = st.text(alphabet="ab \n\t.1\u00e9\u4e16\U0001f600'<>", min_size=1, max_size=12).filter(
+    lambda value: bool(value.strip())
+)
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -157,7 +172,9 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
     assert len(found) == len(answers)
     assert all(text.endswith(end) for text in found)
     # White space around an answer is the template's and the decoder's matter, between its words it is not.
-    said = sorted(text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in found)
+    said = sorted(
+        text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in found
+    )
     assert said == sorted(answer.strip() for answer in answers)
     for row in rows:
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
@@ -192,9 +209,10 @@ def test_alpacas_own_sentence_stands_before_a_conversation_without_system(tokeni
 
 
 R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<\uff5cUser\uff5c>' + m['content'] }}{% endif %}"
-    "{% if m['role'] == 'assistant' %}{{ '<\uff5cAssistant\uff5c>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<\uff5cUser\uff5c>' + m['content'] }}{%"
+    " endif %}{% if m['role'] == 'assistant' %}{{ '<\uff5cAssistant\uff5c>' + m['content'].split('</think>')[-1] +"
+    " eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\\n' }}{%"
+    " endif %}"
 )
 """As published, without system turns and tools: no answer shows its thought."""
 
@@ -208,6 +226,7 @@ def test_a_distilled_r1_is_refused_with_its_own_template_and_trained_with_the_na
     for said in (THOUGHT[2], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}):
         (row,) = rows_of(tokenizer, [CHAT[1], said])
         assert (
-            row.prompt_ids == load_with(folder, text=R1).apply_chat_template([CHAT[1]], add_generation_prompt=True)["input_ids"]
+            row.prompt_ids
+            == load_with(folder, text=R1).apply_chat_template([CHAT[1]], add_generation_prompt=True)["input_ids"]
         )
         assert learnt_runs(tokenizer, [row]) == [f"Hm.\n</think>\n\nFour.{tokenizer.eos_token}"]

@@ -1,4 +1,6 @@
-"""Rows that are too long: no answer is cut unless asked, a call never stands without its result, and what was lost is counted."""
+"""Rows that are too long: no answer is cut unless asked, a call never stands without its result, and what was lost is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -114,9 +116,14 @@ def with_call(words: int, answer: int) -> list[Message]:
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
 def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str) -> None:
-    limit = len(outcome_of(qwen3, overlong="error", limit=4096, messages=with_call(1, 1), tools=[TOOL]).rows[-1].input_ids) + 20
+    limit = (
+        len(outcome_of(qwen3, overlong="error", limit=4096, messages=with_call(1, 1), tools=[TOOL]).rows[-1].input_ids)
+        + 20
+    )
     too_long = with_call(1, 300)
-    assert not outcome_of(qwen3, overlong=policy, limit=limit, messages=too_long, tools=[TOOL]).rows, "the call alone would fit"
+    assert not outcome_of(qwen3, overlong=policy, limit=limit, messages=too_long, tools=[TOOL]).rows, (
+        "the call alone would fit"
+    )
     found = outcome_of(qwen3, overlong=policy, limit=limit, messages=with_call(300, 1), tools=[TOOL])
     if policy == "drop":
         assert (found.rows, found.dropped, found.lost) == ((), "longer than model.max_seq_len", frozenset())
@@ -147,11 +154,14 @@ def test_tokens_are_split_and_each_is_learnt_once(chatml: Any) -> None:
 @pytest.mark.parametrize(
     ("parts", "limit", "prompt", "learnt"),
     [
-        ([(False, 150), (True, 50)], 64, 14, 50), ([(False, 150), (True, 63)], 64, 1, 63), ([(False, 150), (True, 64)], 64, 0, 0),
-        ([(False, 100), (True, 20), (False, 40), (True, 30)], 64, 34, 30), ([(False, 100), (True, 20), (False, 10), (True, 10)], 64, 34, 30),
+        ([(False, 150), (True, 50)], 64, 14, 50),
+        ([(False, 150), (True, 63)], 64, 1, 63),
+        ([(False, 150), (True, 64)], 64, 0, 0),
+        ([(False, 100), (True, 20), (False, 40), (True, 30)], 64, 34, 30),
+        ([(False, 100), (True, 20), (False, 10), (True, 10)], 64, 34, 30),
         ([(False, 9), (True, 60), (False, 9), (True, 5)], 64, 59, 5),
     ],
-)  # fmt: skip
+)
 def test_token_rows_keep_every_last_answer_that_fits(
     chatml: Any, parts: list[tuple[bool, int]], limit: int, prompt: int, learnt: int
 ) -> None:

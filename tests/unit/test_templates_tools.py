@@ -30,17 +30,20 @@ CHAT: list[Message] = [
     {"role": "assistant", "content": "Four."},
 ]
 SYSTEM = (
-    "<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-    '{"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}\n</tools>\n\n'
-    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
-    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one or more functions to assist with the user"
+    ' query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{"type":'
+    ' "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type":'
+    ' "object"}}}\n</tools>\n\nFor each function call, return a json object with function name and arguments within'
+    ' <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments":'
+    " <args-json-object>}\n</tool_call><|im_end|>\n"
 )
 CALLED = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 2, "of": ["x", {"deep": true}]}}\n</tool_call>\n'
     '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>'
 )
-RESULTS = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\nfive\n</tool_response><|im_end|>\n"
+RESULTS = (
+    "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\nfive\n</tool_response><|im_end|>\n"
+)
 QUESTION = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -51,7 +54,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own(saved: Path, turn: str) -> Any:
     """Returns a tokenizer whose template writes the tools, then each message by `turn`."""
-    text = "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n" + turn + "<|im_end|>\n{% endfor %}"
+    text = (
+        "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        + turn
+        + "<|im_end|>\n{% endfor %}"
+    )
     return load_with(saved, text=text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
@@ -83,14 +90,20 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
     ("turn", "said"),
     [
         ("{{ m['content'] }}", "does not write the calls of turn 3: the name `add`"),
-        ("{{ m['content'] }}{{ m['tool_calls'] | map(attribute='function.name') | join }}",
-         "does not write the calls of turn 3: the argument `2`"),
-        ("{{ m['tool_calls'] | tojson if m['tool_calls'] else m['content'] if m['role'] != 'tool' }}",
-         "does not write the result of turn 4"),
-        ("{{ m['content'] }}<|im_end|>{{ m['tool_calls'] | tojson if m['tool_calls'] }}",
-         "does not write the calls of turn 3 before the end of the turn"),
+        (
+            "{{ m['content'] }}{{ m['tool_calls'] | map(attribute='function.name') | join }}",
+            "does not write the calls of turn 3: the argument `2`",
+        ),
+        (
+            "{{ m['tool_calls'] | tojson if m['tool_calls'] else m['content'] if m['role'] != 'tool' }}",
+            "does not write the result of turn 4",
+        ),
+        (
+            "{{ m['content'] }}<|im_end|>{{ m['tool_calls'] | tojson if m['tool_calls'] }}",
+            "does not write the calls of turn 3 before the end of the turn",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Path) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(own(saved, turn), CHAT, [TOOL])
@@ -146,8 +159,12 @@ def test_qwen3_learns_each_thought_in_a_row_of_its_own_and_counts_those_that_one
     assert found.thoughts == lost
 
 
-def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_what_stands_in_the_answer(saved: Path) -> None:
+def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_what_stands_in_the_answer(
+    saved: Path,
+) -> None:
     tokenizer = load_with(saved, "chatml")
     unlearnt = [{**message, "train": False} if message is APART[1] else message for message in APART]
     assert [outcome_of(tokenizer, messages=messages).thoughts for messages in (APART, WITHIN, unlearnt)] == [2, 0, 1]
-    assert learnt_runs(tokenizer, rows_of(tokenizer, WITHIN)) == [f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]]
+    assert learnt_runs(tokenizer, rows_of(tokenizer, WITHIN)) == [
+        f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]
+    ]

@@ -24,7 +24,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Any]:
     """Two that split text alike, by whether they put BOS before it."""
     folder = tmp_path_factory.mktemp("tokenizers")
     return {
-        bos: load_with(save_tokenizer(folder / str(bos), "gpt2", bos="<s>", eos="</s>", adds_bos=bos)) for bos in (False, True)
+        bos: load_with(save_tokenizer(folder / str(bos), "gpt2", bos="<s>", eos="</s>", adds_bos=bos))
+        for bos in (False, True)
     }
 
 
@@ -43,9 +44,13 @@ def test_every_token_but_the_first_is_a_target_exactly_once(
     whole = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     assert tokenizer.decode(whole[int(bos) : -1]) == text
     assert all(2 <= len(row.input_ids) <= limit and not row.prompt_ids and not row.reference for row in rows)
-    assert all(label in (IGNORED, token) for row in rows for token, label in zip(row.input_ids, row.labels, strict=True))
+    assert all(
+        label in (IGNORED, token) for row in rows for token, label in zip(row.input_ids, row.labels, strict=True)
+    )
     assert [label for row in rows for label in row.labels[1:]] == (whole[1:] if text else [])
-    assert all(a.input_ids[-1] == b.input_ids[0] for a, b in itertools.pairwise(rows)), "only read again by the next row"
+    assert all(a.input_ids[-1] == b.input_ids[0] for a, b in itertools.pairwise(rows)), (
+        "only read again by the next row"
+    )
 
 
 def test_typed_policies_are_obeyed(tokenizers: Mapping[bool, Any]) -> None:

@@ -27,11 +27,13 @@ plan_of = partial(plans.plan_of, name=LLAMA, max_seq_len=512, max_steps=100, com
 @pytest.mark.parametrize(
     ("mode", "recompute", "tokens", "gflops"),
     [("full", False, 2048, 46.9), ("full", True, 2048, 62.5), ("lora", False, 8192, 37.5)],
-)  # fmt: skip
+)
 def test_operations_of_a_token_of_llama_3(mode: Any, recompute: bool, tokens: int, gflops: float) -> None:
     """Figures of shared facts, by counting: 2 N forward, attention 2 S h a layer."""
     config = Config(model=ModelConfig(name=LLAMA), tuning=TuningConfig(mode=mode))
-    assert flops_per_token(config, shape_of(config.model), tokens, recompute=recompute) / 1e9 == pytest.approx(gflops, rel=0.01)
+    assert flops_per_token(config, shape_of(config.model), tokens, recompute=recompute) / 1e9 == pytest.approx(
+        gflops, rel=0.01
+    )
 
 
 # Energy and money.

@@ -38,7 +38,10 @@ def lost(event: str = "started") -> int:
 def test_so_many_restarts_and_then_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert [lost() for _ in range(3)] == [LOST, LOST, 3]
     said = capsys.readouterr().err
-    assert "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in said and "the count starts over" in said
+    assert (
+        "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in said
+        and "the count starts over" in said
+    )
     assert lost() == LOST, "who submits again has looked at it"
 
 
@@ -67,8 +70,15 @@ def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> No
 def test_pods_that_the_kernel_kills_count_too(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The master's name never gets an address: 175 each time; after tries that were killed it is 3, which no scheduler tries again."""
-    for name, text in {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "nobody.invalid", LIMIT: "1"}.items():
+    """The master's name never gets an address: 175 each time; after tries that were killed it is 3, which no scheduler
+    tries again.
+    """
+    for name, text in {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "0",
+        "PET_MASTER_ADDR": "nobody.invalid",
+        LIMIT: "1",
+    }.items():
         monkeypatch.setenv(name, text)
     words = [*WORDS, "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=1"]
     run.checkpoint(40).mkdir(parents=True)

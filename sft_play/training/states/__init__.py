@@ -1,4 +1,5 @@
-"""Every state of a run that is not weights: collected, written without pickle, and put back on any number of ranks (ADR 7).
+"""Every state of a run that is not weights: collected, written without pickle, and put back on any number of ranks (ADR
+7).
 
 - `layout`: where each strategy keeps parameters and their optimizer states; `facts`: states that are a few numbers;
 - `files`: which range of which parameter is where, and what differs between ranks.
@@ -22,7 +23,15 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.checkpoints import step_of
-from sft_play.runs.manifest import FORMAT, STATES_NAME, StatesFacts, check_states, optimizer_file, random_file, read_facts
+from sft_play.runs.manifest import (
+    FORMAT,
+    STATES_NAME,
+    StatesFacts,
+    check_states,
+    optimizer_file,
+    random_file,
+    read_facts,
+)
 from sft_play.training.ranks import Ranks, TrainContext, outline
 from sft_play.training.slow_network import LocalSteps
 from sft_play.training.states.facts import (
@@ -98,9 +107,9 @@ def collect(
 ) -> States:
     """Return this rank's states after an optimizer step. Collective: all ranks call it together.
 
-    With `clone` nothing that is returned shares memory with the trainer, so that it may train on while they are written.
-    `average`: where weights differ between ranks, the average of each trained parameter, on rank 0.
-    Raise `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
+    With `clone` nothing that is returned shares memory with the trainer, so that it may train on while they are
+    written. `average`: where weights differ between ranks, the average of each trained parameter, on rank 0. Raise
+    `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
     """
     layout, first = layout_of(trainer), context.ranks.first
     own = facts_of(context, local)
@@ -122,13 +131,17 @@ def collect(
 
 
 def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> States | None:
-    """Return what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to it. Collective."""
+    """Return what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to
+    it. Collective.
+    """
     mine = None
     if ranks.rank not in together:
         mine = {
-            "tensors": outline(states.tensors), "values": states.values, "random": [outline(states.random[0]), states.random[1]],
+            "tensors": outline(states.tensors),
+            "values": states.values,
+            "random": [outline(states.random[0]), states.random[1]],
             "pieces": None if states.pieces is None else [piece.facts() for piece in states.pieces],
-        }  # fmt: skip
+        }
     others = []
     for rank, facts in enumerate(ranks.gather(mine)):
         if facts is None:
@@ -140,7 +153,9 @@ def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> S
             tensors, (random, metadata) = ranks.receive(rank, facts["tensors"]), facts["random"]
             pieces = None if facts["pieces"] is None else tuple(Piece.read(one, "") for one in facts["pieces"])
             drawn = ranks.receive(rank, random), metadata
-            others.append(States(rank=rank, pieces=pieces, tensors=tensors, values=facts["values"], random=drawn, facts=None))
+            others.append(
+                States(rank=rank, pieces=pieces, tensors=tensors, values=facts["values"], random=drawn, facts=None)
+            )
     return replace(states, others=tuple(others)) if mine is None else None
 
 
@@ -185,20 +200,34 @@ class _Collector:
         part = flat[share.offset : share.offset + share.elements]
         kind: Kind = "columns" if share.columns else "slice"
         self.add(
-            name, part.view(share.shape[0], -1) if share.columns else part, share.name, kind, share.start, share.end, share.shape
+            name,
+            part.view(share.shape[0], -1) if share.columns else part,
+            share.name,
+            kind,
+            share.start,
+            share.end,
+            share.shape,
         )
 
-    def add(self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]) -> None:
+    def add(
+        self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]
+    ) -> None:
         """Add one piece."""
         kept = tensor.detach().to("cpu", copy=self.clone).contiguous()
         key = f"{state}/{parameter}"
         self.tensors[key] = kept
         self.pieces.append(
             Piece(
-                key=key, parameter=parameter, state=state, kind=kind, start=start, end=end, shape=shape,
+                key=key,
+                parameter=parameter,
+                state=state,
+                kind=kind,
+                start=start,
+                end=end,
+                shape=shape,
                 dtype=str(kept.dtype).removeprefix("torch."),
             )
-        )  # fmt: skip
+        )
 
 
 def _facts(
@@ -229,7 +258,8 @@ def _facts(
 def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
     """Return the trainable parameters that a checkpoint's weights hold under their own name and in their own shape.
 
-    An adapter's file has shorter names, and for some models transformers writes the original names and forms of the hub.
+    An adapter's file has shorter names, and for some models transformers writes the original names and forms of the
+    hub.
     """
     if context.config.tuning.mode != "full":
         return frozenset()
@@ -253,7 +283,8 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
     layout = layout_of(trainer)
     if facts.optimizer != type(layout.optimizer).__name__:
         raise CheckpointError(
-            f"the checkpoint holds states of `{facts.optimizer}`, and this run's optimizer is `{type(layout.optimizer).__name__}`",
+            f"the checkpoint holds states of `{facts.optimizer}`, and this run's optimizer is"
+            f" `{type(layout.optimizer).__name__}`",
             place=str(checkpoint),
             hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",
         )
@@ -290,7 +321,9 @@ def restore_random(context: TrainContext, checkpoint: Path) -> None:
 
 
 def _draws_as(context: TrainContext) -> int:
-    """Return the rank whose random numbers this one draws: those with slices of one layer must draw the same (dropout, NEFTune)."""
+    """Return the rank whose random numbers this one draws: those with slices of one layer must draw the same (dropout,
+    NEFTune).
+    """
     return context.ranks.rank - context.ranks.rank % context.plan.tensor_parallel
 
 
@@ -306,11 +339,16 @@ def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Se
         if state is not None:
             _fill(share, target, partial(shelf.fill, parameter=share.name, state=state))
             continue
-        aliases = [share.name, *(name for name, source in ties.items() if source == share.name), ties.get(share.name, share.name)]
+        aliases = [
+            share.name,
+            *(name for name, source in ties.items() if source == share.name),
+            ties.get(share.name, share.name),
+        ]
         pieces = next(filter(None, map(shelf.weight, aliases)), [])
         if not pieces or pieces[0].shape != share.shape:
             raise CheckpointError(
-                f"the checkpoint has no values of `{share.name}`, which this run trains, in the shape {list(share.shape)}",
+                f"the checkpoint has no values of `{share.name}`, which this run trains, in the shape"
+                f" {list(share.shape)}",
                 place=str(shelf.checkpoint),
                 hint="the tuning mode, the adapter or the model has changed; start a new run",
             )

@@ -1,4 +1,6 @@
-"""States that are a few numbers: parameter groups, scheduler, loss scaler, DeepSpeed's counters, random states. As JSON, exact."""
+"""States that are a few numbers: parameter groups, scheduler, loss scaler, DeepSpeed's counters, random states. As
+JSON, exact.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ ELEMENTWISE = frozenset({
 
 
 def to_plain(value: Any, what: str) -> Any:
-    """Return `value` as JSON has it, tuples as lists and one-element tensors as numbers. Raise `CheckpointError` for anything else."""
+    """Return `value` as JSON has it, tuples as lists and one-element tensors as numbers. Raise `CheckpointError` for
+    anything else.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -82,7 +86,9 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
     """Put hyperparameters back. Raise `CheckpointError` for another number of groups."""
     mine = _groups(optimizer)
     if len(mine) != len(groups):
-        raise CheckpointError(f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}")
+        raise CheckpointError(
+            f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}"
+        )
     for group, kept in zip(mine, groups, strict=True):
         for name, plain in from_plain(kept).items():
             now, value = group.get(name), plain
@@ -95,7 +101,9 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
 
 
 def scheduler_of(scheduler: Any, optimizer: Any) -> dict[str, Any] | None:
-    """Return a scheduler's state, and which of the groups that it counts have parameters: DeepSpeed drops those without."""
+    """Return a scheduler's state, and which of the groups that it counts have parameters: DeepSpeed drops those
+    without.
+    """
     if scheduler is None:
         return None
     return {"state": to_plain(scheduler.state_dict(), "scheduler"), "filled": _have_parameters(optimizer)}
@@ -116,7 +124,8 @@ def set_scheduler(scheduler: Any, optimizer: Any, kept: dict[str, Any] | None) -
 
 
 def _follow(scheduler: Any) -> None:
-    """Give the groups the learning rate that this run's schedule has at this step: one that was made longer has another than was kept.
+    """Give the groups the learning rate that this run's schedule has at this step: one that was made longer has another
+    than was kept.
 
     Of schedules that are functions of the step, where it is the same number to the bit in a run of the same length.
     """
@@ -124,7 +133,9 @@ def _follow(scheduler: Any) -> None:
         scheduler = scheduler.scheduler  # accelerate's wrapper
     if not isinstance(scheduler, LambdaLR):
         return
-    rates = [base * rule(scheduler.last_epoch) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    rates = [
+        base * rule(scheduler.last_epoch) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=False):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -150,7 +161,11 @@ def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
     scaler = loss_scaler(trainer)
     if scaler is None or not trainer.is_deepspeed_enabled:
         return None if scaler is None else to_plain(scaler.state_dict(), "scaler")
-    return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float)) and "__" not in name}
+    return {
+        name: value
+        for name, value in vars(scaler).items()
+        if isinstance(value, (bool, int, float)) and "__" not in name
+    }
 
 
 def set_scaler(trainer: Trainer, kept: dict[str, Any] | None) -> None:
@@ -168,7 +183,9 @@ def set_scaler(trainer: Trainer, kept: dict[str, Any] | None) -> None:
 
 def engine_of(trainer: Trainer) -> dict[str, Any] | None:
     """Return DeepSpeed's counters."""
-    return {name: int(getattr(trainer.model_wrapped, name)) for name in ENGINE} if trainer.is_deepspeed_enabled else None
+    return (
+        {name: int(getattr(trainer.model_wrapped, name)) for name in ENGINE} if trainer.is_deepspeed_enabled else None
+    )
 
 
 def set_engine(trainer: Trainer, kept: dict[str, Any] | None) -> None:
@@ -226,7 +243,9 @@ def random_states_kept() -> Iterator[None]:
 
 
 def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:
-    """Put a rank's states back from its file. Without one (it was not there when the checkpoint was written) it starts from `fresh_seed`."""
+    """Put a rank's states back from its file. Without one (it was not there when the checkpoint was written) it starts
+    from `fresh_seed`.
+    """
     if not path.is_file():
         number = fresh_seed(seed, rank, step)
         random.seed(number)

@@ -1,4 +1,6 @@
-"""Pieces of optimizer states in files: which range of which parameter is where, written and read range by range; whose pieces a rank takes."""
+"""Pieces of optimizer states in files: which range of which parameter is where, written and read range by range; whose
+pieces a rank takes.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
 
 Kind = Literal["slice", "columns", "whole", "rank"]
-"""`slice`: elements of the parameter's range; `columns`: a range of its columns, all rows; `whole`: the same on every rank; `rank`: of
-this rank's layout only."""
+"""`slice`: elements of the parameter's range; `columns`: a range of its columns, all rows; `whole`: the same on every
+rank; `rank`: of this rank's layout only.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +61,8 @@ class Piece:
 def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> Iterator[tuple[Piece, int, int, int]]:
     """Yield how to fill the elements `[start, end)` from `pieces`, which may overlap.
 
-    Each part is (piece, first and end of its own elements, where they go counted from `start`). Raise `CheckpointError` where an element
-    is in no piece; `what` names the state for the message.
+    Each part is (piece, first and end of its own elements, where they go counted from `start`). Raise `CheckpointError`
+    where an element is in no piece; `what` names the state for the message.
     """
     position = start
     for piece in sorted(pieces, key=lambda one: (one.start, -one.end)):
@@ -80,8 +83,8 @@ def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> Iterator[
 def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: int) -> list[tuple[int, int, int, int]]:
     """Return the parts of parameters inside elements `[start, end)` of a buffer in which they lie one after the other.
 
-    `sizes` and `offsets` count elements. Each part is (index of the parameter, first element, end, offset in the range); what is
-    only padding belongs to none.
+    `sizes` and `offsets` count elements. Each part is (index of the parameter, first element, end, offset in the
+    range); what is only padding belongs to none.
     """
     parts = []
     for index, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
@@ -92,7 +95,9 @@ def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: i
 
 
 def partition(numel: int, rank: int, world: int) -> tuple[int, int, int]:
-    """Return (first element, end, size with padding) of a rank's share where each gets an equal part, rounded up (ZeRO-3)."""
+    """Return (first element, end, size with padding) of a rank's share where each gets an equal part, rounded up
+    (ZeRO-3).
+    """
     size = -(-numel // world)
     return min(rank * size, numel), min((rank + 1) * size, numel), size
 
@@ -141,7 +146,9 @@ class Shelf:
         return dict.fromkeys(self._file(alone).keys(), alone) if (self.checkpoint / alone).is_file() else {}
 
     def weight(self, name: str) -> list[Piece]:
-        """Return a weight in the model's own files as the only piece of its values; nothing where there is none of this name."""
+        """Return a weight in the model's own files as the only piece of its values; nothing where there is none of this
+        name.
+        """
         file = self._weights.get(name)
         if file is None:
             return []
@@ -149,7 +156,17 @@ class Shelf:
             shape = tuple(self._file(file).get_slice(name).get_shape())
         whole = math.prod(shape)
         return [
-            Piece(key=name, parameter=name, state="weight", kind="slice", start=0, end=whole, shape=shape, dtype="", file=file)
+            Piece(
+                key=name,
+                parameter=name,
+                state="weight",
+                kind="slice",
+                start=0,
+                end=whole,
+                shape=shape,
+                dtype="",
+                file=file,
+            )
         ]
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
@@ -204,14 +221,17 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint") from error
+        raise CheckpointError(
+            f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint"
+        ) from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write CPU tensors as safetensors, one by one: no copy of all in memory. Raise `OSError`; the file may then be incomplete.
+    """Write CPU tensors as safetensors, one by one: no copy of all in memory. Raise `OSError`; the file may then be
+    incomplete.
 
-    The library's own `save_file` builds the file in memory first and reports a full disk as another error. The format: 8 bytes with the
-    header's length, the header as JSON (name -> type, shape, offsets), the tensors' bytes without gaps
+    The library's own `save_file` builds the file in memory first and reports a full disk as another error. The format:
+    8 bytes with the header's length, the header as JSON (name -> type, shape, offsets), the tensors' bytes without gaps
     (https://github.com/huggingface/safetensors#format).
     """
     # Widest types first, so that every tensor starts at a multiple of its item size.
@@ -253,7 +273,9 @@ def facts_of(context: TrainContext, local: LocalSteps | None) -> dict[str, Any] 
 
 
 def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Tensor]) -> None:
-    """Add what local steps keep beside the optimizer's states; `average`: of weights that differ between ranks. Call on rank 0."""
+    """Add what local steps keep beside the optimizer's states; `average`: of weights that differ between ranks. Call on
+    rank 0.
+    """
     if local is None:
         return
     kept = [(AVERAGE, name, value) for name, value in average.items()]
@@ -264,11 +286,18 @@ def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Te
 
 
 class MeanShelf(Shelf):
-    """Several ranks' own states read as one: numbers of each element are averaged, everything else is the first rank's."""
+    """Several ranks' own states read as one: numbers of each element are averaged, everything else is the first
+    rank's.
+    """
 
     def __init__(self, shelves: Sequence[Shelf]) -> None:
         self.shelves, first = tuple(shelves), shelves[0]
-        self.checkpoint, self._open, self._pieces, self._values = first.checkpoint, first._open, first._pieces, first._values
+        self.checkpoint, self._open, self._pieces, self._values = (
+            first.checkpoint,
+            first._open,
+            first._pieces,
+            first._values,
+        )
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
         """As `Shelf.fill`, with the mean over those ranks that have the state."""
@@ -295,11 +324,13 @@ class Sources:
     """Whether all ranks continue with the weights that they had."""
 
 
-def sources_of(context: TrainContext, local: LocalSteps | None, checkpoint: Path, facts: StatesFacts, shelf: Shelf) -> Sources:
+def sources_of(
+    context: TrainContext, local: LocalSteps | None, checkpoint: Path, facts: StatesFacts, shelf: Shelf
+) -> Sources:
     """Return the sources; `shelf` is what rank 0 wrote.
 
-    A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then begin with the
-    average's weights.
+    A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then
+    begin with the average's weights.
     """
     if facts.own is None:
         return Sources(values=shelf, order=VALUES, states=shelf, alike=True)

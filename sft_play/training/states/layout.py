@@ -1,5 +1,6 @@
-"""How each strategy lays parameters out: the tensors that the optimizer steps, which parts of which parameters lie in them, their bytes; and the
-proof of what each rank held."""
+"""How each strategy lays parameters out: the tensors that the optimizer steps, which parts of which parameters lie in
+them, their bytes; and the proof of what each rank held.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from sft_play.training.states.files import flat_shares, partition
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The elements `[start, end)` of a parameter, at `offset` of the bundle that holds them; with `columns` these columns of all rows."""
+    """The elements `[start, end)` of a parameter, at `offset` of the bundle that holds them; with `columns` these
+    columns of all rows.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +48,9 @@ class Bundle:
     key: Tensor
     """What the optimizer's `state` is keyed by."""
     local: Tensor
-    """The values that count, [elements of this rank]: the master copy where weights are kept in fewer digits. A view, to be written into."""
+    """The values that count, [elements of this rank]: the master copy where weights are kept in fewer digits. A view,
+    to be written into.
+    """
     shares: tuple[Share, ...]
     """Without padding."""
     master: bool
@@ -71,7 +76,9 @@ class Layout:
 
 
 def layout_of(trainer: Any) -> Layout:
-    """Return where this rank's trainable parameters and their states lie. Raise `CheckpointError` for what cannot be saved."""
+    """Return where this rank's trainable parameters and their states lie. Raise `CheckpointError` for what cannot be
+    saved.
+    """
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     if trainer.is_deepspeed_enabled:
         zero = trainer.model_wrapped.optimizer
@@ -129,14 +136,18 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
     part = slice_of(parameter)
     dim = part.dim if part is not None else 0
     if any(isinstance(one, Shard) and one.dim != dim for one in parameter.placements):
-        raise CheckpointError(f"`{name}` is not sharded by rows ({parameter.placements}), so its states cannot be saved")
+        raise CheckpointError(
+            f"`{name}` is not sharded by rows ({parameter.placements}), so its states cannot be saved"
+        )
     mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
     local = parameter.data.to_local()
     _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     first, width = part.start if part is not None else 0, 1 if dim else math.prod(shape[1:])
     start = first * width + (min(offset[dim] * width, parameter.numel()) if shape else 0)
     end = start + (local.shape[1] if dim else local.numel())
-    share = Share(name=name, shape=part.shape if part else tuple(shape), start=start, end=end, offset=0, columns=dim == 1)
+    share = Share(
+        name=name, shape=part.shape if part else tuple(shape), start=start, end=end, offset=0, columns=dim == 1
+    )
     rows = local.shape
     return Bundle(
         label=name,
@@ -144,8 +155,12 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
         local=local.view(-1),
         shares=(share,),
         master=False,
-        wrap=lambda flat: DTensor.from_local(flat.view(rows), mesh, placements, run_check=False, shape=shape, stride=stride),
-        unwrap=lambda state: state.to_local().reshape(-1) if isinstance(state, DTensor) and _per_element(state, shape) else None,
+        wrap=lambda flat: DTensor.from_local(
+            flat.view(rows), mesh, placements, run_check=False, shape=shape, stride=stride
+        ),
+        unwrap=lambda state: (
+            state.to_local().reshape(-1) if isinstance(state, DTensor) and _per_element(state, shape) else None
+        ),
     )
 
 
@@ -163,7 +178,9 @@ def _flat(label: str, key: Tensor, shares: Sequence[Share], *, master: bool) -> 
 
 
 def _zero12(zero: Any, names: dict[int, str]) -> Layout:
-    """ZeRO-1 and 2: the parameters of a group lie one after the other in a buffer, cut into equal parts, padded at the end."""
+    """ZeRO-1 and 2: the parameters of a group lie one after the other in a buffer, cut into equal parts, padded at the
+    end.
+    """
     bundles = []
     for index, process_group in enumerate(zero.real_dp_process_group):
         rank = distributed.get_rank(process_group)
@@ -177,18 +194,29 @@ def _zero12(zero: Any, names: dict[int, str]) -> Layout:
             offsets = zero.round_robin_bit16_offsets[index]
         begin = rank * flat.numel()
         shares = [
-            Share(name=names[id(parameters[one])], shape=tuple(parameters[one].shape), start=first, end=last, offset=offset)
+            Share(
+                name=names[id(parameters[one])],
+                shape=tuple(parameters[one].shape),
+                start=first,
+                end=last,
+                offset=offset,
+            )
             for one, first, last, offset in flat_shares(sizes, offsets, begin, begin + flat.numel())
         ]
         bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
-    return Layout(optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=_nothing, finish=zero.update_lp_params)
+    return Layout(
+        optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=_nothing, finish=zero.update_lp_params
+    )
 
 
 def _zero3(zero: Any, names: dict[int, str]) -> Layout:
-    """ZeRO-3: each parameter alone is cut into equal parts, the last one padded; a rank's parts lie one after the other."""
+    """ZeRO-3: each parameter alone is cut into equal parts, the last one padded; a rank's parts lie one after the
+    other.
+    """
     if zero.swap_optimizer or zero.params_in_nvme_and_cpu:
         raise CheckpointError(
-            "states that DeepSpeed keeps on NVMe (`offload_optimizer.device` or `offload_param.device`) cannot be saved",
+            "states that DeepSpeed keeps on NVMe (`offload_optimizer.device` or `offload_param.device`) cannot be"
+            " saved",
             hint="set both to `cpu`, or `train.save_strategy: no`",
         )
     bundles = []
@@ -200,7 +228,9 @@ def _zero3(zero: Any, names: dict[int, str]) -> Layout:
             assert size == parameter.partition_numel(), (names[id(parameter)], size, parameter.partition_numel())
             if start < end:
                 shares.append(
-                    Share(name=names[id(parameter)], shape=tuple(parameter.ds_shape), start=start, end=end, offset=offset)
+                    Share(
+                        name=names[id(parameter)], shape=tuple(parameter.ds_shape), start=start, end=end, offset=offset
+                    )
                 )
             offset += size
         bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
@@ -211,7 +241,11 @@ def _zero3(zero: Any, names: dict[int, str]) -> Layout:
         zero.checkpoint_event_epilogue()
 
     return Layout(
-        optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=zero.checkpoint_event_prologue, finish=finish
+        optimizer=zero.optimizer,
+        bundles=tuple(bundles),
+        sharded=True,
+        begin=zero.checkpoint_event_prologue,
+        finish=finish,
     )
 
 
@@ -222,7 +256,9 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
-    """Return the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters)."""
+    """Return the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32
+    masters).
+    """
     engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
     weights = [held_part(parameter) for parameter in model.parameters()]
     mine = {storage_of(tensor) for tensor in weights}
@@ -240,7 +276,9 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def held_part(tensor: Tensor) -> Tensor:
-    """Return the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the tensor."""
+    """Return the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the
+    tensor.
+    """
     partition: Tensor | None = getattr(tensor, "ds_tensor", None)
     return local_part(tensor) if partition is None else partition
 
@@ -259,7 +297,9 @@ ROWS_NOTED = 100_000
 
 
 class ShardProof(TrainerCallback):
-    """Counts, from its own tensors, what this rank holds at its first update: the proof that sharding happened. Notes its rows too."""
+    """Counts, from its own tensors, what this rank holds at its first update: the proof that sharding happened. Notes
+    its rows too.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[str, Any] = {}
@@ -306,7 +346,9 @@ class ShardProof(TrainerCallback):
         """Write the counts with the ids of the rows that this rank trained and scored."""
         path = context.run.rank_holdings(context.ranks.rank)
         with side_file(path, "what a rank holds"):
-            write_json(path, self.counts | {"rows_trained": sorted(self.rows_trained), "rows_scored": sorted(self.rows_scored)})
+            write_json(
+                path, self.counts | {"rows_trained": sorted(self.rows_trained), "rows_scored": sorted(self.rows_scored)}
+            )
 
 
 def count_gradients(model: Any, optimizer: Any) -> int:

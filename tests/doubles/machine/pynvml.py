@@ -1,6 +1,8 @@
-"""Double of NVIDIA's `pynvml`: the machine that the JSON file in `NVML_DOUBLE` describes (`tests/nvml_double.py` writes it).
+"""Double of NVIDIA's `pynvml`: the machine that the JSON file in `NVML_DOUBLE` describes (`tests/nvml_double.py` writes
+it).
 
-The file is read at every call, so a test can take a card away while a process runs. Only the standard library is imported.
+The file is read at every call, so a test can take a card away while a process runs. Only the standard library is
+imported.
 """
 
 import json
@@ -9,16 +11,26 @@ from pathlib import Path
 from types import SimpleNamespace as Row
 
 NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NO_PERMISSION, NVML_ERROR_NOT_FOUND = 3, 4, 6
-NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_GPU_IS_LOST, NVML_ERROR_LIB_RM_VERSION_MISMATCH = (
+(
+    NVML_ERROR_DRIVER_NOT_LOADED,
+    NVML_ERROR_LIBRARY_NOT_FOUND,
+    NVML_ERROR_GPU_IS_LOST,
+    NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+) = (
     9,
     12,
     15,
     18,
 )
 WORDS = {
-    3: "Not Supported", 4: "Insufficient Permissions", 6: "Not Found", 9: "Driver Not Loaded", 12: "NVML Shared Library Not Found",
-    15: "GPU is lost", 18: "RM has detected an NVML/RM version mismatch.",
-}  # fmt: skip
+    3: "Not Supported",
+    4: "Insufficient Permissions",
+    6: "Not Found",
+    9: "Driver Not Loaded",
+    12: "NVML Shared Library Not Found",
+    15: "GPU is lost",
+    18: "RM has detected an NVML/RM version mismatch.",
+}
 
 
 class NVMLError(Exception):
