@@ -110,14 +110,14 @@ class Marks:
         begun = (self.lead, self.opening, self.form.opening if self.form else "")
         return any(mark.startswith(raw.strip()) for mark in begun)
 
-    def called(self, said: Said) -> Said:
+    def called(self, answer: Said) -> Said:
         """Return an answer to a question that is answered by calls, where nothing but their form tells that it is
         one.
         """
-        if said.calls or self.form is None or self.form.opening:
-            return said
-        found = self.form.read(said.text)
-        return said._replace(text="", calls=tuple(call_text(*call) for call in found)) if found else said
+        if answer.calls or self.form is None or self.form.opening:
+            return answer
+        calls = self.form.read(answer.text)
+        return answer._replace(text="", calls=tuple(call_text(*call) for call in calls)) if calls else answer
 
     def _unclosed(self, text: str, generated: bool) -> bool:
         begins = any(text.lstrip().startswith(mark) for mark in (self.opening, OPEN) if mark)
@@ -137,8 +137,8 @@ class Marks:
 
 
 def _read(form: CallForm, text: str) -> tuple[str, ...]:
-    found = form.read(text)
-    return (" ".join(text.split()),) if found is None else tuple(call_text(*call) for call in found)
+    calls = form.read(text)
+    return (" ".join(text.split()),) if calls is None else tuple(call_text(*call) for call in calls)
 
 
 def call_text(name: str, arguments: Any) -> str:
@@ -159,8 +159,8 @@ def marks_of(tokenizer: Any) -> Marks:
     """Return the marks of a tokenizer's template, which must not change afterwards."""
     stops = [str(token) for token in tokenizer.convert_ids_to_tokens(end_of_turn_ids(tokenizer))]
     prompt, plain = _written(tokenizer, {"content": WORDS}, stops)
-    lead, found, trail = plain.partition(WORDS)
-    if not found:
+    lead, separator, trail = plain.partition(WORDS)
+    if not separator:
         lead = trail = ""
     _, thinking = _written(tokenizer, {"content": WORDS, "reasoning_content": THOUGHT}, stops)
     opening, _, after = thinking.partition(THOUGHT)
@@ -184,7 +184,7 @@ def parts_of(tokenizer: Any, tokens: Sequence[int]) -> Said:
     return marks_of(tokenizer).cut(raw, plain)
 
 
-def compare_parts(tokenizer: Any, row: Mapping[str, Any], said: Said) -> tuple[Said, Said]:
+def compare_parts(tokenizer: Any, row: Mapping[str, Any], answer: Said) -> tuple[Said, Said]:
     """Return the parts of a prepared row's own answer and of the one that was made, cut by the same marks.
 
     The row's tokens tell its calls; its words are those of the data.
@@ -195,7 +195,7 @@ def compare_parts(tokenizer: Any, row: Mapping[str, Any], said: Said) -> tuple[S
         written = [int(token) for token in row["input_ids"][len(row["prompt_ids"]) :]]
         own = parts_of(tokenizer, written[:-1] if written and written[-1] in end_of_turn_ids(tokenizer) else written)
         reference = reference._replace(calls=(own if words.strip() else marks.called(own)).calls)
-    return reference, marks.called(said) if reference.calls else said
+    return reference, marks.called(answer) if reference.calls else answer
 
 
 def response_template(tokenizer: Any) -> dict[str, Any] | None:
@@ -241,10 +241,10 @@ def _written(
         full = write_chat(tokenizer, [QUESTION, {"role": "assistant", **turn}], **options)
     except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError, DataError):
         return "", ""
-    said = full[len(_common_start(prompt, full)) :]
-    known = [said.rfind(mark) + len(mark) for mark in (WORDS, *ARGUMENTS.values()) if mark in said]
-    ends = [end for stop in stops if (end := said.find(stop, max(known, default=0))) >= 0]
-    return prompt, said[: min(ends, default=len(said))]
+    answer = full[len(_common_start(prompt, full)) :]
+    starts = [answer.rfind(mark) + len(mark) for mark in (WORDS, *ARGUMENTS.values()) if mark in answer]
+    ends = [end for stop in stops if (end := answer.find(stop, max(starts, default=0))) >= 0]
+    return prompt, answer[: min(ends, default=len(answer))]
 
 
 # How calls are written: one and two of them are rendered, and what stands around their names and arguments is read off.
@@ -269,46 +269,48 @@ def _call_form(tokenizer: Any, stops: Sequence[str], lead: str) -> CallForm | No
         {"type": "function", "id": f"qCallId{index}z", "function": {"name": name, "arguments": ARGUMENTS}}
         for index, name in enumerate(NAMES)
     ]
-    one, two = (_written(tokenizer, {"content": "", "tool_calls": calls[:count]}, stops, tools)[1] for count in (1, 2))
-    led, one = one.startswith(lead), one.removeprefix(lead)
+    single, double = (
+        _written(tokenizer, {"content": "", "tool_calls": calls[:count]}, stops, tools)[1] for count in (1, 2)
+    )
+    led, single = single.startswith(lead), single.removeprefix(lead)
     name, (first, second) = NAMES[0], ARGUMENTS
-    if not all(mark in one for mark in (name, *ARGUMENTS, *ARGUMENTS.values())):
+    if not all(mark in single for mark in (name, *ARGUMENTS, *ARGUMENTS.values())):
         return None
-    if enclosing := next((found for found in _objects(one) if first in json.dumps(found[0])), None):
+    if enclosing := next((located for located in _objects(single) if first in json.dumps(located[0])), None):
         written, start, _ = enclosing
         if name in json.dumps(written):
-            opening = one[:start].strip().rstrip("[").strip()
+            opening = single[:start].strip().rstrip("[").strip()
             return CallForm(opening, _object_reader(written), led)
-        return CallForm(one[: one.index(name)].strip(), _named_reader(_before(one, two)), led)
-    key_at, value_at = one.index(first), one.index(ARGUMENTS[first])
-    between = one[key_at + len(first) : value_at]
-    separator = one[value_at + len(ARGUMENTS[first]) : one.index(second)]
-    before_key = _common_end(one[one.index(name) + len(name) : key_at], separator)
+        return CallForm(single[: single.index(name)].strip(), _named_reader(_before(single, double)), led)
+    key_at, value_at = single.index(first), single.index(ARGUMENTS[first])
+    between = single[key_at + len(first) : value_at]
+    separator = single[value_at + len(ARGUMENTS[first]) : single.index(second)]
+    before_key = _common_end(single[single.index(name) + len(name) : key_at], separator)
     after_value = separator.removesuffix(before_key)
     read: Read = _read_python
     if before_key.strip() and between.strip() and after_value.strip():
-        read = _pairs_reader(_before(one, two), before_key.strip(), between.strip(), after_value.strip())
-    return CallForm(one[: one.index(name)].strip(), read, led)
+        read = _pairs_reader(_before(single, double), before_key.strip(), between.strip(), after_value.strip())
+    return CallForm(single[: single.index(name)].strip(), read, led)
 
 
-def _before(one: str, two: str) -> str:
+def _before(single: str, double: str) -> str:
     """Return what stands before the name of every call."""
-    opening = one[: one.index(NAMES[0])]
-    if NAMES[1] in two:
-        between = two[two.rindex(ARGUMENTS["qKeybz"], 0, two.index(NAMES[1])) : two.index(NAMES[1])]
+    opening = single[: single.index(NAMES[0])]
+    if NAMES[1] in double:
+        between = double[double.rindex(ARGUMENTS["qKeybz"], 0, double.index(NAMES[1])) : double.index(NAMES[1])]
         opening = _common_end(opening, between) or opening
     return opening.strip()
 
 
-def _common_start(one: str, other: str) -> str:
+def _common_start(first: str, second: str) -> str:
     end = next(
-        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
-    return one[:end]
+    return first[:end]
 
 
-def _common_end(one: str, other: str) -> str:
-    return _common_start(one[::-1], other[::-1])[::-1]
+def _common_end(first: str, second: str) -> str:
+    return _common_start(first[::-1], second[::-1])[::-1]
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
@@ -317,8 +319,8 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
     while at >= 0:
         end = at + 1
         try:
-            found, end = decoder.raw_decode(text, at)
-            yield found, at, end
+            value, end = decoder.raw_decode(text, at)
+            yield value, at, end
         except (json.JSONDecodeError, RecursionError):
             pass
         at = text.find("{", end)
@@ -331,15 +333,21 @@ def _object_reader(written: dict[str, Any]) -> Read:
     )
     inner = written[outer] if outer else written
     name = next((key for key, value in inner.items() if value == NAMES[0]), None)
-    given = next((key for key, value in inner.items() if value == ARGUMENTS or _decoded(value) == ARGUMENTS), "")
+    arguments_key = next(
+        (key for key, value in inner.items() if value == ARGUMENTS or _decoded(value) == ARGUMENTS), ""
+    )
 
     def read(text: str) -> list[tuple[str, Any]] | None:
         calls = []
-        for found, _, _ in _objects(text):
-            call = found.get(outer) if outer else found
-            if not isinstance(call, dict) or given not in call or not isinstance(called := call.get(str(name)), str):
+        for parsed, _, _ in _objects(text):
+            call = parsed.get(outer) if outer else parsed
+            if (
+                not isinstance(call, dict)
+                or arguments_key not in call
+                or not isinstance(called := call.get(str(name)), str)
+            ):
                 return None
-            calls.append((called, _decoded(call[given])))
+            calls.append((called, _decoded(call[arguments_key])))
         return calls or None
 
     return read
@@ -381,10 +389,10 @@ def _pairs_reader(before: str, before_key: str, between: str, after_value: str) 
 def _read_python(text: str) -> list[tuple[str, Any]] | None:
     """Read a list of calls as Python writes them: `[add(a=2), stop()]`."""
     try:
-        found = ast.parse(text[text.index("[") : text.rindex("]") + 1], mode="eval").body
-        calls = [call for call in getattr(found, "elts", ()) if isinstance(call, ast.Call)]
-        given = [{str(part.arg): ast.literal_eval(part.value) for part in call.keywords} for call in calls]
-        return [(ast.unparse(call.func), arguments) for call, arguments in zip(calls, given, strict=True)] or None
+        expression = ast.parse(text[text.index("[") : text.rindex("]") + 1], mode="eval").body
+        calls = [call for call in getattr(expression, "elts", ()) if isinstance(call, ast.Call)]
+        keywords = [{str(part.arg): ast.literal_eval(part.value) for part in call.keywords} for call in calls]
+        return [(ast.unparse(call.func), arguments) for call, arguments in zip(calls, keywords, strict=True)] or None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
 

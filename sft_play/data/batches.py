@@ -98,7 +98,7 @@ class GlobalBatchSampler:
             raise ValueError(
                 f"shares {shares} cannot hold from step {step} on: {self.next_step} steps are cut, {self.turns} turns"
             )
-        self.changes = [(start, kept) for start, kept in self.changes if start < step] + [(step, tuple(shares))]
+        self.changes = [(start, earlier) for start, earlier in self.changes if start < step] + [(step, tuple(shares))]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; called by accelerate's loader at the start of each epoch."""
@@ -121,11 +121,11 @@ class GlobalBatchSampler:
         """Return this rank's micro-batches of one global batch, `turns` of them."""
         shares = shares or self.ranks
         if self.pack_tokens:
-            found = self._share_packs(batch, shares)
+            micro_batches = self._share_packs(batch, shares)
         else:
             mine = _cut(batch, [micro * steps for micro, steps in shares])[self.rank]
-            found = _cut(mine, [1] * shares[self.rank][1])
-        return [[]] * (self.turns - len(found)) + found
+            micro_batches = _cut(mine, [1] * shares[self.rank][1])
+        return [[]] * (self.turns - len(micro_batches)) + micro_batches
 
     def _share_packs(self, batch: Sequence[int], shares: Shares) -> list[list[int]]:
         sizes = [self.lengths[row] for row in batch]
@@ -155,16 +155,16 @@ def _deal(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]
     the fewest.
     """
     slots = [micro * steps for micro, steps in shares]
-    found: list[list[int]] = [[] for _ in shares]
+    packs: list[list[int]] = [[] for _ in shares]
     loads = [0] * len(shares)
     for index, weight in enumerate(weights):
-        free = [rank for rank, (micro, _) in enumerate(shares) if len(found[rank]) < micro * turns]
+        free = [rank for rank, (micro, _) in enumerate(shares) if len(packs[rank]) < micro * turns]
         if not free:
             raise ValueError(f"{len(weights)} packs do not fit {sum(micro for micro, _ in shares) * turns} slots")
-        rank = min(free, key=lambda one: ((loads[one] + weight) / slots[one], one))
-        found[rank].append(index)
+        rank = min(free, key=lambda candidate: ((loads[candidate] + weight) / slots[candidate], candidate))
+        packs[rank].append(index)
         loads[rank] += weight
-    return found
+    return packs
 
 
 def _cut(rows: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
@@ -258,15 +258,15 @@ class Collator:
             positions += range(padding)
             ends.append(len(ids))
         mine = slice(which * width, (which + 1) * width)
-        kept = [
+        predicted = [
             (at - mine.start, target) for at, target in zip(keep, targets, strict=True) if mine.start <= at < mine.stop
         ]
-        kept = kept or [(0, IGNORED)]
+        predicted = predicted or [(0, IGNORED)]
         return {
             "input_ids": torch.tensor([ids[mine]]),
             "position_ids": torch.tensor([positions[mine]]),
-            "logits_to_keep": torch.tensor([at for at, _ in kept]),
-            "targets": torch.tensor([target for _, target in kept]),
+            "logits_to_keep": torch.tensor([at for at, _ in predicted]),
+            "targets": torch.tensor([target for _, target in predicted]),
             **(lengths_of(ends, max(positions) + 1, self.device) if self.by_lengths else {}),
         }
 

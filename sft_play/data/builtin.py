@@ -53,19 +53,19 @@ def _code(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield modules as documents with `text` and `path`, those of the library first, each in the order of their
     names.
     """
-    found = list(_modules(Path(sysconfig.get_paths()["stdlib"]), TESTS))
+    modules = list(_modules(Path(sysconfig.get_paths()["stdlib"]), TESTS))
     package = importlib.util.find_spec("transformers")
     for root in (package.submodule_search_locations or [])[:1] if package else []:
-        found += [(f"transformers/{name}", text) for name, text in _modules(Path(root), TESTS) if not _repeats(name)]
-    for module, text in found:
+        modules += [(f"transformers/{name}", text) for name, text in _modules(Path(root), TESTS) if not _repeats(name)]
+    for module, text in modules:
         if text.strip() and _held_out(module) == (split == "validation"):
             yield module, {"text": text, "path": module}
 
 
 def _repeats(module: str) -> bool:
     """Whether a module of transformers is mostly what stands in others too: the code of its several hundred models."""
-    kept = ("configuration_", "tokenization_")
-    return module.startswith("models/") and not module.rpartition("/")[2].startswith(kept)
+    prefixes = ("configuration_", "tokenization_")
+    return module.startswith("models/") and not module.rpartition("/")[2].startswith(prefixes)
 
 
 def _docstrings(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -110,7 +110,7 @@ def _modules(root: Path, left_out: frozenset[str] = LEFT_OUT) -> Iterator[tuple[
 @functools.cache
 def _pairs(root: Path) -> tuple[tuple[str, str, str, str], ...]:
     """Return (module file, function, source without its docstring, docstring's first paragraph), each sentence once."""
-    found: dict[str, tuple[str, str, str, str]] = {}
+    pairs: dict[str, tuple[str, str, str, str]] = {}
     for module, text in _modules(root):
         try:
             tree = ast.parse(text)
@@ -121,8 +121,8 @@ def _pairs(root: Path) -> tuple[tuple[str, str, str, str], ...]:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 pair = _pair(node, lines)
                 if pair:
-                    found.setdefault(pair[1], (module, node.name, *pair))
-    return tuple(found.values())
+                    pairs.setdefault(pair[1], (module, node.name, *pair))
+    return tuple(pairs.values())
 
 
 def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str] | None:
@@ -134,10 +134,10 @@ def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tup
     if not (low <= len(sentence) <= high and sentence.endswith(".")):
         return None
     docstring = node.body[0]
-    kept = (
+    body = (
         lines[node.lineno - 1 : docstring.lineno - 1]
         + lines[docstring.end_lineno or docstring.lineno : node.end_lineno]
     )
-    code = textwrap.dedent("\n".join(kept))
+    code = textwrap.dedent("\n".join(body))
     low, high = CODE_CHARACTERS
     return (code, sentence) if low <= len(code) <= high else None

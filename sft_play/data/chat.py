@@ -90,25 +90,25 @@ class Renderer:
             check_written(messages[: last + 1], tools, self.render)
         if loss_on == "all":
             return [self._everything(messages, tools)]
-        wanted = answers_to_learn(messages, loss_on)
-        prompt, answer = self.answer(messages, wanted[-1], tools)
+        learnt = answers_to_learn(messages, loss_on)
+        prompt, answer = self.answer(messages, learnt[-1], tools)
         earlier, alone = [], []
-        for index in wanted[:-1]:
-            before, said = self.answer(messages, index, tools)
+        for index in learnt[:-1]:
+            before, answer_before = self.answer(messages, index, tools)
             words = messages[index]["content"]
-            if prompt.startswith(before + said):
-                earlier.append(Span(len(before), len(before) + len(said), words))
+            if prompt.startswith(before + answer_before):
+                earlier.append(Span(len(before), len(before) + len(answer_before), words))
             else:  # a row of its own, as inference sees and writes it then
-                alone.append(RowText(before, said, words))
-        return [*alone, RowText(prompt, answer, messages[wanted[-1]]["content"], tuple(earlier))]
+                alone.append(RowText(before, answer_before, words))
+        return [*alone, RowText(prompt, answer, messages[learnt[-1]]["content"], tuple(earlier))]
 
     def answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None = None) -> tuple[str, str]:
         """Return the prompt of message `index` and what the model writes then, with the end of its turn. Raise
         `DataError`.
         """
-        prompt, said = self._answer(messages, index, tools)
+        prompt, answer = self._answer(messages, index, tools)
         for stop in self.stops:
-            if 0 <= said.find(stop) < len(said) - len(stop):
+            if 0 <= answer.find(stop) < len(answer) - len(stop):
                 raise DataError(
                     f"the answer of turn {index + 1} holds `{stop}`, which ends a turn: inference would stop there",
                     hint=(
@@ -116,7 +116,7 @@ class Renderer:
                         " `filter`"
                     ),
                 )
-        return prompt, said
+        return prompt, answer
 
     def _answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None) -> tuple[str, str]:
         message = messages[index]
@@ -148,12 +148,12 @@ class Renderer:
                 raise DataError(
                     f"the chat template does not write turn {number} after its prompt, {_NOT_EXACT}", hint=_BY_ANSWER
                 )
-            said = full[len(prompt) : len(prompt) + self._end(full[len(prompt) :], blank=False)]
-            check_answer(messages, index, prompt, said, tools, self.render, lambda text: self._end(text, blank=False))
-            return prompt, said
+            answer = full[len(prompt) : len(prompt) + self._end(full[len(prompt) :], blank=False)]
+            check_answer(messages, index, prompt, answer, tools, self.render, lambda text: self._end(text, blank=False))
+            return prompt, answer
         marked = self.render([*messages[:index], {**message, "content": MARKER}], tools)
-        head, found, tail = marked.partition(MARKER)
-        if not found or MARKER in tail or not full.endswith(tail):
+        head, marker, tail = marked.partition(MARKER)
+        if not marker or MARKER in tail or not full.endswith(tail):
             raise DataError(
                 f"the chat template does not write the answer of turn {number} in one place, {_NOT_EXACT}",
                 hint=_BY_ANSWER,
@@ -195,12 +195,12 @@ class Renderer:
             if message.get("train") is not False:
                 continue
             if message["role"] == "assistant":
-                before, said = self.answer(messages, index, tools)
-                start, end = len(before), len(before) + len(said)
+                before, answer_text = self.answer(messages, index, tools)
+                start, end = len(before), len(before) + len(answer_text)
             else:
                 start, end = self._words(messages, index, last, tools, prompt)
-                before, said = prompt[:start], prompt[start:end]
-            if not (prompt + answer).startswith(before + said):
+                before, answer_text = prompt[:start], prompt[start:end]
+            if not (prompt + answer).startswith(before + answer_text):
                 raise DataError(
                     f"the chat template changes earlier turns when later ones are added, {_NOT_EXACT}", hint=_BY_ANSWER
                 )
@@ -214,8 +214,8 @@ class Renderer:
         marked = [
             {**message, "content": MARKER} if at == index else message for at, message in enumerate(messages[:last])
         ]
-        head, found, tail = self.render(marked, tools, prompt=True).partition(MARKER)
-        if not found or MARKER in tail or not (prompt.startswith(head) and prompt.endswith(tail)):
+        head, marker, tail = self.render(marked, tools, prompt=True).partition(MARKER)
+        if not marker or MARKER in tail or not (prompt.startswith(head) and prompt.endswith(tail)):
             raise DataError(f"the chat template does not write turn {index + 1} in one place, {_NOT_EXACT}")
         return len(head), len(prompt) - len(tail)
 
@@ -276,8 +276,10 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
 
     A generation prompt may say more than the finished turn (a closed, empty thought): then the words follow the prompt.
     """
-    more = prompt[len(head) :]
-    if not (prompt.startswith(head) and full.startswith(head)) or more.count("<think>") > more.count("</think>"):
+    generation_prompt = prompt[len(head) :]
+    if not (prompt.startswith(head) and full.startswith(head)) or generation_prompt.count(
+        "<think>"
+    ) > generation_prompt.count("</think>"):
         r1 = "`data.chat_template: deepseek_r1`" if "<\uff5cAssistant\uff5c>" in prompt else "`data.chat_template`"
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
@@ -311,10 +313,10 @@ class RoleMarks:
     def check(self, messages: Sequence[Message]) -> None:
         """Raise `DataError` for a turn that holds them."""
         for index, turn in enumerate(messages):
-            found = [mark for mark in self.marks if mark in turn["content"]]
-            if found and (self.special or len(found) == len(self.marks)):
+            written = [mark for mark in self.marks if mark in turn["content"]]
+            if written and (self.special or len(written) == len(self.marks)):
                 raise DataError(
-                    f"turn {index + 1} ({turn['role']}) holds `{found[0]}`, which the chat template writes itself: the"
+                    f"turn {index + 1} ({turn['role']}) holds `{written[0]}`, which the chat template writes itself: the"
                     " row was rendered already, and would be rendered twice",
                     hint=(
                         "give the turns without the template's marks (`messages`: a role and its words); or put prompt"
@@ -327,14 +329,17 @@ class RoleMarks:
 def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMarks:
     """Return the marks of a tokenizer's template; none where it does not write a plain conversation."""
     asked = [{"role": "user", "content": "qFirstz"}]
-    more = [*asked, {"role": "assistant", "content": MARKER}, {"role": "user", "content": "qSecondz"}]
+    conversation = [*asked, {"role": "assistant", "content": MARKER}, {"role": "user", "content": "qSecondz"}]
     try:
         before_answer = render(asked, None, True).partition("qFirstz")[2]
-        before_user = render(more, None, False).partition(MARKER)[2].partition("qSecondz")[0]
+        before_user = render(conversation, None, False).partition(MARKER)[2].partition("qSecondz")[0]
     except DataError:
         return RoleMarks()
-    known = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
-    tokens = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or r"(?!)")
+    special_tokens = {
+        *tokenizer.all_special_tokens,
+        *(token.content for token in tokenizer.added_tokens_decoder.values()),
+    }
+    tokens = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
     marks = tuple(dict.fromkeys(_role_mark(text, stops, tokens) for text in (before_user, before_answer)))
     if not all(marks):
         return RoleMarks()
@@ -356,14 +361,14 @@ def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> s
     text = between.strip()
     for stop in stops:
         text = text.removeprefix(stop).strip()
-    found = list(tokens.finditer(text))
-    for index, token in enumerate(found):
-        after = found[index + 1] if index + 1 < len(found) else None
+    matches = list(tokens.finditer(text))
+    for index, token in enumerate(matches):
+        after = matches[index + 1] if index + 1 < len(matches) else None
         word = text[token.end() : after.start() if after else len(text)].split("\n")[0]
         if word.strip():
             whole = after is not None and token.end() + len(word) == after.start()
             return text[token.start() : after.end() if after and whole else token.end() + len(word)].strip()
-    return found[0].group() if found else text
+    return matches[0].group() if matches else text
 
 
 # What a chat template really writes, as one checksum: files may stay the same while the library that renders them
@@ -504,7 +509,7 @@ def check_answer(
     messages: Sequence[Message],
     index: int,
     prompt: str,
-    said: str,
+    learnt: str,
     tools: Sequence[Any] | None,
     render: Render,
     end: Callable[[str], int],
@@ -523,7 +528,7 @@ def check_answer(
             f"the chat template does not write the calls of turn {number} before the end of the turn", hint=HINT
         )
     words = message["content"].rpartition("</think>")[2].strip()
-    if words not in said:
+    if words not in learnt:
         raise DataError(
             f"the chat template does not write the words of turn {number} next to its calls",
             hint="leave the words out of that turn, or take another template: `data.chat_template`",

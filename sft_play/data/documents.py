@@ -47,11 +47,11 @@ def read_document(content: bytes, ending: str, place: str) -> Document | str:
     """
     if not content.strip():
         return EMPTY
-    found = DOCUMENTS[ending](content, place)
-    text = clean(found.text)
+    document = DOCUMENTS[ending](content, place)
+    text = clean(document.text)
     if not text:
-        return SCANNED if found.pictures else EMPTY
-    return replace(found, text=text, title=" ".join(clean(found.title or "").split()) or None)
+        return SCANNED if document.pictures else EMPTY
+    return replace(document, text=text, title=" ".join(clean(document.title or "").split()) or None)
 
 
 def clean(text: str) -> str:
@@ -91,8 +91,8 @@ def _html(data: bytes, place: str) -> Document:
         tree = html.document_fromstring(data)
     except (LxmlError, ValueError) as error:
         raise DataError(f"is not HTML: {first_line(error)}", place=place) from None
-    found, pictures = tree.find(".//title"), tree.find(".//img") is not None
-    title = found.text_content() if found is not None else None
+    title_element, pictures = tree.find(".//title"), tree.find(".//img") is not None
+    title = title_element.text_content() if title_element is not None else None
     text = trafilatura.extract(data, include_comments=False, include_tables=True) or trafilatura.html2txt(data)
     if not text:  # too short for trafilatura to look at
         for hidden in tree.xpath("//head | //script | //style | //noscript | //template"):

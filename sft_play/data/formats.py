@@ -89,11 +89,11 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the system turn of a row's `system` column (or of `system_prompt`, `system_message`), or nothing. Raise
     `DataError`.
     """
-    given = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
-    said = {name: found for name, found in given if not (isinstance(found, str) and not found.strip())}
-    texts = {text_of(found, name): name for name, found in said.items()}
+    columns = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
+    turns = {name: value for name, value in columns if not (isinstance(value, str) and not value.strip())}
+    texts = {text_of(value, name): name for name, value in turns.items()}
     if len(texts) > 1:
-        raise DataError(f"the row has system turns that differ: {names_of(said)}", hint="keep one of them")
+        raise DataError(f"the row has system turns that differ: {names_of(turns)}", hint="keep one of them")
     return [{"role": "system", "content": text} for text in texts]
 
 
@@ -144,10 +144,10 @@ def _turns(row: Row, question: str, answer: str) -> Parts:
     return {"messages": [*system_of(row), *_history(row.get("history")), *last]}
 
 
-def _history(found: Any) -> list[Message]:
+def _history(pairs: Any) -> list[Message]:
     """Return the earlier turns of an Alpaca row: a list of question and answer pairs."""
     turns: list[Message] = []
-    for index, pair in enumerate(() if is_blank(found) else list_of(found, "history", "pairs: question and answer")):
+    for index, pair in enumerate(() if is_blank(pairs) else list_of(pairs, "history", "pairs: question and answer")):
         if not is_list(pair) or len(pair) != 2:
             raise DataError(f"`history[{index}]` is not a pair: question and answer")
         turns.append({"role": "user", "content": text_of(pair[0], f"history[{index}][0]")})
@@ -182,7 +182,7 @@ def _tokens(row: Row) -> Parts:
             raise DataError(f"`{name}` has {len(other)} entries and `input_ids` {len(ids)}")
     _refuse_unread(row, ids)
     for mask in (masks[name] for name in MASKS if name in masks):
-        labels = [label if kept else IGNORED for label, kept in zip(labels or ids, mask, strict=True)]
+        labels = [label if learnt else IGNORED for label, learnt in zip(labels or ids, mask, strict=True)]
     if 0 in masks.get("attention_mask", ()):
         start, end = _unpadded(masks["attention_mask"])
         ids, labels = ids[start:end], None if labels is None else labels[start:end]
@@ -232,17 +232,17 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
             raise DataError(f"`{name}` seems to say which tokens are learnt, and is not read", hint=f"{read}; {unread}")
 
 
-def _flags(found: Any, name: str) -> list[int]:
+def _flags(column: Any, name: str) -> list[int]:
     """Return a mask: 0 and 1, or false and true. Raise `DataError`."""
-    flags = list_of(found, name, "0 and 1")
+    flags = list_of(column, name, "0 and 1")
     others = [flag for flag in flags if type(flag) not in (bool, int) or flag not in (0, 1)]
     if others:
         raise DataError(f"`{name}` holds {others[0]}; expected 0 and 1")
     return list(map(int, flags))
 
 
-def _integers(found: Any, name: str, minimum: int) -> list[int]:
-    values = list(list_of(found, name, "integers"))
+def _integers(column: Any, name: str, minimum: int) -> list[int]:
+    values = list(list_of(column, name, "integers"))
     if set(map(type, values)) - {int}:
         index = next(i for i, value in enumerate(values) if type(value) is not int)
         raise DataError(f"`{name}[{index}]` is {kind_of(values[index])}; expected an integer")
@@ -313,11 +313,11 @@ def recognise(row: Row) -> str:
         hint = f"a conversation may have other names: {other_names(turns, row[turns], 'messages')}"
         hint += f"; a turn in `{turns}` has {names_of(row[turns][0])}"
     else:
-        known = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
+        formats = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
         alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(row, form).items()))
         hint = (
             f"{_suggest_columns(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are"
-            f" {known}"
+            f" {formats}"
         )
     raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {show_row(row)}")
 
@@ -420,9 +420,9 @@ def group_of(row: Row, column: str) -> str:
     """Return the value of `data.group_by`. Raise `DataError` where a row has none."""
     value = row.get(column)
     if value is None:
-        said = "is empty" if column in row else "is missing"
+        problem = "is empty" if column in row else "is missing"
         raise DataError(
-            f"`data.group_by` names the column `{column}`, which {said}; the columns are {names_of(row)}",
+            f"`data.group_by` names the column `{column}`, which {problem}; the columns are {names_of(row)}",
             hint="every row needs a group, so that a group is wholly training or wholly validation",
         )
     if isinstance(value, (str, int, float)):
@@ -455,12 +455,12 @@ def _alike(row: Row, form: str) -> dict[str, str]:
     """Return the columns of a format -> what `row` calls them: in other capitals, or by another name that data sets
     have.
     """
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for new in (*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])):
         names = (name for alias in (new, *ALSO_CALLED.get(new, ())) for name in row if name.lower() == alias)
-        if old := next((name for name in names if name not in found.values()), None):
-            found[new] = old
-    return found
+        if old := next((name for name in names if name not in renamed.values()), None):
+            renamed[new] = old
+    return renamed
 
 
 def _suggest_columns(row: Row, form: str) -> str:

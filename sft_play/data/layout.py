@@ -51,17 +51,17 @@ def splits_of_folder(folder: Path, source: DataSource) -> Splits:
     files = visible_files(folder)
     named = _named_in_readme(folder, files, source)
     if named is not None:
-        require_inside((file for found in named.values() for file in found), folder)
+        require_inside((file for rows in named.values() for file in rows), folder)
         return named
     if source.config is not None:
         raise DataError(
             f"`config: {source.config}` is given, but no README with `configs` is in the folder", place=source.path
         )
     for endings in (TABLES, DOCUMENTS):
-        found = [path for path in files if kind(path) in endings and path.name not in ABOUT_DATA]
-        if found:
-            require_inside(found, folder)
-            return by_names(found, folder, documents=endings is DOCUMENTS)
+        rows = [path for path in files if kind(path) in endings and path.name not in ABOUT_DATA]
+        if rows:
+            require_inside(rows, folder)
+            return by_names(rows, folder, documents=endings is DOCUMENTS)
     hint = f"it holds `{files[0].name}`; plain text is read from files whose names end in `.txt`" if files else None
     raise DataError(f"the folder holds no {ENDINGS} file", place=source.path, hint=hint)
 
@@ -114,7 +114,7 @@ def by_names(files: Iterable[Path], root: Path, *, documents: bool) -> Splits:
         for split in _documents_split(parts) if documents else _splits_of(parts, root.name):
             splits.setdefault(split, []).append(file)
     if documents and "train" not in splits:  # chapters about tests are no split
-        splits = {NO_SPLIT: sorted({file for found in splits.values() for file in found})}
+        splits = {NO_SPLIT: sorted({file for group in splits.values() for file in group})}
     if set(splits) == {NO_SPLIT}:
         return {"train": splits[NO_SPLIT]}
     order = [*KEYWORDS, *sorted(splits.keys() - KEYWORDS.keys() - {NO_SPLIT}), NO_SPLIT]
@@ -126,8 +126,8 @@ def _splits_of(parts: Sequence[str], root: str) -> list[str]:
     if shard and (parts[-2] if len(parts) > 1 else root) == "data":
         return [shard[1]]
     for names in (parts[:-1], parts[-1:]):
-        if found := [split for split, words in WORDS.items() if any(map(words.search, names))]:
-            return found
+        if splits := [split for split, words in WORDS.items() if any(map(words.search, names))]:
+            return splits
     return [NO_SPLIT]
 
 
@@ -142,11 +142,11 @@ def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) ->
     `DataError`.
     """
     readme = folder / "README.md"
-    found = FRONT_MATTER.match(readme.read_text(encoding="utf-8", errors="replace")) if readme in files else None
-    if not found:
+    front_matter = FRONT_MATTER.match(readme.read_text(encoding="utf-8", errors="replace")) if readme in files else None
+    if not front_matter:
         return None
     try:
-        about = parse_yaml(found[1], str(readme)).plain()
+        about = parse_yaml(front_matter[1], str(readme)).plain()
     except UserError as error:
         hint = "correct it, or name the files in `path`: `FOLDER/*.parquet`"
         raise DataError(
@@ -195,10 +195,10 @@ def _patterns(data_files: Any) -> dict[str, list[str]]:
     """Return split -> patterns of `data_files`: a text, a list of texts, a mapping, or a list of `split` and `path`."""
     if isinstance(data_files, list) and all(isinstance(entry, Mapping) for entry in data_files):
         data_files = {str(entry.get("split", "train")): entry.get("path", []) for entry in data_files}
-    given = data_files if isinstance(data_files, Mapping) else {"train": data_files}
+    patterns = data_files if isinstance(data_files, Mapping) else {"train": data_files}
     return {
         str(split): [str(entry) for entry in (paths if isinstance(paths, list) else [paths])]
-        for split, paths in given.items()
+        for split, paths in patterns.items()
     }
 
 

@@ -80,8 +80,8 @@ def prepare_data(
     if not config.data.sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
     splits = [split for split in (before.train, before.validation) if split] if before else []
-    known = {source.name: source.content for split in splits for source in split.sources}
-    parts, manifests = _of_day(config, model, tokenizer, known, day)
+    content_hashes = {source.name: source.content for split in splits for source in split.sources}
+    parts, manifests = _of_day(config, model, tokenizer, content_hashes, day)
     if missing := [part for part in parts if manifests[part.name] is None]:
         if writes_day(tokenizer()):
             there = (manifest["split"].get("day") for manifest in manifests.values() if manifest)
@@ -105,21 +105,21 @@ def _manifests(parts: Sequence[Part]) -> Manifests:
 
 
 def _of_day(
-    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], known: Known, day: str | None
+    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], content_hashes: Known, day: str | None
 ) -> tuple[list[Part], Manifests]:
     """Return the splits, and their manifests where they are prepared: any day's, or those of `day`."""
-    parts = _parts(config, model, known)
+    parts = _parts(config, model, content_hashes)
     manifests = _manifests(parts)
     if day is None or all(manifest and manifest["split"].get("day") in (None, day) for manifest in manifests.values()):
         return parts, manifests
-    dated = _parts(config, model, known, day)
-    found = _manifests(dated)
-    if any(found.values()) or any(manifests.values()) or writes_day(tokenizer()):
-        return dated, found
+    dated = _parts(config, model, content_hashes, day)
+    dated_manifests = _manifests(dated)
+    if any(dated_manifests.values()) or any(manifests.values()) or writes_day(tokenizer()):
+        return dated, dated_manifests
     return parts, manifests
 
 
-def _parts(config: Config, model: ResolvedModel, known: Known, *day: str) -> list[Part]:
+def _parts(config: Config, model: ResolvedModel, content_hashes: Known, *day: str) -> list[Part]:
     """Return the splits that a configuration asks for, training first; those of a `day` other than that of their first
     preparation.
     """
@@ -129,18 +129,22 @@ def _parts(config: Config, model: ResolvedModel, known: Known, *day: str) -> lis
     versions = [version(package) for package in ("transformers", "tokenizers")]
     stops = base_stops(Path(model.path))
     common = [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), stops, *versions, *day]
-    train = _part("train", sources, fraction, common, known)
+    train = _part("train", sources, fraction, common, content_hashes)
     if validation and isinstance(validation, list):
         # The training rows are in the key, since the manifest says how many rows of the validation data are among them.
-        return [train, _part("validation", validation, 0.0, [*common, train.folder.name], known)]
-    return [train, _part("validation", sources, fraction, common, known)] if fraction else [train]
+        return [train, _part("validation", validation, 0.0, [*common, train.folder.name], content_hashes)]
+    return [train, _part("validation", sources, fraction, common, content_hashes)] if fraction else [train]
 
 
 def _part(
-    name: str, sources: Sequence[DataSource], fraction: float, common: list[Any], known: Mapping[str, str | None]
+    name: str,
+    sources: Sequence[DataSource],
+    fraction: float,
+    common: list[Any],
+    content_hashes: Mapping[str, str | None],
 ) -> Part:
-    found = [identify(source, known.get(source.name or source.path)) for source in sources]
-    keys, contents = zip(*found, strict=True)
+    identities = [identify(source, content_hashes.get(source.name or source.path)) for source in sources]
+    keys, contents = zip(*identities, strict=True)
     digest = text_sha256(json.dumps([*common, name, fraction, *keys], ensure_ascii=False, sort_keys=True))[:24]
     return Part(
         name=name,
@@ -164,7 +168,7 @@ def _name_sources(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]
         fact | name | {"weight": source.weight, "content": content}
         for fact, name, source, content in zip(manifest["split"]["sources"], names, part.sources, contents, strict=True)
     ]
-    sources = [found | name for found, name in zip(manifest["sources"], names, strict=True)]
+    sources = [entry | name for entry, name in zip(manifest["sources"], names, strict=True)]
     split = manifest["split"] | {"path": str(part.folder.resolve()), "sources": facts}
     return manifest | {"split": split, "sources": sources}
 
@@ -207,10 +211,10 @@ class RowProblems:
                 file=sys.stderr,
                 flush=True,
             )
-        found = self._faults.errors()
+        errors = self._faults.errors()
         if not self.drop:
-            raise_all([*found, *self.ended])
-        for error in found:
+            raise_all([*errors, *self.ended])
+        for error in errors:
             print(f"left out: {error.place}: {error.message}", file=sys.stderr, flush=True)
         raise_all(self.ended)
 
@@ -230,29 +234,31 @@ class Gatherer:
     def take(self, chunk: Chunk) -> None:
         """Add what belongs to this split."""
         tally = self.tallies[chunk.source]
-        for made in chunk.examples:
-            if self.part.fraction and made.held_out != (self.part.name == "validation"):
+        for example in chunk.examples:
+            if self.part.fraction and example.held_out != (self.part.name == "validation"):
                 continue
             number, self.examples = self.examples, self.examples + 1
             tally.rows_read += 1
             tally.format = tally.format or chunk.form
             if self.config.data.duplicates == "drop":
-                if made.key in self._seen:
+                if example.key in self._seen:
                     tally.duplicates += 1
                     continue
-                self._seen.add(made.key)
-            if made.outcome:
-                tally.add(made.outcome)
-                self.longest = max(self.longest, (made.outcome.place, made.outcome.overlong), key=lambda item: item[1])
-            tally.kept += bool(made.rows)
-            tally.split += len(made.rows) > 1
-            self.writer.append(made, source=chunk.source, number=number)
+                self._seen.add(example.key)
+            if example.outcome:
+                tally.add(example.outcome)
+                self.longest = max(
+                    self.longest, (example.outcome.place, example.outcome.overlong), key=lambda item: item[1]
+                )
+            tally.kept += bool(example.rows)
+            tally.split += len(example.rows) > 1
+            self.writer.append(example, source=chunk.source, number=number)
 
-    def take_left_out(self, left: Sequence[LeftOut]) -> None:
+    def take_left_out(self, skipped: Sequence[LeftOut]) -> None:
         """Count what readers left out; where a fraction is validation it belongs to no side, and is counted once, with
         training.
         """
-        for tally, out in zip(self.tallies, left, strict=True):
+        for tally, out in zip(self.tallies, skipped, strict=True):
             tally.hub_commit = out.commit
             if not self.part.fraction or self.part.name == "train":
                 tally.add_left_out(out)
@@ -298,31 +304,33 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
     """
     sources, drop = parts[0].sources, config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
-    left = [LeftOut() for _ in sources]
+    skipped = [LeftOut() for _ in sources]
     with ExitStack() as stack:
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
-        works = works_of(sources, problems, config.train.seed, left)
+        works = works_of(sources, problems, config.train.seed, skipped)
         chunks = stack.enter_context(closing(encode_all(config, tokenizer, works, fraction=parts[0].fraction)))
         show, rows = stack.enter_context(bar(f"preparing {' and '.join(part.name for part in parts)}", "rows")), 0
         for chunk in chunks:
             rows += len(chunk.examples)
             show(rows, None)
-            unencoded = [made.outcome.error for made in chunk.examples if made.outcome and made.outcome.error]
+            unencoded = [
+                example.outcome.error for example in chunk.examples if example.outcome and example.outcome.error
+            ]
             problems.good += len(chunk.examples) - len(unencoded)
             for error in (*chunk.unread, *unencoded):
                 problems.add(error)
             for error in chunk.unread if drop else ():  # others are counted as examples
-                left[chunk.source].add(BAD, error.place or "")
+                skipped[chunk.source].add(BAD, error.place or "")
             if not problems.stops:
                 for gatherer in gatherers:
                     gatherer.take(chunk)
             raise_what_was_heard()
         problems.end()
         if not any(gatherer.examples for gatherer in gatherers):
-            refuse_nothing(sources, left)
+            refuse_nothing(sources, skipped)
         for gatherer in gatherers:
-            gatherer.take_left_out(left)
-            gatherer.refuse_what_cannot_be_trained(sum(one.examples for one in gatherers))
+            gatherer.take_left_out(skipped)
+            gatherer.refuse_what_cannot_be_trained(sum(each.examples for each in gatherers))
         for gatherer in gatherers:
             part, writer = gatherer.part, gatherer.writer
             manifest = split_manifest(
@@ -350,10 +358,10 @@ def _keys(content: bytes) -> Iterator[bytes]:
     yield from (content[start : start + KEY_BYTES] for start in range(0, len(content), KEY_BYTES))
 
 
-def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> None:
+def refuse_nothing(sources: Sequence[DataSource], skipped: Sequence[LeftOut]) -> None:
     """Raise `DataError` for sources without any row, with what was `left` out of them and why."""
-    reasons = sum((out.counts for out in left), Counter[str]())
-    first = next((place for out in left for places in out.places.values() for place in places), None)
+    reasons = sum((out.counts for out in skipped), Counter[str]())
+    first = next((place for out in skipped for places in out.places.values() for place in places), None)
     raise DataError(
         f"the sources hold no row: {_list_reasons(reasons)}" if reasons else "the sources hold no row",
         place=first or ", ".join(source.path for source in sources),
@@ -370,7 +378,7 @@ def _list_reasons(reasons: Counter[str]) -> str:
 
 
 def works_of(
-    sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]
+    sources: Sequence[DataSource], problems: RowProblems, seed: int, skipped: Sequence[LeftOut]
 ) -> Iterator[Work]:
     """Yield the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
 
@@ -379,7 +387,7 @@ def works_of(
     for index, source in enumerate(sources):
         form: str | None = None if source.format == "auto" else source.format
         try:
-            for rows in _chunks(read_source(source, seed=seed, left=left[index])):
+            for rows in _chunks(read_source(source, seed=seed, skipped=skipped[index])):
                 form = form or _first_form(
                     rows
                 )  # `auto` goes by the first row; another format later is an error of that row
@@ -510,8 +518,8 @@ class _Maker:
             except DataError as error:
                 unread.append(error)
         outcomes = self._encoder.encode(examples)
-        made = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
-        return Chunk(work.source, examples[0].form if examples else None, unread, made)
+        encoded = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
+        return Chunk(work.source, examples[0].form if examples else None, unread, encoded)
 
     def _made(self, example: Example, outcome: Outcome) -> Made:
         key = example.key

@@ -66,9 +66,9 @@ def read_file(path: Path, skip: Callable[[str, str], None] = lambda *_: None) ->
 
 
 def _read_jsonl(path: Path) -> Iterator[Placed]:
-    first, more = _first_lines(path)
+    first, second = _first_lines(path)
     if (
-        first.startswith(b"[") and first[1:].lstrip()[:1] in (b"", b"{") and not more.startswith(b"[")
+        first.startswith(b"[") and first[1:].lstrip()[:1] in (b"", b"{") and not second.startswith(b"[")
     ):  # one list, in spite of its name
         yield from _read_json(path)
         return
@@ -93,11 +93,11 @@ def _first_lines(path: Path) -> tuple[bytes, bytes]:
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
-    first, more = _first_lines(path)
+    first, second = _first_lines(path)
     if not first:
         return
     if first[:1] + first[-1:] == b"{}" and (
-        more or not _rows_in(_parse(utf8(first, str(path)), path, 1))
+        second or not _rows_in(_parse(utf8(first, str(path)), path, 1))
     ):  # JSON lines
         yield from _read_jsonl(path)
         return
@@ -109,29 +109,31 @@ def _read_json(path: Path) -> Iterator[Placed]:
     ):  # an export: its rows, beside what else is said of them
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
-        said = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
+        columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
         raise DataError(
-            f"is neither a list of rows, nor an object with one, nor one JSON object a line{said}", place=str(path)
+            f"is neither a list of rows, nor an object with one, nor one JSON object a line{columns}", place=str(path)
         )
     for index, row in enumerate(rows):
         yield _object(row, f"{path}, {name} {index + 1}")
 
 
-def _rows_in(found: Any) -> list[str]:
+def _rows_in(document: Any) -> list[str]:
     """Return the names of an object's lists of objects that are no turns."""
-    lists = [name for name, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    lists = [
+        name for name, value in document.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
     return [name for name in lists if name not in OF_A_ROW]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object whose keys are all different. Raise `DataError`: of two values one would be lost."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise DataError(
-            f"the key `{twice}` is there more than once", hint=f"only the last would be read: {show_row(made)}"
+            f"the key `{twice}` is there more than once", hint=f"only the last would be read: {show_row(unique)}"
         )
-    return made
+    return unique
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_once)
@@ -221,12 +223,12 @@ def _separator(path: Path) -> str:
         return "\t"
     with open_bytes(path) as stream:
         beginning = stream.read(HEADER_BYTES).decode("utf-8-sig", "replace")
-    found = {}
+    widths = {}
     for mark in ",;\t|":
         rows = list(islice((row for row in csv.reader(io.StringIO(beginning, newline=""), delimiter=mark) if row), 2))
-        found[mark] = [len(row) for row in rows]
-    several = [mark for mark, columns in found.items() if columns and columns[0] > 1]
-    return next((mark for mark in several if len(set(found[mark])) == 1), several[0] if several else ",")
+        widths[mark] = [len(row) for row in rows]
+    several = [mark for mark, columns in widths.items() if columns and columns[0] > 1]
+    return next((mark for mark in several if len(set(widths[mark])) == 1), several[0] if several else ",")
 
 
 def _read_document(path: Path, skip: Callable[[str, str], None]) -> Iterator[Placed]:

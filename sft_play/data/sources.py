@@ -83,11 +83,11 @@ class Faults:
         """Return one error for each kind."""
         return [
             DataError(
-                f"{one.message} ({rows:,} such rows; the first is here)" if rows > 1 else one.message,
-                place=one.place,
-                hint=one.hint,
+                f"{error.message} ({rows:,} such rows; the first is here)" if rows > 1 else error.message,
+                place=error.place,
+                hint=error.hint,
             )
-            for one, rows in self._alike.values()
+            for error, rows in self._alike.values()
         ]
 
 
@@ -99,9 +99,9 @@ def saved_files(folder: Path, split: str | None) -> list[Path] | None:
     if splits.is_file():
         names = _strings(splits, "splits")
         if split not in names:
-            said = f"there is no split `{split}`" if split else "the data set has splits"
+            problem = f"there is no split `{split}`" if split else "the data set has splits"
             raise DataError(
-                f"{said}: {', '.join(f'`{name}`' for name in names)}",
+                f"{problem}: {', '.join(f'`{name}`' for name in names)}",
                 place=str(folder),
                 hint=f"set `split: {names[0]}`",
             )
@@ -139,7 +139,7 @@ SECONDS = 30
 """How long the hub may take to say which commit a revision is."""
 
 
-def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
+def read_hub(source: DataSource, hint: str, skipped: LeftOut) -> Iterator[Placed]:
     """Yield the rows of a hub dataset, whose commit `left` keeps. Raise `DataError`; `hint` says how paths of files are
     meant.
     """
@@ -151,7 +151,7 @@ def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
     number = 0
     try:
         revision = _commit(source)
-        left.commit = revision if revision and COMMIT.fullmatch(revision) else None
+        skipped.commit = revision if revision and COMMIT.fullmatch(revision) else None
         loaded: Any = datasets.load_dataset(
             source.path, source.config, split=split, revision=revision, streaming=source.streaming
         )
@@ -223,10 +223,10 @@ def _find_files(source: DataSource) -> list[Path] | None:
     if path.is_dir():
         return saved_files(path, source.split) or choose_split(splits_of_folder(path, source), source)
     if any(mark in source.path for mark in "*?["):
-        found = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - it skips hidden files
-        if not found:
+        matches = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - it skips hidden files
+        if not matches:
             raise DataError(f"no file matches `{source.path}`", hint=PATHS_COUNT)
-        return choose_split(splits_of_glob(found, path, source), source)
+        return choose_split(splits_of_glob(matches, path, source), source)
     if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
         raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
     return None
@@ -281,37 +281,37 @@ def _refuse_hub_options(source: DataSource, *allowed: str) -> None:
         )
 
 
-def read_source(source: DataSource, *, seed: int = 0, left: LeftOut | None = None) -> Iterator[Placed]:
+def read_source(source: DataSource, *, seed: int = 0, skipped: LeftOut | None = None) -> Iterator[Placed]:
     """Yield the rows that a source takes: after its `columns`, `filter` and `rows` (chosen by `seed`, which is
     `train.seed`).
 
     What is left out is counted in `left`. Raise `DataError` with the place of what cannot be read.
     """
-    left = left if left is not None else LeftOut()
+    skipped = skipped if skipped is not None else LeftOut()
     try:
-        rows = _all_rows(source, left)
+        rows = _all_rows(source, skipped)
         if source.columns or source.filter is not None:
-            rows = _fitting(rows, source, left)
+            rows = _fitting(rows, source, skipped)
         rows = _refuse_judged(rows, source)
         if source.rows is None:
             yield from rows
         elif source.streaming:
-            yield from _first(rows, source.rows, left)
+            yield from _first(rows, source.rows, skipped)
         else:
-            yield from _choose(rows, source.rows, seed, left)
+            yield from _choose(rows, source.rows, seed, skipped)
     except DataError as error:
         error.place = error.place or source.path
         raise
 
 
-def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
+def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
     if source.path.startswith(BUILTIN):
         _refuse_hub_options(source, "split")
         yield from read_builtin(source.path.removeprefix(BUILTIN), source.split or "train")
         return
     files = files_of(source)
     if files is None:
-        yield from read_hub(source, PATHS_COUNT, left)
+        yield from read_hub(source, PATHS_COUNT, skipped)
         return
     folder = Path(source.path).expanduser()
     saved = folder.is_dir() and saved_files(folder, source.split) is not None
@@ -323,13 +323,13 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
         for path in sorted(
             set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))
         ):
-            left.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
+            skipped.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
     for path in files:
-        count, before = 0, left.counts.total()
-        for placed in read_file(path, left.add):
+        count, before = 0, skipped.counts.total()
+        for placed in read_file(path, skipped.add):
             count += 1
             yield placed
-        if not count and left.counts.total() == before:
+        if not count and skipped.counts.total() == before:
             raise DataError("the file holds no row", place=str(path))
 
 
@@ -348,11 +348,15 @@ def _yes_or_no(column: str, value: Any) -> str:
 
 def _number(column: str, value: Any) -> str:
     try:
-        known = value is not None and math.isfinite(float(value))
+        finite = value is not None and math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
-        known = False
+        finite = False
     return (
-        f"number({column}) >= {value}" if known and isinstance(value, str) else f"{column} >= {value}" if known else ""
+        f"number({column}) >= {value}"
+        if finite and isinstance(value, str)
+        else f"{column} >= {value}"
+        if finite
+        else ""
     )
 
 
@@ -412,25 +416,25 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
             chat = any(row.keys() >= columns for columns in chats)
             judging = ((column, keep) for column in sorted(row.keys() - heeded) for keep in _keepers(column, chat))
             conditions = ((column, keep(column, row[column])) for column, keep in judging)
-            if found := next((one for one in conditions if one[1]), None):
+            if judged := next((pair for pair in conditions if pair[1]), None):
                 yield (
                     place,
                     DataError(
-                        f"`{found[0]}` says whether the row is to be learnt, and is not read",
+                        f"`{judged[0]}` says whether the row is to be learnt, and is not read",
                         place=place,
-                        hint=f"`filter: {found[1]}` keeps what is good, `filter: has({found[0]})` all",
+                        hint=f"`filter: {judged[1]}` keeps what is good, `filter: has({judged[0]})` all",
                     ),
                 )
                 continue
         yield place, row
 
 
-def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Iterator[Placed]:
+def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
     condition = Condition(source.filter) if source.filter is not None else None
-    read = kept = 0
-    for place, found in rows:
+    read = fitting = 0
+    for place, entry in rows:
         read += 1
-        row, keep = found, True
+        row, keep = entry, True
         if not isinstance(row, DataError):
             try:
                 renamed = rename(row, source.columns)
@@ -440,12 +444,12 @@ def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Itera
             except DataError as error:
                 error.place = error.place or place
                 row = error
-        kept += keep
+        fitting += keep
         if keep:
             yield place, row
         else:
-            left.add(FILTERED, place)
-    if read and not kept:
+            skipped.add(FILTERED, place)
+    if read and not fitting:
         raise DataError(f"`filter: {source.filter}` keeps none of the {read:,} rows", place=source.path)
 
 
@@ -474,14 +478,14 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
             ),
         )
     used = set(columns.values())
-    kept = {name: value for name, value in row.items() if name not in used}
-    made = kept | {new: row[name] for new, name in columns.items()}
+    unchanged = {name: value for name, value in row.items() if name not in used}
+    renamed = unchanged | {new: row[name] for new, name in columns.items()}
     for column in {new.partition(".")[0] for new in within}:
-        if isinstance(turns := made.get(column), (list, str)):
+        if isinstance(turns := renamed.get(column), (list, str)):
             turns = list_of(turns, column)
             names = {new.removeprefix(f"{column}."): old for new, old in within.items() if new.startswith(f"{column}.")}
-            made[column] = [_turn(turn, names) if isinstance(turn, Mapping) else turn for turn in turns]
-    return made
+            renamed[column] = [_turn(turn, names) if isinstance(turn, Mapping) else turn for turn in turns]
+    return renamed
 
 
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -489,24 +493,24 @@ def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     several.
     """
     keys = {old: new for new, old in names.items() if "." not in new and old in turn}
-    made = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
+    renamed = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
     for new, old in names.items():
         key, dot, value = new.partition(".")
-        if dot and made.get(key) in old.split("|"):
-            made[key] = value
-    return made
+        if dot and renamed.get(key) in old.split("|"):
+            renamed[key] = value
+    return renamed
 
 
-def _first(rows: Iterator[Placed], count: int, left: LeftOut) -> Iterator[Placed]:
+def _first(rows: Iterator[Placed], count: int, skipped: LeftOut) -> Iterator[Placed]:
     number = 0
     for number, placed in enumerate(rows, 1):
         yield placed
         if number == count:
             return
-    left.there = number
+    skipped.there = number
 
 
-def _choose(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Iterator[Placed]:
+def _choose(rows: Iterator[Placed], count: int, seed: int, skipped: LeftOut) -> Iterator[Placed]:
     """Yield `count` rows: those with the smallest of as many random numbers as there are rows, one for each in order.
 
     A row's number depends on the seed and its position alone, so a larger `count` takes the same rows and more. Only
@@ -522,8 +526,8 @@ def _choose(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Ite
             heapq.heappush(heap, (-number, index, placed))
         else:
             out = heapq.heappushpop(heap, (-number, index, placed))
-            left.add(NOT_CHOSEN, out[2][0])
+            skipped.add(NOT_CHOSEN, out[2][0])
     if len(heap) < count:
-        left.there = len(heap)
+        skipped.there = len(heap)
     for _, _, placed in sorted(heap, key=lambda entry: entry[1]):
         yield placed

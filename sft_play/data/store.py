@@ -86,14 +86,14 @@ class SourceTally:
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
-    def add_left_out(self, left: LeftOut) -> None:
+    def add_left_out(self, skipped: LeftOut) -> None:
         """Count what readers left out."""
-        self.rows_read += left.counts.total()
-        self.dropped += left.counts
+        self.rows_read += skipped.counts.total()
+        self.dropped += skipped.counts
         self.left_out += [
-            {"reason": reason, "place": place} for reason, places in left.places.items() for place in places
+            {"reason": reason, "place": place} for reason, places in skipped.places.items() for place in places
         ]
-        self.there = left.there
+        self.there = skipped.there
 
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
         """Return what is said of the source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
@@ -268,9 +268,9 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
     """Return the names of files without rows; rows that were left out for another reason are not named."""
     if reason not in (EMPTY, OTHER_FILE, SCANNED):
         return ""
-    places = [found["place"] for found in source["left_out"] if found["reason"] == reason]
-    more = ", ..." if len(places) > NAMED_FILES else ""
-    return f": {', '.join(places[:NAMED_FILES])}{more}" if places else ""
+    places = [row["place"] for row in source["left_out"] if row["reason"] == reason]
+    ellipsis = ", ..." if len(places) > NAMED_FILES else ""
+    return f": {', '.join(places[:NAMED_FILES])}{ellipsis}" if places else ""
 
 
 ARROW = "data-00000-of-00001.arrow"
@@ -342,9 +342,9 @@ class SplitWriter:
             self._stream.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def append(self, made: Made, *, source: int, number: int) -> None:
+    def append(self, example: Made, *, source: int, number: int) -> None:
         """Add the rows of an example; `number` is its place among those of the split."""
-        for row in made.rows:
+        for row in example.rows:
             length = np.int32(len(row.input_ids))
             for digest, part in zip(self._digests, (length, row.input_ids, row.labels), strict=True):
                 digest.update(part.tobytes())
@@ -355,8 +355,8 @@ class SplitWriter:
             self._tokens_waiting += int(length)
             if len(self._waiting) >= BATCH_ROWS or self._tokens_waiting >= BATCH_TOKENS:
                 self._flush()
-        if made.rows:
-            self.keys += made.key
+        if example.rows:
+            self.keys += example.key
 
     def _flush(self) -> None:
         if self._waiting:

@@ -84,8 +84,8 @@ class Encoder:
                     chats[index] = self.renderer.rows(example.messages, example.tools, self.loss_on)
             except DataError as error:
                 outcomes[index] = Outcome(error=error)
-        for (index, row_texts), found in zip(chats.items(), self.tokens.rows(list(chats.values())), strict=True):
-            outcomes[index] = self._chat(examples[index], row_texts, found)
+        for (index, row_texts), row_tokens in zip(chats.items(), self.tokens.rows(list(chats.values())), strict=True):
+            outcomes[index] = self._chat(examples[index], row_texts, row_tokens)
         try:
             words = [examples[index].text or "" for index in texts]
             encoded = encode_texts(words, self.tokenizer, limit=self.limit, overlong=self.policy)
@@ -97,19 +97,19 @@ class Encoder:
                 outcome.error.place = outcome.error.place or examples[index].place
         return [replace(outcomes[index], place=example.place) for index, example in enumerate(examples)]
 
-    def _chat(self, example: Example, texts: list[RowText], found: list[Encoded] | DataError) -> Outcome:
-        if isinstance(found, DataError):
-            return Outcome(error=found)
+    def _chat(self, example: Example, texts: list[RowText], encoded: list[Encoded] | DataError) -> Outcome:
+        if isinstance(encoded, DataError):
+            return Outcome(error=encoded)
         messages = example.messages or []
-        kept = Outcome(
+        outcome = Outcome(
             thoughts=lost_thoughts(messages, texts, self.loss_on),
             undescribed=example.undescribed,
             filled=example.filled,
         )
-        rows = [without_tail(row) for row in found]
+        rows = [without_tail(row) for row in encoded]
         length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:
-            return replace(kept, rows=rows)
+            return replace(outcome, rows=rows)
         if self.policy in ("error", "drop"):
             return Outcome(dropped=TOO_LONG, overlong=length)
 
@@ -132,7 +132,7 @@ class Encoder:
             return Outcome(error=error)
         if cut is None or not cut.rows:
             return Outcome(dropped=ANSWER_TOO_LONG, overlong=length)
-        return replace(kept, rows=cut.rows, lost=cut.lost(messages), answers_cut=cut.answers_cut, overlong=length)
+        return replace(outcome, rows=cut.rows, lost=cut.lost(messages), answers_cut=cut.answers_cut, overlong=length)
 
     def _tokens(self, example: Example) -> Outcome:
         """Return what became of an example that is tokens already."""
@@ -195,8 +195,8 @@ def encode_texts(texts: Sequence[str], tokenizer: Any, *, limit: int, overlong: 
         return []
     first = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     # A long text is no mistake here, and the tokenizer would warn about each one.
-    found = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return [_document(ids, first, tokenizer.eos_token_id, limit, overlong) for ids in found]
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [_document(ids, first, tokenizer.eos_token_id, limit, overlong) for ids in encoded]
 
 
 def _document(tokens: list[int], first: list[int], eos: int, limit: int, overlong: str) -> Outcome:
@@ -249,14 +249,14 @@ class RowTokens:
         return self._plain and not row.untrained
 
     def _group(self, group: Sequence[RowText], tokens: Iterator[list[int]]) -> list[Encoded] | DataError:
-        found: list[Encoded] = []
+        encoded: list[Encoded] = []
         problem: DataError | None = None
         for row in group:
             try:
-                found += self._quick(row, tokens) if self._is_quick(row) else self._slow_row(row)
+                encoded += self._quick(row, tokens) if self._is_quick(row) else self._slow_row(row)
             except DataError as error:
                 problem = problem or error
-        return problem or found
+        return problem or encoded
 
     def _quick(self, row: RowText, tokens: Iterator[list[int]]) -> list[Encoded]:
         """Return a row of pieces that were tokenised alone, where those of earlier answers are the tokens of the
@@ -265,10 +265,10 @@ class RowTokens:
         prompt, answer = next(tokens), next(tokens)
         earlier = [(next(tokens), next(tokens)) for _ in row.earlier]
         labels: list[int] = []
-        for between, said in earlier:
-            if prompt[len(labels) : len(labels) + len(between) + len(said)] != between + said:
+        for between, answer_ids in earlier:
+            if prompt[len(labels) : len(labels) + len(between) + len(answer_ids)] != between + answer_ids:
                 return self._slow_row(row)
-            labels += [IGNORED] * len(between) + said
+            labels += [IGNORED] * len(between) + answer_ids
         ids = prompt + answer
         self._check_bos(ids)
         labels = ids if row.everything else labels + [IGNORED] * (len(prompt) - len(labels)) + answer
@@ -286,12 +286,12 @@ class RowTokens:
         alone: list[Encoded] = []
         for span in row.earlier:
             before = self.batch([row.prompt[: span.start]])[0]
-            said = self._continued(row.prompt[: span.start], before, row.prompt[span.start : span.end])
-            start, end = len(before), len(before) + len(said)
-            if prompt[:end] == before + said:
-                labels[start:end] = said
+            answer_ids = self._continued(row.prompt[: span.start], before, row.prompt[span.start : span.end])
+            start, end = len(before), len(before) + len(answer_ids)
+            if prompt[:end] == before + answer_ids:
+                labels[start:end] = answer_ids
             else:
-                alone.append(Encoded(before + said, [IGNORED] * start + said, before, span.reference))
+                alone.append(Encoded(before + answer_ids, [IGNORED] * start + answer_ids, before, span.reference))
         return [*alone, Encoded(ids, labels, prompt, row.reference)]
 
     def _continued(self, prompt: str, prompt_ids: list[int], answer: str) -> list[int]:
@@ -345,10 +345,10 @@ class RowTokens:
     def _slow(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        found = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
             "input_ids"
         ]
-        return [list(ids) for ids in found]
+        return [list(ids) for ids in encoded]
 
     def _continues_plainly(self) -> bool:
         """Whether the end of a turn splits the text before anything else does, and a text has the same tokens after it
@@ -427,12 +427,12 @@ def truncate(
     """
     system, exchanges = exchanges_of(messages)
     for first in range(len(exchanges)):
-        kept = [*system, *(turn for exchange in exchanges[first:] for turn in exchange)]
-        if not _learns(kept):
+        turns_left = [*system, *(turn for exchange in exchanges[first:] for turn in exchange)]
+        if not _learns(turns_left):
             break
-        rows = encode(kept)
+        rows = encode(turns_left)
         if _fits(rows, limit):
-            return Cut(rows=rows, turns=kept)
+            return Cut(rows=rows, turns=turns_left)
     last = next((exchange for exchange in reversed(exchanges) if _learns(exchange)), exchanges[-1])
     return _shorten([*system, *last], limit, encode, count, answers=answers)
 
@@ -446,20 +446,20 @@ def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count)
     system, exchanges = exchanges_of(messages)
     rows: list[Encoded] = []
     turns: list[Message] = []
-    held: list[Message] = []
+    pending: list[Message] = []
     fitting: list[Encoded] = []
     for exchange in exchanges:
-        more = rows_of([*system, *held, *exchange])
-        if not _fits(more, limit):
-            rows, turns = rows + fitting, turns + held
-            held, more = [], rows_of([*system, *exchange])
-        if _fits(more, limit):
-            held, fitting = [*held, *exchange], more
+        extended = rows_of([*system, *pending, *exchange])
+        if not _fits(extended, limit):
+            rows, turns = rows + fitting, turns + pending
+            pending, extended = [], rows_of([*system, *exchange])
+        if _fits(extended, limit):
+            pending, fitting = [*pending, *exchange], extended
             continue
         fitting = []
         if shortened := _shorten([*system, *exchange], limit, encode, count):
             rows, turns = rows + shortened.rows, turns + shortened.turns
-    rows, turns = rows + fitting, turns + held
+    rows, turns = rows + fitting, turns + pending
     return Cut(rows=rows, turns=[*system, *(turn for turn in turns if turn["role"] != "system")])
 
 
@@ -487,8 +487,8 @@ def cut_tokens(row: Encoded, limit: int, *, answers: bool = True) -> tuple[Encod
     least = limit // 2 if answers else 1
     start = first - max(min(first, least), min(first, limit - (len(row.labels) - first)))
     end = start + limit
-    kept = Encoded(row.input_ids[start:end], row.labels[start:end], row.prompt_ids[start:], row.reference)
-    return kept, any(label != IGNORED for label in row.labels[end:])
+    shortened = Encoded(row.input_ids[start:end], row.labels[start:end], row.prompt_ids[start:], row.reference)
+    return shortened, any(label != IGNORED for label in row.labels[end:])
 
 
 def _from_answer(row: Encoded, limit: int) -> Encoded:
@@ -506,12 +506,12 @@ def chunks(row: Encoded, limit: int) -> list[Encoded]:
     """Return a long row in pieces that share one token, so that each label is learnt once; pieces without any are left
     out.
     """
-    found = []
+    pieces = []
     for start in range(0, len(row.input_ids) - 1, limit - 1):
         ids, labels = row.input_ids[start : start + limit], row.labels[start : start + limit]
         if any(label != IGNORED for label in labels[1:]):
-            found.append(Encoded(ids, [IGNORED, *labels[1:]], [], ""))
-    return found
+            pieces.append(Encoded(ids, [IGNORED, *labels[1:]], [], ""))
+    return pieces
 
 
 def _shorten(
@@ -544,11 +544,11 @@ def _shorten(
                 break
             return _shorten(messages[1:], limit, encode, count, answers=answers)
         text = turns[index]["content"]
-        left = max(
+        characters = max(
             1, len(text) - 1 - -(-len(text) * min(excess, tokens // 2) // tokens)
         )  # characters for about that many tokens
         try:
-            fewer = [*turns[:index], {**turns[index], "content": text[-left:]}, *turns[index + 1 :]]
+            fewer = [*turns[:index], {**turns[index], "content": text[-characters:]}, *turns[index + 1 :]]
             rows, turns = encode(fewer), fewer
         except DataError:  # a template may refuse what is left, or a conversation without its system turn
             break

@@ -78,13 +78,13 @@ MOST_DEPTH, SHOWN = 100, 60
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def chat_turns(found: Any, name: str) -> list[Message]:
+def chat_turns(value: Any, name: str) -> list[Message]:
     """Return a list of turns made uniform: `role` and `content`, or ShareGPT's `from` and `value`. Raise `DataError`.
 
     Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
     """
     turns: list[Message] = []
-    messages = list_of(found, name)
+    messages = list_of(value, name)
     for index, message in enumerate(messages):
         turn, calls_only = _chat_turn(message, f"{name}[{index}]", messages)
         before = turns[-1] if turns else {}
@@ -105,14 +105,14 @@ def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Messa
     content = message.get(words)
     if speaker is None:
         raise _no_turn(message, name, all_turns)
-    said = message[speaker]
-    role = ROLE_NAMES.get(said.lower()) if isinstance(said, str) else None
+    sender = message[speaker]
+    role = ROLE_NAMES.get(sender.lower()) if isinstance(sender, str) else None
     if role is None:
         hint = f"roles are {', '.join(ROLES)}; others by their names: {other_names(column, all_turns)}"
-        raise DataError(f"`{name}.{speaker}` is `{said}`", hint=hint if isinstance(said, str) else None)
+        raise DataError(f"`{name}.{speaker}` is `{sender}`", hint=hint if isinstance(sender, str) else None)
     if role == CALLS:
-        found = parse_json(text_of(content, f"{name}.{words}"), f"{name}.{words}")
-        message = {**message, words: None, "tool_calls": [found] if isinstance(found, dict) else found}
+        calls = parse_json(text_of(content, f"{name}.{words}"), f"{name}.{words}")
+        message = {**message, words: None, "tool_calls": [calls] if isinstance(calls, dict) else calls}
         return _turn(message, name, "assistant", words), True
     return _turn(message, name, role, words), False
 
@@ -143,8 +143,10 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
     thoughts = {key: message[key] for key in REASONING if role == "assistant" and not is_blank(message.get(key))}
     if len(set(map(str, thoughts.values()))) > 1:
         raise DataError(f"`{name}` has two different thoughts: {names_of(thoughts)}")
-    given = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": next(iter(thoughts), "")}
-    turn |= {key: text_of(message[old], f"{name}.{old}") for key, old in given.items() if message.get(old) is not None}
+    columns = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": next(iter(thoughts), "")}
+    turn |= {
+        key: text_of(message[old], f"{name}.{old}") for key, old in columns.items() if message.get(old) is not None
+    }
     described = [key for key in others if key in TOOL_NAMES and not is_blank(others[key])]
     if described and role == "system":
         turn["tools"] = tools_of(message, f"{name}.")
@@ -173,11 +175,13 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
         role_key = speaker
     roles: dict[str, list[str]] = {}
     before = None
-    for said in (turn.get(speaker) for turn in turns if isinstance(turn, Mapping)):
-        role = ROLE_NAMES.get(str(said).lower()) or next((role for role, names in roles.items() if said in names), None)
-        if role is None and isinstance(said, str):
+    for sender in (turn.get(speaker) for turn in turns if isinstance(turn, Mapping)):
+        role = ROLE_NAMES.get(str(sender).lower()) or next(
+            (role for role, names in roles.items() if sender in names), None
+        )
+        if role is None and isinstance(sender, str):
             role = "assistant" if before == "user" else "user"
-            roles.setdefault(role, []).append(said)
+            roles.setdefault(role, []).append(sender)
         before = role
     entries |= {f"{new}.{role_key}.{role}": "|".join(names) for role, names in roles.items()}
     return f"`columns: {{{', '.join(f'{name}: {old}' for name, old in entries.items())}}}`" if entries else ""
@@ -195,11 +199,11 @@ def _looks_like_media(key: str) -> bool:
     return MEDIA.fullmatch(key) is not None
 
 
-def refuse_media(found: Mapping[str, Any], name: str = "") -> None:
+def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
     """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt
     blind.
     """
-    for key, value in found.items():
+    for key, value in row.items():
         some = next(iter(value), None) if is_list(value) else value
         named = _looks_like_media(key) and not is_blank(value) and not isinstance(some, (bool, int, float))
         if key.lower() == "file_name":
@@ -232,7 +236,7 @@ def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
     `DataError`.
     """
     column = name.partition("[")[0]
-    said: dict[str, bool] = {}
+    flags: dict[str, bool] = {}
     for key, value in others.items():
         if key in MASKS:
             if not isinstance(value, (bool, int, float)):
@@ -240,7 +244,7 @@ def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
             if value not in (0, 1):
                 hint = "0 leaves the turn out of training, 1 trains it; nothing between"
                 raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
-            said[key] = bool(value)
+            flags[key] = bool(value)
         elif looks_like_a_mask(key):
             learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.train: {key}}}`; "
             hint = f"`columns: {{{column}.note: {key}}}` gives it a name that is not read"
@@ -253,11 +257,11 @@ def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
             hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
             raise DataError(f"`{name}.{key}` seems to be calls of tools, and is not read", hint=hint)
-    if role != "assistant" and said.get("weight"):
-        del said["weight"]  # what OpenAI's files have where nothing is said; only answers are weighed there
-    if len(set(said.values())) > 1:
-        raise DataError(f"`{name}` says of itself that it is learnt and that it is not: {names_of(said)}")
-    return next(iter(said.values()), None)
+    if role != "assistant" and flags.get("weight"):
+        del flags["weight"]  # what OpenAI's files have where nothing is said; only answers are weighed there
+    if len(set(flags.values())) > 1:
+        raise DataError(f"`{name}` says of itself that it is learnt and that it is not: {names_of(flags)}")
+    return next(iter(flags.values()), None)
 
 
 def content_of(content: Any, name: str) -> str:
@@ -289,10 +293,10 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
-    given = [key for key in ARGUMENTS if function.get(key) is not None]
-    if len(given) > 1:
-        raise DataError(f"`{name}` has its arguments more than once: {names_of(given)}")
-    key = given[0] if given else "arguments"
+    present = [key for key in ARGUMENTS if function.get(key) is not None]
+    if len(present) > 1:
+        raise DataError(f"`{name}` has its arguments more than once: {names_of(present)}")
+    key = present[0] if present else "arguments"
     arguments = function.get(key)
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{name}.{key}") if arguments.strip() else {}
@@ -302,28 +306,28 @@ def _call(call: Any, name: str) -> dict[str, Any]:
         "name": text_of(function["name"], f"{name}.name"),
         "arguments": json_of(arguments or {}, f"{name}.{key}"),
     }
-    made: dict[str, Any] = {"type": "function", "function": function}
+    call_turn: dict[str, Any] = {"type": "function", "function": function}
     if call.get("id") is not None:
-        made["id"] = text_of(call["id"], f"{name}.id")
-    return made
+        call_turn["id"] = text_of(call["id"], f"{name}.id")
+    return call_turn
 
 
 def tools_of(row: Mapping[str, Any], name: str = "") -> list[Any] | None:
     """Return the functions that a row, or a system turn, describes: a list, or JSON of one in a string. Raise
     `DataError`.
     """
-    found = [(key, _tools(row[key], name + key)) for key in TOOL_NAMES if not is_blank(row.get(key))]
-    described = [(key, tools) for key, tools in found if tools]
+    lists = [(key, _tools(row[key], name + key)) for key in TOOL_NAMES if not is_blank(row.get(key))]
+    described = [(key, tools) for key, tools in lists if tools]
     if any(tools != described[0][1] for _, tools in described):
         raise DataError(f"tools are described twice, and not alike: {names_of(name + key for key, _ in described)}")
     return described[0][1] if described else None
 
 
-def _tools(found: Any, name: str) -> list[Any]:
-    if isinstance(found, str):
-        found = parse_json(found, name)
+def _tools(value: Any, name: str) -> list[Any]:
+    if isinstance(value, str):
+        value = parse_json(value, name)
     tools = []
-    for index, tool in enumerate(list_of(found, name, "functions")):
+    for index, tool in enumerate(list_of(value, name, "functions")):
         described = parse_json(tool, f"{name}[{index}]") if isinstance(tool, str) else tool
         if not isinstance(described, Mapping):
             raise DataError(f"`{name}[{index}]` is {kind_of(tool)}; expected the description of a function")
@@ -368,11 +372,11 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:
     """Whether a function is called that no text before the call names; for rows without tools."""
-    said = ""
+    described = ""
     for turn in messages:
-        if any(call["function"]["name"] not in said for call in turn.get("tool_calls", ())):
+        if any(call["function"]["name"] not in described for call in turn.get("tool_calls", ())):
             return True
-        said += turn["content"] if turn["role"] in ("system", "user") else ""
+        described += turn["content"] if turn["role"] in ("system", "user") else ""
     return False
 
 
@@ -436,13 +440,13 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def list_of(found: Any, name: str, of: str = "messages") -> Sequence[Any]:
+def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
     """Return `found`, which is a list, or JSON of one in a string. Raise `DataError`."""
-    if isinstance(found, str) and found.lstrip().startswith("["):
-        found = parse_json(found, name)
-    if not is_list(found):
-        raise DataError(f"`{name}` is {kind_of(found)}; expected a list of {of}")
-    return list(found)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value, name)
+    if not is_list(value):
+        raise DataError(f"`{name}` is {kind_of(value)}; expected a list of {of}")
+    return list(value)
 
 
 def parse_json(text: str, name: str) -> Any:

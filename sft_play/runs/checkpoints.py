@@ -45,12 +45,12 @@ def list_checkpoints(run: RunFolder) -> list[Path]:
     """Return the folders that bear a checkpoint's name, the newest first, checked or not."""
     if not run.checkpoints.is_dir():
         return []
-    found = [
+    checkpoints = [
         path
         for path in run.checkpoints.iterdir()
         if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(checkpoints, key=step_of, reverse=True)
 
 
 def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | None, list[str]]:
@@ -147,17 +147,17 @@ def clean_up(run: RunFolder) -> list[str]:
     if not run.checkpoints.is_dir():
         return []
     _give_names_back(run)
-    said = []
+    notes = []
     with _no_writer(run) as free:
         for path in sorted(run.checkpoints.iterdir()) if free else []:
             if match := LEFT.fullmatch(path.name):
                 if match.group(3) == "partial":
-                    said.append(f"{match.group(1)}: the process that wrote it ended before it was complete")
+                    notes.append(f"{match.group(1)}: the process that wrote it ended before it was complete")
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name in (".last.new", ".best.new"):
                 with contextlib.suppress(OSError):
                     path.unlink()
-    return said
+    return notes
 
 
 def discard(run: RunFolder, step: int) -> None:
@@ -216,25 +216,25 @@ OF_THE_CHECKPOINT = frozenset({"trainer_state.json", "manifest.json", "stamp.jso
 STEP_NAME = re.compile(r"step-[0-9]{1,9}")
 
 
-def weights_folder(run: RunFolder, wanted: str | None) -> Path:
+def weights_folder(run: RunFolder, checkpoint: str | None) -> Path:
     """Return the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), links followed.
 
     Without a name it is the final model, or the last checkpoint of a run that has not finished. A checkpoint's weights
     are compared with its manifest first. Raise `CheckpointError` with what exists, or with the file that is damaged.
     """
-    if wanted is None and kind_of(run.model):
+    if checkpoint is None and kind_of(run.model):
         return run.model
-    if folder := checkpoint_folder(run, wanted or "last"):
+    if folder := checkpoint_folder(run, checkpoint or "last"):
         damage = verify(folder, needed=_is_for_use)
         if damage:
             hint = "CHECKPOINT= takes another one, and `make resume` continues from the newest complete one"
             raise CheckpointError(f"the checkpoint is damaged: {damage}", place=str(folder), hint=hint)
         return folder
-    known = checkpoint_names(run)
-    what = f"no checkpoint `{wanted}`" if wanted else "neither a final model nor a checkpoint yet"
+    names = checkpoint_names(run)
+    what = f"no checkpoint `{checkpoint}`" if checkpoint else "neither a final model nor a checkpoint yet"
     raise CheckpointError(
         f"the run `{run.name}` has {what}",
-        hint=f"CHECKPOINT= takes {', '.join(known)}" if known else "wait for its first checkpoint, or train it again",
+        hint=f"CHECKPOINT= takes {', '.join(names)}" if names else "wait for its first checkpoint, or train it again",
     )
 
 

@@ -107,8 +107,8 @@ class RunFolder:
     @property
     def typed(self) -> str:
         """What to type after `RUN=` in this folder: the run's name where that finds it, else its folder."""
-        found = run_path(self.name)
-        if found and self.path.exists() and found.samefile(self.path):
+        known = run_path(self.name)
+        if known and self.path.exists() and known.samefile(self.path):
             return as_typed(self.name)
         return as_typed(self.path if "/" in str(self.path) else self.path.absolute())
 
@@ -387,8 +387,8 @@ def read_benchmarks(folder: Path) -> dict[str, Any] | None:
     """Return what standard benchmarks found for these weights; `None` where none was run."""
     from sft_play.config.reader import misfit
 
-    found = read_object(folder / BENCHMARKS)
-    return found if found and misfit(found, Benchmarks) is None else None
+    benchmarks = read_object(folder / BENCHMARKS)
+    return benchmarks if benchmarks and misfit(benchmarks, Benchmarks) is None else None
 
 
 class Figure(TypedDict):

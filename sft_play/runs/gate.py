@@ -34,8 +34,8 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
     """
     shared: dict[tuple[int, int], list[str]] = {}
     owners = {os.geteuid()}
-    for count, (entry, found, depth) in enumerate(_below(run.path, writes=writes)):
-        kind = stat.S_IFMT(found.st_mode)
+    for count, (entry, status, depth) in enumerate(_below(run.path, writes=writes)):
+        kind = stat.S_IFMT(status.st_mode)
         if count > MOST_FILES or depth > DEEPEST:
             raise _refused(
                 entry.path,
@@ -47,13 +47,13 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
             raise _refused(entry.path, f"is a link to `{_target(Path(entry.path))}`", hint)
         if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
             raise _refused(entry.path, "is a pipe, a device or a socket", f"rm {entry.path}")
-        if kind == stat.S_IFREG and found.st_nlink > 1:
-            shared.setdefault((found.st_dev, found.st_ino), [entry.path] * found.st_nlink).pop()
-        if writes and found.st_uid not in owners:
+        if kind == stat.S_IFREG and status.st_nlink > 1:
+            shared.setdefault((status.st_dev, status.st_ino), [entry.path] * status.st_nlink).pop()
+        if writes and status.st_uid not in owners:
             owners.add(_owner_of_new_files(run.path))
-            if found.st_uid not in owners:
+            if status.st_uid not in owners:
                 hint = f"continue a copy of your own: cp -r {run.path} COPY"
-                raise _refused(entry.path, f"belongs to another user (number {found.st_uid})", hint)
+                raise _refused(entry.path, f"belongs to another user (number {status.st_uid})", hint)
     if outside := next((names[0] for names in shared.values() if names), None):
         hint = f"remove it, or where you made these links yourself, use a copy without: cp -r {run.path} COPY"
         raise _refused(outside, "is a hard link to a file that is in other folders too", hint)
@@ -71,10 +71,10 @@ def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os
             with os.scandir(place) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
-                        found = entry.stat(follow_symlinks=False)
-                        if stat.S_ISDIR(found.st_mode):
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISDIR(status.st_mode):
                             waiting.append((entry.path, depth + 1))
-                        yield entry, found, depth
+                        yield entry, status, depth
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
@@ -109,12 +109,12 @@ def _refused(path: str, what: str, hint: str) -> CheckpointError:
 
 def all_runs() -> list[RunFolder]:
     """Return every folder of `RUNS_DIR` that has a run's configuration, the newest first; unchecked."""
-    found = []
+    runs = []
     with contextlib.suppress(OSError):
         for folder in runs_folder().iterdir():
             with contextlib.suppress(OSError):
-                found.append((os.lstat(folder / "config.json").st_mtime, RunFolder(folder)))
-    return [run for _, run in sorted(found, key=lambda one: (-one[0], one[1].name))]
+                runs.append((os.lstat(folder / "config.json").st_mtime, RunFolder(folder)))
+    return [run for _, run in sorted(runs, key=lambda dated: (-dated[0], dated[1].name))]
 
 
 # What the files of a run say, as far as it has the type that it should have.

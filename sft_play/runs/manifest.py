@@ -39,12 +39,13 @@ def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
     """Return sizes and checksums of `files` by their names relative to `folder`."""
     paths = sorted(set(files))
 
-    def one(path: Path) -> Facts:
+    def describe_file(path: Path) -> Facts:
         return {"bytes": path.stat().st_size, ALGORITHM: checksum(path)}
 
     with ThreadPoolExecutor(_threads(len(paths))) as pool:
         return {
-            path.relative_to(folder).as_posix(): facts for path, facts in zip(paths, pool.map(one, paths), strict=True)
+            path.relative_to(folder).as_posix(): facts
+            for path, facts in zip(paths, pool.map(describe_file, paths), strict=True)
         }
 
 
@@ -73,9 +74,9 @@ def seal(folder: Path, *, ranks: Iterable[int]) -> None:
     for part in parts:
         files |= read_json(part)["files"]
     for name, facts in files.items():
-        found = (folder / name).stat().st_size
-        if found != facts["bytes"]:
-            raise OSError(f"`{name}` has {found} bytes, not {facts['bytes']} as it was written")
+        size = (folder / name).stat().st_size
+        if size != facts["bytes"]:
+            raise OSError(f"`{name}` has {size} bytes, not {facts['bytes']} as it was written")
     unlisted = [path for path in _files(folder) if path.relative_to(folder).as_posix() not in files]
     sync(unlisted)
     files |= describe(folder, unlisted)
@@ -125,16 +126,16 @@ def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False)
     With `from_disk` the kernel is asked to forget what it holds in memory, so that it reads the disk where it can.
     """
 
-    def one(item: tuple[str, Facts]) -> str | None:
+    def check_file(item: tuple[str, Facts]) -> str | None:
         return _damage_of(folder, *item, from_disk=from_disk)
 
-    found = [
+    sizes = [
         reason for item in files.items() if (reason := _wrong_size(folder, *item))
     ]  # it costs nothing, so it goes first
-    if found:
-        return found[0]
+    if sizes:
+        return sizes[0]
     with ThreadPoolExecutor(_threads(len(files))) as pool:
-        return next((reason for reason in pool.map(one, files.items()) if reason), None)
+        return next((reason for reason in pool.map(check_file, files.items()) if reason), None)
 
 
 def checksum(path: Path, algorithm: str = ALGORITHM, *, from_disk: bool = False) -> str:
@@ -161,10 +162,10 @@ def _hasher(algorithm: str) -> Any:
 
 def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
     try:
-        found = (folder / name).lstat()  # a link could lead anywhere, a pipe or a device has no end
-        if not stat.S_ISREG(found.st_mode):
+        status = (folder / name).lstat()  # a link could lead anywhere, a pipe or a device has no end
+        if not stat.S_ISREG(status.st_mode):
             return f"`{name}` is not a plain file"
-        size = found.st_size
+        size = status.st_size
         return None if size == facts["bytes"] else f"`{name}` has {size} bytes, not {facts['bytes']}"
     except FileNotFoundError:
         return f"`{name}` is missing"
@@ -362,18 +363,18 @@ def digests_of(paths: Sequence[Path], what: str) -> list[str]:
     names = [str(path.resolve()) for path in paths]
     record = cache_folder() / "digests" / f"{text_sha256(chr(10).join(names))}.json"
     facts = dict(zip(names, map(_facts, paths), strict=True))
-    known = _known(record)
-    unread = [Path(name) for name, fact in facts.items() if known.get(name, [None])[:-1] != fact]
+    recorded = _known(record)
+    unread = [Path(name) for name, fact in facts.items() if recorded.get(name, [None])[:-1] != fact]
     size = sum(int(facts[str(path)][0]) for path in unread)
     if size > WORTH_SAYING_BYTES and os.environ.get("RANK", "0") == "0":
         print(f"reading {size / 2**30:.0f} GiB of {what} for their checksums, this once", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(HASHED_TOGETHER) as pool:  # hashing leaves Python's lock
         digests = dict(zip(map(str, unread), pool.map(file_sha256, unread), strict=True))
-    found = {name: [*fact, digests.get(name) or known[name][-1]] for name, fact in facts.items()}
+    entries = {name: [*fact, digests.get(name) or recorded[name][-1]] for name, fact in facts.items()}
     if unread:
         with contextlib.suppress(OSError):
-            write_json(record, found)
-    return [str(found[name][-1]) for name in names]
+            write_json(record, entries)
+    return [str(entries[name][-1]) for name in names]
 
 
 def _known(record: Path) -> dict[str, list[str | int]]:
@@ -385,5 +386,5 @@ def _known(record: Path) -> dict[str, list[str | int]]:
 
 def _facts(path: Path) -> list[str | int]:
     """What changes with a file. The change time, too: a copy may keep the modification time, but not that."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

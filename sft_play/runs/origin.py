@@ -96,37 +96,37 @@ def code_sha256() -> str:
 @functools.cache
 def versions() -> Mapping[str, str]:
     """Return the versions of Python, of this program, and of the packages that decide about numbers."""
-    found = {"python": platform.python_version(), "sft_play": __version__}
+    installed = {"python": platform.python_version(), "sft_play": __version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def machine(devices: list[str], *, cuda: bool) -> dict[str, Any]:
     """Return operating system, processor, `devices` (of the plan), and for GPUs the driver's and torch's CUDA
     versions.
     """
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
         "devices": devices,
     }
-    return found | ({"driver": driver_version(), "cuda": torch_cuda()} if cuda else {})
+    return facts | ({"driver": driver_version(), "cuda": torch_cuda()} if cuda else {})
 
 
 @functools.cache
 def processor() -> str:
     """Return the processor's name."""
     try:
-        found = re.search(
+        model_name = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), re.M
         )
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine() or "CPU"
+        model_name = None
+    return model_name.group(1).strip() if model_name else platform.processor() or platform.machine() or "CPU"
 
 
 @functools.cache
@@ -137,18 +137,18 @@ def driver_version() -> str | None:
 
         pynvml.nvmlInit()
         try:
-            found = pynvml.nvmlSystemGetDriverVersion()
+            driver = pynvml.nvmlSystemGetDriverVersion()
         finally:
             pynvml.nvmlShutdown()
     except Exception:  # noqa: BLE001 - NVML's errors are of many kinds, and a version is never worth a run
         return None
-    return found.decode() if isinstance(found, bytes) else str(found)
+    return driver.decode() if isinstance(driver, bytes) else str(driver)
 
 
 def torch_cuda() -> str | None:
     """Return the CUDA version that torch is built for."""
-    found = torch_version()
-    return found[1] if found else None
+    versions = torch_version()
+    return versions[1] if versions else None
 
 
 @functools.cache
@@ -161,8 +161,8 @@ def torch_version() -> tuple[str, str | None] | None:
         )
     except (OSError, ValueError, ImportError):
         return None
-    found = {
+    constants = {
         name: re.search(rf"^{name}(?:: [^=]+)? = ['\"]([^'\"]+)['\"]", text, re.M) for name in ("__version__", "cuda")
     }
-    version, cuda = found["__version__"], found["cuda"]
+    version, cuda = constants["__version__"], constants["cuda"]
     return (version[1], cuda[1] if cuda else None) if version else None

@@ -225,18 +225,18 @@ def _path(config: Config) -> Path | None:
 
 def _state(source: DataSource) -> list[list[object]] | None:
     path = Path(source.path).expanduser()
-    found: Iterable[Path]
+    stats: Iterable[Path]
     if any(mark in source.path for mark in "*?["):
-        found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))  # an empty anchor is the working folder
+        stats = Path(path.anchor).glob(str(path.relative_to(path.anchor)))  # an empty anchor is the working folder
     else:
-        found = path.rglob("*") if path.is_dir() else [path]
-    files = list(itertools.islice(found, MOST_FILES + 1))
+        stats = path.rglob("*") if path.is_dir() else [path]
+    files = list(itertools.islice(stats, MOST_FILES + 1))
     return _stats(files) if len(files) <= MOST_FILES else None
 
 
 def _stats(files: Iterable[Path]) -> list[list[object]]:
-    found = [(str(path.resolve()), path.stat()) for path in sorted(files) if path.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
+    matches = [(str(path.resolve()), path.stat()) for path in sorted(files) if path.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in matches]
 
 
 # What is kept of every prepared row beside its tokens, read without numpy: lengths, sources, label tokens.

@@ -94,16 +94,16 @@ def _warning(name: str, text: str, remedy: str) -> Finding:
 
 
 def _median(values: Sequence[Any]) -> float | None:
-    found = [value for value in values if isinstance(value, int | float)]
-    return statistics.median(found) if found else None
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return statistics.median(numbers) if numbers else None
 
 
 def _medians(rows: Sequence[Row], name: str) -> dict[int, float]:
     """Return rank -> the median of a reading, for ranks that have it."""
     lists = [row[name] for row in rows if isinstance(row.get(name), list)]
     ranks = range(max(map(len, lists), default=0))
-    found = {rank: _median([one[rank] for one in lists if rank < len(one)]) for rank in ranks}
-    return {rank: value for rank, value in found.items() if value is not None}
+    medians = {rank: _median([values[rank] for values in lists if rank < len(values)]) for rank in ranks}
+    return {rank: value for rank, value in medians.items() if value is not None}
 
 
 def energy_kwh(rows: Sequence[Row], seconds: float | None) -> float | None:
@@ -111,7 +111,7 @@ def energy_kwh(rows: Sequence[Row], seconds: float | None) -> float | None:
     no power.
     """
     lists = [row.get("rank_power_watts") or [None] for row in rows]
-    watts = [sum(one) for one in lists if all(isinstance(value, int | float) for value in one)]
+    watts = [sum(powers) for powers in lists if all(isinstance(value, int | float) for value in powers)]
     return statistics.fmean(watts) * seconds / 3.6e6 if watts and seconds else None
 
 
@@ -138,10 +138,10 @@ def line_of(rows: Sequence[Row], steps: int | None) -> str:
     step = f"step {row['step']}{f'/{steps}' if steps else ''}: "
     if row.get("kind") == "eval":
         return step + evaluation_line(row)
-    left = seconds_left(rows, steps)
+    remaining = seconds_left(rows, steps)
     speed = f", {row['tokens_per_second']:,.0f} tokens/s" if row.get("tokens_per_second") else ""
     return f"{step}loss {row['loss'] if row.get('loss') is not None else float('nan'):.4f}{speed}" + (
-        f", {clock(left)} left" if left is not None else ""
+        f", {clock(remaining)} left" if remaining is not None else ""
     )
 
 
@@ -204,15 +204,15 @@ def wait_until_sent() -> None:
 
 def end_text(run: RunFolder, event: str, message: str) -> str:
     """Return how a run ended, in a line or two."""
-    said = f"{run.name} {event}"
+    subject = f"{run.name} {event}"
     if event == "finished":
         facts = read_facts(run.training_metrics)
         names = {"steps": "steps", "final_loss": "loss", "eval_loss": "held-out loss", "eval_rougeL": "ROUGE-L"}
         parts = [
             f"{label} {facts[name]:.4g}" for name, label in names.items() if isinstance(facts.get(name), int | float)
         ]
-        return f"{said}: {', '.join(parts)}" if parts else said
-    return f"{said}: {message}" if message else said
+        return f"{subject}: {', '.join(parts)}" if parts else subject
+    return f"{subject}: {message}" if message else subject
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
@@ -228,14 +228,14 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
 def _send(target: str, body: str) -> None:
     try:
-        found = VARIABLE.fullmatch(target)
-        target = os.environ[found[1]] if found else target
+        variable = VARIABLE.fullmatch(target)
+        target = os.environ[variable[1]] if variable else target
         if WEBHOOK.fullmatch(target):
             request = urllib.request.Request(
                 target, body.encode(), {"Content-Type": "application/json", "User-Agent": "sft-play"}
             )
             urllib.request.build_opener(_SameHost).open(request, timeout=SECONDS).close()
-        elif found:  # what a run's folder says is never run
+        elif variable:  # what a run's folder says is never run
             _run(target, body)
         else:
             raise ValueError

@@ -88,8 +88,8 @@ class Stamp:
             if (key := misfit(value, Stamp)) is not None:
                 raise ValueError(f"`{key}` is of another type")
             # A stamp of an earlier version lacks the fields that have a default.
-            known = {item.name for item in fields(Stamp)} & dict(value).keys()
-            stamp = Stamp(**{name: value[name] for name in known.union(required_fields(Stamp))})
+            names = {item.name for item in fields(Stamp)} & dict(value).keys()
+            stamp = Stamp(**{name: value[name] for name in names.union(required_fields(Stamp))})
             return replace(stamp, recoveries=tuple(stamp.recoveries))
         except FileNotFoundError:
             raise CheckpointError("there is no stamp, so what made it is unknown", place=str(path)) from None
@@ -174,7 +174,7 @@ class Difference:
 
 def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
     """Return the fields that differ and matter for `purpose`, refusals first."""
-    found = []
+    differences = []
     for name, rule in RULES.items():
         before, after = getattr(old, name), getattr(new, name)
         if name == "versions":  # a package that an earlier SFT-Play did not write down is no difference
@@ -182,15 +182,16 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
         if name == "settings":  # nor is a key that only one of the two versions knows
             before, after = _shared(before, after), _shared(after, before)
             before, after = (
-                {key: _kept(part) if key == EXTRA else part for key, part in one.items()} for one in (before, after)
+                {key: _kept(part) if key == EXTRA else part for key, part in settings.items()}
+                for settings in (before, after)
             )
         verdict: Verdict = getattr(rule, purpose)
         if before != after and verdict != "allow" and not (name in LATER and not (before and after)):
             if isinstance(before, Mapping) and isinstance(after, Mapping):
                 before, after = _changed(before, after), _changed(after, before)
             advice = rule.advice + (_commits(old, new) if name == "train_data" else "")
-            found.append(Difference(name, before, after, verdict, advice))
-    return sorted(found, key=lambda difference: difference.verdict != "refuse")
+            differences.append(Difference(name, before, after, verdict, advice))
+    return sorted(differences, key=lambda difference: difference.verdict != "refuse")
 
 
 def refuse(differences: Sequence[Difference], what: str) -> list[str]:
@@ -222,12 +223,12 @@ def _commits(old: Stamp, new: Stamp) -> str:
         for name, content in before.items()
         if (content or "").startswith(HUB) and after.get(name) != content
     }
-    told = [
+    commits = [
         f"`{name.partition(':')[2]}` was read from the hub at the commit `{content[len(HUB) :]}`"
         for name, content in moved.items()
         if content
     ]
-    return f" ({'; '.join(told)}: set the `revision` of that source to it)" if told else ""
+    return f" ({'; '.join(commits)}: set the `revision` of that source to it)" if commits else ""
 
 
 def _short(value: Any) -> str:
@@ -261,15 +262,15 @@ the stamp.
 
 def kept_settings(config: Config) -> dict[str, Any]:
     """Return dotted key -> value, as JSON has it, of what a run keeps and no other field of its stamp holds."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in SECTIONS:
         section = getattr(config, name)
         for item in fields(section):
             key = f"{name}.{item.name}"
             if key not in CHANGEABLE | AS_PLANNED and not key.startswith(STAMPED):
                 value = getattr(section, item.name)
-                found[key] = json.loads(json.dumps(_kept(value) if item.name == "extra" else value))
-    return found
+                settings[key] = json.loads(json.dumps(_kept(value) if item.name == "extra" else value))
+    return settings
 
 
 def _kept(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         except UserError as error:
             results.append({"error": error.message, "hint": error.hint})
         except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on
-            said = str(error).strip().splitlines() or [""]
-            results.append({"error": f"{type(error).__name__}: {said[0]}"})
+            lines = str(error).strip().splitlines() or [""]
+            results.append({"error": f"{type(error).__name__}: {lines[0]}"})
     return results
 
 

@@ -94,14 +94,14 @@ class Range:
             if unmapped.mapped:
                 continue
             start = unmapped.before if unmapped.before is not None and not unmapped.before.used else unmapped
-            found, block, more = 0, start, 0
-            while found < size and block is not None and not block.used:
+            covered, block, to_map = 0, start, 0
+            while covered < size and block is not None and not block.used:
                 if not block.mapped:
-                    more += -(-min(block.size, size - found) // self.page) * self.page
-                found += block.size
+                    to_map += -(-min(block.size, size - covered) // self.page) * self.page
+                covered += block.size
                 block = block.after  # type: ignore[assignment]
-            if found >= size:
-                return start, more
+            if covered >= size:
+                return start, to_map
         raise AssertionError("addresses have an end")
 
     def map(self, block: Block, size: int) -> Block:
@@ -187,13 +187,13 @@ class CachingAllocator:
         where = self.ranges[size <= SMALL]
         block = where.best(size)
         if block is None:
-            start, more = where.room(size)
-            if self.limit is not None and self.reserved + more > self.limit:
+            start, unmapped = where.room(size)
+            if self.limit is not None and self.reserved + unmapped > self.limit:
                 self.reserved -= sum(each.give_back() for each in self.ranges.values())
-                start, more = where.room(size)
-                if self.reserved + more > self.limit:
+                start, unmapped = where.room(size)
+                if self.reserved + unmapped > self.limit:
                     raise DoesNotFitError
-            self.reserved += more
+            self.reserved += unmapped
             block = where.map(start, size)
         block.used = True
         where.split(block, size)
@@ -219,10 +219,10 @@ def replay(events: Sequence[Event], limit: int | None = None) -> int:
 
 def most_allocated(events: Sequence[Event]) -> int:
     """Return the most bytes that are in use."""
-    held = most = 0
+    allocated = most = 0
     for sign, _, size in events:
-        held += sign * size
-        most = max(most, held)
+        allocated += sign * size
+        most = max(most, allocated)
     return most
 
 

@@ -37,8 +37,8 @@ NUMBERING = re.compile(r"id$|idx|index|number")
 
 def dtype_of(name: str) -> torch.dtype:
     """Return torch's type of a name such as `bfloat16` or `bf16`."""
-    found: torch.dtype = getattr(torch, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name, name))
-    return found
+    dtype: torch.dtype = getattr(torch, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name, name))
+    return dtype
 
 
 def on_meta(settings: Any, dtype: torch.dtype = torch.bfloat16, attention: str | None = None) -> Any:
@@ -88,13 +88,15 @@ def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Count
         smallest = list(range(len(kinds)))[:2]
     grown = {}
     for kind in counts:
-        more = next((index for index, one in enumerate(kinds) if one == kind and index not in smallest), None)
-        if more is not None:
-            grown[kind] = sorted([*smallest, more])
+        extra = next(
+            (index for index, layer_kind in enumerate(kinds) if layer_kind == kind and index not in smallest), None
+        )
+        if extra is not None:
+            grown[kind] = sorted([*smallest, extra])
     return smallest, grown, counts
 
 
-def with_layers(model: Any, kept: Sequence[int]) -> Any:
+def with_layers(model: Any, indices: Sequence[int]) -> Any:
     """Return a copy of the model in which only these layers compute; the others stay in their places, so that all
     numbering holds.
     """
@@ -105,7 +107,7 @@ def with_layers(model: Any, kept: Sequence[int]) -> Any:
         setattr(
             holder,
             name,
-            nn.ModuleList(layer if index in kept else Skipped(answers, index) for index, layer in enumerate(layers)),
+            nn.ModuleList(layer if index in indices else Skipped(answers, index) for index, layer in enumerate(layers)),
         )
         return copy.deepcopy(model)
     finally:
@@ -156,14 +158,14 @@ def materialise(model: nn.Module, device: str) -> None:
     """Give every meta parameter and buffer a tensor on `device`, tied ones the same; inside a fake mode they hold
     nothing.
     """
-    made: dict[int, nn.Parameter] = {}
+    materialised: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                if id(parameter) not in made:
+                if id(parameter) not in materialised:
                     content = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(content, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                    materialised[id(parameter)] = nn.Parameter(content, requires_grad=parameter.requires_grad)
+                module._parameters[name] = materialised[id(parameter)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
@@ -178,8 +180,8 @@ def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
         if isinstance(module, (NF4Linear, NF4Experts, Int8Linear))
         for buffer in module.buffers(recurse=False)
     }
-    held = [(parameter, own if parameter.requires_grad else "frozen") for parameter in model.parameters()]
-    return held + [(buffer, "quant_state" if id(buffer) in state else "frozen") for buffer in model.buffers()]
+    tensors = [(parameter, own if parameter.requires_grad else "frozen") for parameter in model.parameters()]
+    return tensors + [(buffer, "quant_state" if id(buffer) in state else "frozen") for buffer in model.buffers()]
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

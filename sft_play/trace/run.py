@@ -87,10 +87,10 @@ def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
     formula.
     """
     rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in short]
-    first, second = (_deepen(one, build.model_of(one), losses=False) for one in rows)
-    more = {"tokens": (case.row_tokens - short[0]) / (short[1] - short[0])}
+    first, second = (_deepen(row_case, build.model_of(row_case), losses=False) for row_case in rows)
+    growth = {"tokens": (case.row_tokens - short[0]) / (short[1] - short[0])}
     moments = {
-        moment: _extrapolate(parts, {"tokens": second["moments"].get(moment, parts)}, more)
+        moment: _extrapolate(parts, {"tokens": second["moments"].get(moment, parts)}, growth)
         for moment, parts in first["moments"].items()
     }
     return {**second, "moments": moments}
@@ -105,10 +105,10 @@ def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[all
     """
     few, whole = len(smallest), len(build.decoder_layers(model))
     depth = few if case.gradient_checkpointing else min(whole, max(DEEPER, few + 1))
-    more = [index for index in range(whole) if index not in smallest][: depth - few]
-    deeper = observe(case, build.with_layers(model, sorted([*smallest, *more])), log=True)[1] if more else []
+    added = [index for index in range(whole) if index not in smallest][: depth - few]
+    deeper = observe(case, build.with_layers(model, sorted([*smallest, *added])), log=True)[1] if added else []
     lost = [allocator.lost_bytes(events) for events in logs]
-    if more:
+    if added:
         most = allocator.lost_bytes(deeper)
         lost += [most, int(most + (most - lost[0]) / (depth - few) * (whole - depth))]
     return {"lost_bytes": max(lost)}
@@ -144,7 +144,7 @@ def observe(
 
 
 def follow(
-    case: Case, model: Any, held: Iterable[tuple[Tensor, str]], device: str, *, log: bool = False
+    case: Case, model: Any, tensors: Iterable[tuple[Tensor, str]], device: str, *, log: bool = False
 ) -> StorageTracker:
     """Run the case's steps on `device` and return the tracker of them; `held` are the tensors there are before, and
     their parts.
@@ -153,7 +153,7 @@ def follow(
         forward = torch.autocast(device_type=device, dtype=build.dtype_of(case.precision))(model.forward)
         model.forward = convert_outputs_to_fp32(forward)
     tracker = StorageTracker(device=case.device, logit_width=int(model.config.get_text_config().vocab_size), log=log)
-    for tensor, part in held:
+    for tensor, part in tensors:
         tracker.hold(tensor, part)
     layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, Skipped)]
     steps = StepTrace(model, layers, case, tracker)
@@ -177,19 +177,19 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
         settings = settings_of(architecture)
         model = build.on_meta(settings)
     except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
-        said = str(error).strip().splitlines() or [""]
+        lines = str(error).strip().splitlines() or [""]
         raise DataError(
-            f"transformers cannot build this `{family}` model: {type(error).__name__}: {said[0]}"
+            f"transformers cannot build this `{family}` model: {type(error).__name__}: {lines[0]}"
         ) from error
     text = settings.get_text_config()
     layers = build.decoder_layers(model)
     matrices = matrices_of(model)
     lora.free_text_part(model)
-    experts = {one.name for one in matrices if one.kind == "experts"}
+    experts = {matrix.name for matrix in matrices if matrix.kind == "experts"}
 
     def number(*names: str) -> int:
-        found = next((value for value in (_setting(text, name) for name in names) if value), 0)
-        return int(max(found) if isinstance(found, (list, tuple)) else found)
+        setting = next((value for value in (_setting(text, name) for name in names) if value), 0)
+        return int(max(setting) if isinstance(setting, (list, tuple)) else setting)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     shape = ModelShape(
@@ -205,7 +205,7 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
         vocab_size=number("vocab_size"),
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         max_positions=number("max_position_embeddings", "max_seq_len") or 2**31,
-        gated=any("gate" in one.typed for one in matrices),
+        gated=any("gate" in matrix.typed for matrix in matrices),
         experts=number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") if experts else 0,
         experts_per_token=number(*PER_TOKEN) if experts else 0,
         vision_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
@@ -234,20 +234,20 @@ def matrices_of(model: Any) -> tuple[Matrices, ...]:
     them.
     """
     head, adapted, prefix = model.get_output_embeddings(), set(lora.linear_names(model)), lora.text_prefix(model)
-    found: Counter[Matrices] = Counter()
+    counts: Counter[Matrices] = Counter()
     for name, module in model.named_modules():
         inside, pattern = not prefix or name.startswith(f"{prefix}."), pattern_of(name)
         if isinstance(module, nn.Embedding) or module is head:
             if inside or module is head:
                 outputs, inputs = module.weight.shape[::-1] if isinstance(module, nn.Embedding) else module.weight.shape
-                found[Matrices(name=pattern, inputs=inputs, outputs=outputs, count=1, kind="ends")] += 1
+                counts[Matrices(name=pattern, inputs=inputs, outputs=outputs, count=1, kind="ends")] += 1
         elif lora.is_linear(module):
             inputs, outputs = (
                 (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
             )
             plain = type(module) in (nn.Linear, Conv1D)  # others transformers does not give to bitsandbytes
             kind: Any = "linear" if inside else "vision"
-            one = Matrices(
+            matrix = Matrices(
                 name=pattern,
                 inputs=inputs,
                 outputs=outputs,
@@ -257,11 +257,11 @@ def matrices_of(model: Any) -> tuple[Matrices, ...]:
                 quantised=plain,
                 refused=lora.why_not(model, name) or "",
             )
-            found[one] += 1
+            counts[matrix] += 1
         elif not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() == 3 and inside:
                     number, outputs, inputs = parameter.shape
                     full = f"{pattern}.{own}".removesuffix(".weight")
-                    found[Matrices(name=full, inputs=inputs, outputs=outputs, count=1, kind="experts")] += number
-    return tuple(Matrices(**{**asdict(one), "count": number}) for one, number in found.items())
+                    counts[Matrices(name=full, inputs=inputs, outputs=outputs, count=1, kind="experts")] += number
+    return tuple(Matrices(**{**asdict(matrix), "count": number}) for matrix, number in counts.items())

@@ -68,7 +68,7 @@ def real_branches(case: Case) -> Iterator[None]:
     )
     find, ignore = masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa
 
-    def found(position_ids: Tensor) -> Tensor | None:
+    def positions(position_ids: Tensor) -> Tensor | None:
         first = position_ids[:, :1] - 1
         indices = (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
         return indices if packed else None
@@ -83,7 +83,7 @@ def real_branches(case: Case) -> Iterator[None]:
 
     usable = moe._can_use_grouped_mm
     masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = (
-        found,
+        positions,
         ignored,
         grouped,
     )
@@ -201,11 +201,11 @@ three times as fast as a fake mode's bookkeeping.
 
 def _by_shape(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what a fake mode would."""
-    tensors = [one for one in args if isinstance(one, Tensor)]
+    tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
     first = tensors[0]
     if kwargs.get("device") or any(
-        type(one) is not FakeTensor or one.constant is not None or one.fake_device != first.fake_device
-        for one in tensors
+        type(tensor) is not FakeTensor or tensor.constant is not None or tensor.fake_device != first.fake_device
+        for tensor in tensors
     ):
         return func(*args, **kwargs)
     with in_kernel_invocation_manager(first.fake_mode):
@@ -267,9 +267,9 @@ class StorageTracker(TorchDispatchMode):
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count a tensor's storage under `part` from now on; one that is counted already only changes its part."""
         storage = tensor.untyped_storage()
-        known = self._blocks.get(storage)
-        if known is not None:
-            block: _Block = known[0]
+        entry = self._blocks.get(storage)
+        if entry is not None:
+            block: _Block = entry[0]
             self._add(block.part, -block.size)
             block.part = part
             self._add(part, block.size)
@@ -288,8 +288,8 @@ class StorageTracker(TorchDispatchMode):
 
     def part_of(self, tensor: Tensor) -> str | None:
         """Return what a tensor's storage is counted under."""
-        known = self._blocks.get(tensor.untyped_storage())
-        return known[0].part if known else None
+        entry = self._blocks.get(tensor.untyped_storage())
+        return entry[0].part if entry else None
 
     def _add(self, part: str, size: int) -> None:
         self.parts[part] = self.parts.get(part, 0) + size

@@ -39,7 +39,7 @@ def fill(folder: Path, *names: str) -> None:
 
 
 def answers(path: Path | str, left: LeftOut | None = None, **options: Any) -> list[str]:
-    rows = read_source(DataSource(path=str(path), **options), left=left)
+    rows = read_source(DataSource(path=str(path), **options), skipped=left)
     return [row["completion"] for _, row in rows if not isinstance(row, DataError)]
 
 

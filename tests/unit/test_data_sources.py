@@ -204,7 +204,7 @@ def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_name
     (tmp_path / "empty.json").mkdir()
     assert rows_of(tmp_path) == rows_of(tmp_path / "**" / "*.jsonl*") == [*ROWS, {"prompt": "last"}]
     left = LeftOut()
-    list(read_source(DataSource(path=str(tmp_path)), left=left))
+    list(read_source(DataSource(path=str(tmp_path)), skipped=left))
     assert left.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
         "nothing is passed over in silence"
     )
@@ -223,7 +223,7 @@ def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
 def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
     path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
     source = DataSource(path=str(path), columns={"question": "prompt"}, filter='question == "q3" or prompt == "q5"')
-    assert [row["question"] for _, row in read_source(source, left=left) if not isinstance(row, DataError)] == [
+    assert [row["question"] for _, row in read_source(source, skipped=left) if not isinstance(row, DataError)] == [
         "q3",
         "q5",
     ]
@@ -237,7 +237,7 @@ def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
     path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
 
     def chosen(count: int, seed: int) -> list[int]:
-        rows = read_source(DataSource(path=str(path), rows=count), seed=seed, left=left)
+        rows = read_source(DataSource(path=str(path), rows=count), seed=seed, skipped=left)
         return [ROWS.index(dict(row)) for _, row in rows if not isinstance(row, DataError)]
 
     ten = chosen(10, 1)
