@@ -25,8 +25,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from sft_play.__main__ import COMMANDS  # noqa: E402
 from sft_play.config.call import Command  # noqa: E402
-from sft_play.config.keys import Key, extra_keys, read_field_docs, schema_keys, sections  # noqa: E402
-from sft_play.config.layers import ALSO_TAKEN  # noqa: E402
+from sft_play.config.keys import ALSO_TAKEN, Key, extra_keys, read_field_docs, schema_keys, sections  # noqa: E402
 from sft_play.config.reader import (  # noqa: E402
     Range,
     describe,

@@ -5,6 +5,7 @@ codes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -305,13 +306,21 @@ def _answer(arguments: list[str]) -> int:
         sys.stderr.close()
         return 141
     except OSError as error:
-        if out is None or Path(error.filename or "") not in (out, *out.parents):
+        problem = _path_problem(error, out)
+        if problem is None:
             raise
-        problem = UserError(
-            f"`{error.filename}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes another place"
-        )
         print(problem.render(), file=sys.stderr)
         return problem.exit_code
+
+
+def _path_problem(error: OSError, out: Path | None) -> UserError | None:
+    """Return the user's own mistake about a path: a name that is too long, or an `OUT` that cannot be written."""
+    if error.errno == errno.ENAMETOOLONG:
+        return UserError(f"`{str(error.filename)[:80]}...` is longer than a file's name or path may be")
+    if out is not None and Path(error.filename or "") in (out, *out.parents):
+        text = f"`{error.filename}` cannot be written: {error.strerror}"
+        return UserError(text, place="OUT", hint="OUT= takes another place")
+    return None
 
 
 def _dispatch(call: Call) -> int:

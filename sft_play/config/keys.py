@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, cast
 
 from sft_play.config import schema
 from sft_play.config.reader import Range, fields_of
+from sft_play.config.yaml_files import Node, wrap
 
 TABLE = Path(__file__).with_name("training_arguments.json")
 RANGES: Mapping[str, Range] = {
@@ -147,6 +148,24 @@ def variables() -> Mapping[str, str]:
     """
     names = [*schema_keys(), *extra_keys(), *(f"train.{field}" for field in REFUSED)]
     return {variable_name(name): name for name in names}
+
+
+ALSO_TAKEN: Mapping[str, str] = {"train.packing": "boolean", "tuning.lora.target_modules": "string"}
+"""Key -> JSON type of the values that `as_meant` knows."""
+
+
+def as_meant(key: str, node: Node) -> Node:
+    """Return what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or
+    `q_proj,v_proj`.
+    """
+    if key == "train.packing" and isinstance(node.value, bool):
+        return Node("on" if node.value else "off", line=node.line)
+    if key == "tuning.lora.target_modules" and isinstance(node.value, str):
+        modules = [name.strip() for name in node.value.split(",") if name.strip()]
+        if modules in (["all-linear"], ["all"], ["auto"]):
+            return Node("auto", line=node.line)
+        return wrap(modules, node.line) if modules else node
+    return node
 
 
 # Fields of `TrainingArguments` that are refused, with what to use in their place.

@@ -1,28 +1,30 @@
-"""The layers of a configuration: files with what they extend, which value wins, and `${...}` resolved."""
+"""The layers of a configuration: files with what they extend, a run's `config.json`, the environment, typed words; and
+which of them wins.
+
+Each function returns the values of a source with their origins; `merge` puts the layers over each other.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_origin
 
 from sft_play.config import names
-from sft_play.config.keys import Key, find_key, schema_keys, sections, variable_name
+from sft_play.config.keys import Key, as_meant, find_key, sections, variable_name, variables
 from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, wrap
-from sft_play.errors import SECRET_VARIABLE, UserError, first_line, mask
-from sft_play.files import is_file_name
+from sft_play.errors import UserError, without_secret
 from sft_play.runs.folder import in_run
 
+DEFAULT = "default"
 GLOBAL_BATCH = "train.global_batch_size"
-PLAIN_VARIABLE = re.compile(
-    r"PWD|TMPDIR|SCRATCH|WORK|USER|LOGNAME|(SFT|SLURM|CUDA)_\w+"
-    r"|(\w+_)?(HOME|DIR|FOLDER|PATH|ROOT|FILE|NAME|HOSTNAME|ID|DATA|MODEL|SEED|LENGTH|SIZE|STEPS|EPOCHS|RATE|COUNT|RANK)"
-)
-"""Environment variables that `${oc.env:NAME}` takes into a configuration, which is shown and kept in the run folder."""
+TIMEOUT, OLD_TIMEOUT = "launch.timeout_seconds", "NCCL_TIMEOUT"
+NOT_KEYS = ("SFT_PLAY_",)
+"""Variables of the program itself, such as `SFT_PLAY_CACHE`."""
 TRAINING, VALIDATION = ("data.train_path", "data.sources"), ("data.val_path", "data.validation")
 WITHOUT_OTHERS = (None, "none", "tensorboard", ["tensorboard"])
 """Values of `train.report_to` that call nobody."""
@@ -37,7 +39,7 @@ class Override:
     key: str
     """`train.learning_rate`"""
     text: str
-    """The value letter for letter; `config.load` gives it its type."""
+    """The value letter for letter; the type of the key says what it means."""
     origin: str
     """As the user typed it: `make TRAIN_LEARNING_RATE=1e-4`."""
 
@@ -50,75 +52,183 @@ class Value:
     origin: str
     literal: bool = False
     """Whether `${` in it stands for itself: what was typed on a command line is never interpolated."""
-    layer: int = 0
-    """Number of the file, environment or command line that it came from; the higher wins."""
     of_run: bool = False
     """Whether a file of a run's folder says it, which may be a stranger's."""
-
-
-@dataclass(slots=True)
-class Values:
-    """Values collected so far, and what is wrong with them."""
-
-    values: dict[str, Value] = field(default_factory=dict)
-    problems: list[UserError] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    preset: str = ""
+    """The shipped preset that says it: its validation data belong to its training data."""
     layer: int = 0
-    of_run: bool = False
-    """Whether what is put now comes from a file of a run's folder."""
-    presets: dict[int, str] = field(default_factory=dict)
-    """Layer -> name of the shipped preset that it is: its validation data belong to its training data."""
+    """Number of its layer in `merge`; the higher wins."""
 
-    def put(self, key: str, node: Node, origin: str, *, literal: bool = False) -> None:
-        """Set a key over what earlier layers said, and take away what contradicts it there."""
-        if self.of_run and needs_own_word(key):
-            known = find_key(key)
-            if known is not None and node.plain() not in (known.default, *WITHOUT_OTHERS):
-                notice = (
-                    f"`{key}` is not taken from a run's folder: type {variable_name(key)}=... with the command if you"
-                    " want it"
-                )
-                self.notices += [] if notice in self.notices else [notice]
-            return
-        inherited = [other for other, value in self.values.items() if value.layer < self.layer]
-        gone = {other for pair in RIVALS if key in pair for other in pair}
-        if key in TRAINING:
-            gone |= {other for other in VALIDATION if other in inherited and self.values[other].layer in self.presets}
-        if key == "train.eval_strategy" and node.value != "steps":
-            gone.add("train.eval_steps")
-        for other in gone.intersection(inherited) - {key}:
-            del self.values[other]
-        before = self.values.get(key)
-        if before and before.layer == self.layer:  # `train.seed: 1` and `train: {seed: 2}` in one file
-            self.problems.append(
-                UserError(f"`{key}` is given twice, also in {before.origin}", place=origin, hint="give it once")
-            )
-        self.values[key] = Value(node, origin, literal, self.layer, self.of_run)
 
-    def settle_batch(self) -> None:
-        """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS
-        B2).
-        """
-        numbers = [self.values.get(key) for key in ("train.batch_size", "train.grad_accum", GLOBAL_BATCH)]
-        micro, steps, rows = (value if value and value.node.value != "auto" else None for value in numbers)
-        if not (micro and steps and rows) or rows.layer >= min(micro.layer, steps.layer):
-            return
-        del self.values[GLOBAL_BATCH]
-        self.notices.append(
-            f"the rows of a step are {shown(micro.node)} x {shown(steps.node)} x the number of devices, by"
-            f" `{micro.origin}` and `{steps.origin}`: they outrank `{GLOBAL_BATCH}` {shown(rows.node)} of {rows.origin}"
-        )
+Layer = list[tuple[str, Value]]
+"""Dotted key and value, in the order of the source."""
 
-    def put_text(self, key: str, text: str, origin: str) -> None:
-        """Set a key from text that was typed: the key's type says what it means."""
-        known = find_key(key)
-        assert known is not None
+
+# Files: where they are found, what they extend, and the values they hold.
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
+"""Where the folders `configs`, `deepspeed`, `examples` and `docs` are: beside the package in a clone, inside it in a
+wheel (`setup.py`).
+"""
+PRESETS = SHIPPED / "configs"
+"""The shipped presets."""
+DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
+"""Endings of data files; `.json` may be a configuration too."""
+
+
+def config_path(name: str) -> Path:
+    """Return the file that `CONFIG=` names; a bare preset name is its file. Raise `UserError`."""
+    path, preset = Path(name), preset_path(name)
+    if not path.suffix and path.name == name and not path.exists() and preset.is_file():
+        return preset
+    if path.is_dir():
+        raise UserError(f"`{name}` is a folder; expected a YAML file")
+    if path.suffix.lower() in DATA:
+        hint = f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
+        raise UserError(f"`{name}` holds rows, and is not a configuration", hint=hint)
+    if not path.is_file():
+        near = names.closest_file(path, PRESETS)
+        hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else ""
+        raise UserError(f"there is no file `{name}`", hint=hint or "CONFIG= takes a YAML file or a preset's name")
+    return path
+
+
+def preset_path(name: str) -> Path:
+    """Return the path of a preset."""
+    return shipped(f"configs/{name}.yaml")
+
+
+def shipped(name: str) -> Path:
+    """Return the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since,
+    comes first.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    path = SHIPPED / name
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def file_layers(path: Path, problems: list[UserError], chain: tuple[Path, ...] = ()) -> list[Layer]:
+    """Return the layers of a file, those of its parents first. Raise `UserError` for what is not a mapping of YAML."""
+    if path.resolve() in (other.resolve() for other in chain):
+        way = " -> ".join(str(p) for p in (*chain, path))
+        raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
+    root = read_yaml(path)
+    tree = {} if root.value is None else root.value
+    if not isinstance(tree, dict):
+        place, hint = f"{path}:{root.line}", "a file begins with `model:`"
+        raise UserError(f"`{shown(root)}` is not a mapping of sections", place=place, hint=hint)
+    parents = _parents(tree.get("extends"), path)
+    layers = [layer for parent in parents for layer in file_layers(parent, problems, (*chain, path))]
+    of_run, preset = is_of_run(path), path.stem if path.resolve().parent == PRESETS else ""
+    layer: Layer = []
+    for key, node in leaves(Node({name: part for name, part in tree.items() if name != "extends"})):
+        place = f"{path}:{node.line}"
+        if find_key(key):
+            layer.append((key, Value(node, place, of_run=of_run, preset=preset)))
+        else:
+            problems.append(names.unknown_key(key, place, node))
+    return [*layers, layer]
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether a configuration is (below) a run's: by its name and place, not by its contents, which a stranger
+    chose.
+    """
+    return path.name == "config.json" or in_run(path)
+
+
+def _parents(node: Node | None, path: Path) -> Iterator[Path]:
+    for entry in [] if node is None else node.value if isinstance(node.value, list) else [node]:
+        place = f"{path}:{entry.line}"
+        name = entry.value if isinstance(entry.value, str) else entry.text
+        if not name:
+            raise UserError(f"`extends` is `{shown(entry)}`; expected a preset's name or a file", place=place)
+        beside, preset = path.parent / name, preset_path(name)
+        if beside.is_file():
+            yield beside
+        elif "/" not in name and preset.is_file():
+            yield preset
+        else:
+            near, hint = names.closest_file(Path(name), PRESETS), "files count from the folder of the file that extends"
+            if (path.parent / f"{name}.yaml").is_file():
+                hint = f"did you mean `{name}.yaml`, the file next to this one?"
+            elif near:
+                hint = f"did you mean `{Path(near).stem}`?"
+            raise UserError(f"`extends` is `{name}`, which is neither a preset nor a file", place=place, hint=hint)
+
+
+def leaves(node: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield dotted key -> node of a mapping, going into sections only; an empty section says nothing."""
+    for name, part in node.value.items():
+        key = f"{prefix}.{name}" if prefix else name
+        is_section = bool(name) and key in sections()
+        if is_section and isinstance(part.value, dict):
+            yield from leaves(part, key)
+        elif not is_section or part.value is not None:
+            yield key, part
+
+
+def saved_layer(saved: Mapping[str, Any], place: str, problems: list[UserError], *, of_run: bool) -> Layer:
+    """Return a complete configuration as `config.load.saved_form` has it: what this version's defaults are does not
+    matter to a run that exists.
+    """
+    tree, origins, layer = dict(saved["config"]), saved["origins"], Layer()
+    train = {**tree["train"], **tree["train"]["extra"]}
+    del train["extra"]
+    for key, node in leaves(wrap(tree | {"train": train})):
+        if find_key(key):
+            layer.append((key, Value(node, str(origins.get(key, DEFAULT)), literal=True, of_run=of_run)))
+        else:
+            problems.append(UserError(f"`{key}` is not a key of this version", place=place))
+    return layer
+
+
+# The environment and the command line.
+
+
+def timeout_layer(environ: Mapping[str, str]) -> Layer:
+    """Return what `NCCL_TIMEOUT` sets, below every other layer."""
+    text = environ.get(OLD_TIMEOUT)
+    return (
+        typed_layer([Override(key=TIMEOUT, text=text, origin=f"environment {OLD_TIMEOUT}={text}")], []) if text else []
+    )
+
+
+def environment_layer(environ: Mapping[str, str], problems: list[UserError]) -> Layer:
+    """Return the `SFT_SECTION_KEY` variables; one that is nearly such a name is a problem, any other is not ours."""
+    overrides = []
+    for name, text in sorted(environ.items()):
+        bare = name.removeprefix("SFT_")
+        if bare == name or name.startswith(NOT_KEYS):
+            continue
+        if key := variables().get(bare):
+            overrides.append(Override(key=key, text=text, origin=f"environment {name}={text}"))
+        elif bare.partition("_")[0].lower() in sections() or get_close_matches(bare, variables(), n=1, cutoff=0.85):
+            better = names.suggest(bare, options=())
+            hint = f"did you mean `SFT_{variable_name(better)}`?" if better else "docs/configuration.md lists every key"
+            problems.append(UserError(f"unknown variable `{name}`", place="environment", hint=hint))
+    return typed_layer(overrides, problems)
+
+
+def typed_layer(overrides: Iterable[Override], problems: list[UserError]) -> Layer:
+    """Return what was typed; the type of a key says what its text means."""
+    layer: Layer = []
+    for override in overrides:
+        key, text, place = find_key(override.key), override.text, override.origin
+        if key is None:
+            refused = names.refusal(override.key, without_secret(place, override.key), variable_name)
+            assert refused is not None
+            problems.append(refused)
+            continue
         try:
-            self.put(key, node_of_text(text, known), origin, literal=True)
+            layer.append((key.name, Value(node_of_text(text, key), place, literal=True)))
         except UserError as error:
-            self.problems.append(
-                UserError(f"`{key}` is `{quoted(text)}`: {error.message}", place=origin, hint=error.hint)
-            )
+            problem = f"`{key.name}` is `{quoted(text)}`: {error.message}"
+            problems.append(UserError(problem, place=place, hint=error.hint))
+    return layer
 
 
 def node_of_text(text: str, key: Key) -> Node:
@@ -148,307 +258,69 @@ def explain_mismatch(key: Key, text: str) -> str:
         node = as_meant(key.name, node_of_text(text, key))
     except UserError:
         return describe(key.annotation)
-    wrong = not text or not text.isprintable() or convert(node, key.annotation, key.name, []) is INVALID
+    wrong = not text.isprintable() or not text or convert(node, key.annotation, key.name, []) is INVALID
     return describe(key.annotation) if wrong else ""
 
 
-ALSO_TAKEN: Mapping[str, str] = {"train.packing": "boolean", "tuning.lora.target_modules": "string"}
-"""Key -> JSON type of the values that `as_meant` knows."""
+# Layers over each other.
 
 
-def as_meant(key: str, node: Node) -> Node:
-    """Return what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or
-    `q_proj,v_proj`.
+def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]) -> dict[str, Value]:
+    """Return each key's value of the last layer that says it, without what a later layer contradicts.
+
+    What needs this user's own word is not taken from a run's folder.
     """
-    value = node.value
-    if key == "train.packing" and isinstance(value, bool):
-        return Node("on" if value else "off", line=node.line)
-    if key == "tuning.lora.target_modules" and isinstance(value, str):
-        names = [name.strip() for name in value.split(",") if name.strip()]
-        if names in (["all-linear"], ["all"], ["auto"]):
-            return Node("auto", line=node.line)
-        return wrap(names, node.line) if names else node
-    return node
-
-
-def interpolate(found: Values) -> None:
-    """Resolve `${section.key}` and OmegaConf's own resolvers (`${oc.env:HOME}`) in values that come from files."""
-    open_ones = [
-        key
-        for key, value in found.values.items()
-        if not value.literal and any("${" in one for one in texts_in(value.node))
-    ]
-    if not open_ones:
-        return
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    OmegaConf.register_resolver("oc.env", _variable, replace=True)
-    unresolved = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
-    for key in list(open_ones):
-        try:
-            OmegaConf.create({"value": found.values[key].node.plain()})
-        except unresolved as error:  # not OmegaConf's grammar at all
-            _cannot_resolve(key, error, found)
-            open_ones.remove(key)
-    tree: dict[str, Any] = {}
-    defaults = {key.name: key.default for key in schema_keys().values()}
-    for key, plain in (defaults | {key: _as_read(key, value) for key, value in found.values.items()}).items():
-        *path, last = key.split(".")
-        inner = tree
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = plain
-    merged = OmegaConf.create(tree)
-    texts = _texts_by_path(tree)
-    for key in open_ones:
-        value = found.values[key]
-        if _length(key, texts, {}) > LONGEST_RESOLVED:
-            long = f"it would have more than {LONGEST_RESOLVED:,} characters once every `${{...}}` is written out"
-            _cannot_resolve(key, ValueError(long), found)
-            continue
-        try:
-            resolved = OmegaConf.select(merged, key, throw_on_missing=True)
-            plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
-        except unresolved as error:
-            _cannot_resolve(key, error, found)
-            continue
-        # Text that was put together (`${oc.env:N}`, `0.${x}`) may be a number.
-        node = (
-            Node(resolve_scalar(plain), plain, value.node.line)
-            if isinstance(plain, str)
-            else wrap(plain, value.node.line)
-        )
-        found.values[key] = replace(value, node=node)
-
-
-LONGEST_RESOLVED = 2**20
-REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
-
-
-def _texts_by_path(tree: Any, path: str = "") -> dict[str, str]:
-    """Return dotted path -> text of every text in a tree, list entries by their number."""
-    if isinstance(tree, str):
-        return {path: tree}
-    parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
-    return {
-        name: text
-        for key, part in parts
-        for name, text in _texts_by_path(part, f"{path}.{key}".removeprefix(".")).items()
-    }
-
-
-def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
-    """Return the letters below a path once references are written out, at least; those that go round in a circle are
-    OmegaConf's to refuse.
-
-    A few lines that name the line before them twice each would mean billions.
-    """
-    if path not in known:
-        known[path] = 0
-        for name, text in texts.items():
-            if name == path or name.startswith(f"{path}."):
-                known[path] += len(text)
-                for dots, other in REFERENCE.findall(text):
-                    parts = name.split(".")
-                    base = parts[: -len(dots)] if dots else []
-                    known[path] += _length(".".join([*base, other.replace("[", ".").replace("]", "")]), texts, known)
-    return known[path]
-
-
-def _variable(name: str, *default: Any) -> Any:
-    """`${oc.env:NAME}` of a name that is plainly no secret: what a configuration holds is kept in the run folder and
-    shown.
-    """
-    from omegaconf.resolvers import oc
-
-    if not PLAIN_VARIABLE.fullmatch(name) or SECRET_VARIABLE.search(name):
-        raise ValueError(
-            f"`{name}` could be a secret, and what a configuration holds is kept in files; `oc.env` takes HOME, USER,"
-            " SCRATCH, SLURM_*, SFT_* and names that end in _DIR, _PATH, _FILE, _NAME, _DATA, _MODEL and the like"
-        )
-    value = oc.env(name, *default)
-    if isinstance(value, str) and mask(name, value) != value:
-        raise ValueError(f"the value of `{name}` looks like a secret, and what a configuration holds is kept in files")
-    return value
-
-
-def _as_read(key: str, value: Value) -> Any:
-    """Return a value as others see it through `${key}`: text as it is written (`0012`), everything else by its type."""
-    known, node = find_key(key), value.node
-    as_text = (
-        known is not None and str in options(known.annotation) and node.text is not None and node.value is not None
-    )
-    plain = node.text if as_text else node.plain()
-    return escaped(plain) if value.literal else plain
-
-
-def _cannot_resolve(key: str, error: Exception, found: Values) -> None:
-    found.problems.append(
-        UserError(f"`{key}` cannot be resolved: {first_line(error)}", place=found.values.pop(key).origin)
-    )
-
-
-def texts_in(node: Node) -> Iterator[str]:
-    """Yield every text and every name in a value."""
-    if isinstance(node.value, dict):
-        for name, part in node.value.items():
-            yield name
-            yield from texts_in(part)
-    elif isinstance(node.value, list):
-        yield from (text for part in node.value for text in texts_in(part))
-    elif isinstance(node.value, str):
-        yield node.value
-
-
-def escaped(plain: Any) -> Any:
-    """Return `plain` with every `${` standing for itself in OmegaConf, which takes `\\${` so, and backslashes before it
-    in pairs.
-    """
-    if isinstance(plain, Mapping):
-        return {key: escaped(part) for key, part in plain.items()}
-    if isinstance(plain, list):
-        return [escaped(part) for part in plain]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", plain) if isinstance(plain, str) else plain
-
-
-# Configuration files: where they are found, what they extend, and the values they hold.
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
-"""Where the folders `configs`, `deepspeed`, `examples` and `docs` are: beside the package in a clone, inside it in a
-wheel (`setup.py`).
-"""
-PRESETS = SHIPPED / "configs"
-"""The shipped presets."""
-DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
-"""Endings of data files; `.json` may be a configuration too."""
-
-
-def config_path(name: str) -> Path:
-    """Return the file that `CONFIG=` names; a bare preset name is its file. Raise `UserError`."""
-    path = Path(name)
-    preset = preset_path(name)
-    check_name(name, "CONFIG")
-    if not path.suffix and path.name == name and not path.exists() and preset.is_file():
-        return preset
-    if path.is_dir():
-        raise UserError(f"`{name}` is a folder; expected a YAML file")
-    if path.suffix.lower() in DATA:
-        raise UserError(
-            f"`{name}` holds rows, and is not a configuration",
-            hint=f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}",
-        )
-    if not path.is_file():
-        near = names.closest_file(path, PRESETS)
-        raise UserError(
-            f"there is no file `{name}`",
-            hint=(
-                f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?"
-                if near
-                else "CONFIG= takes a YAML file or a preset's name"
-            ),
-        )
-    return path
-
-
-def preset_path(name: str) -> Path:
-    """Return the path of a preset."""
-    return shipped(f"configs/{name}.yaml")
-
-
-def shipped(name: str) -> Path:
-    """Return the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since,
-    comes first.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    path = SHIPPED / name
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
-    """Add a file's values as one layer, over those of its parents. Raise `UserError` for what is not a mapping of
-    YAML.
-    """
-    if path.resolve() in (other.resolve() for other in chain):
-        way = " -> ".join(str(p) for p in (*chain, path))
-        raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
-    root = read_yaml(path)
-    if root.value is None:
-        root = Node({}, line=1)
-    if not isinstance(root.value, dict):
-        raise UserError(
-            f"`{shown(root)}` is not a mapping of sections",
-            place=f"{path}:{root.line}",
-            hint="a file begins with `model:`",
-        )
-    tree = dict(root.value)
-    for parent in _parents(tree.pop("extends", None), path):
-        read_file(parent, found, (*chain, path))
-    found.layer += 1
-    found.of_run = is_of_run(path)
-    if path.resolve().parent == PRESETS:
-        found.presets[found.layer] = path.stem
-    for key, node in leaves(Node(tree, line=1), ""):
-        place = f"{path}:{node.line}"
-        if find_key(key) is None:
-            found.problems.append(names.unknown_key(key, place, node))
-        else:
-            found.put(key, node, place)
-    found.of_run = False
-
-
-def is_of_run(path: Path) -> bool:
-    """Whether a configuration is (below) a run's: by its name and place, not by its contents, which a stranger
-    chose.
-    """
-    return path.name == "config.json" or in_run(path)
-
-
-def _parents(node: Node | None, path: Path) -> list[Path]:
-    if node is None:
-        return []
-    place = f"{path}:{node.line}"
-    parents = []
-    for entry in node.value if isinstance(node.value, list) else [node]:
-        name = entry.value if isinstance(entry.value, str) else entry.text
-        if not name or not is_file_name(name):
-            raise UserError(f"`extends` is `{shown(entry)}`; expected a preset's name or a file", place=place)
-        beside, preset = path.parent / name, preset_path(name)
-        if beside.is_file():
-            parents.append(beside)
-        elif "/" not in name and preset.is_file():
-            parents.append(preset)
-        else:
-            near = names.closest_file(Path(name), PRESETS)
-            if beside.with_name(f"{beside.name}.yaml").is_file():
-                hint = f"did you mean `{name}.yaml`, the file next to this one?"
+    merged: dict[str, Value] = {}
+    for number, layer in enumerate(layers):
+        ours: dict[str, Value] = {}
+        for key, value in layer:
+            if value.of_run and needs_own_word(key):
+                if value.node.plain() not in (_default(key), *WITHOUT_OTHERS):
+                    hint = f"type {variable_name(key)}=... with the command if you want it"
+                    notices.append(f"`{key}` is not taken from a run's folder: {hint}")
+            elif key in ours:  # `train.seed: 1` and `train: {seed: 2}` in one file
+                problem = f"`{key}` is given twice, also in {ours[key].origin}"
+                problems.append(UserError(problem, place=value.origin, hint="give it once"))
             else:
-                hint = (
-                    f"did you mean `{Path(near).stem}`?"
-                    if near
-                    else "files count from the folder of the file that extends"
-                )
-            raise UserError(f"`extends` is `{name}`, which is neither a preset nor a file", place=place, hint=hint)
-    return parents
+                ours[key] = replace(value, layer=number)
+        for other in [other for key, value in ours.items() for other in _contradicted(key, value, merged)]:
+            merged.pop(other, None)
+        merged |= ours
+    _note_other_data(merged, notices)
+    return merged
 
 
-def leaves(node: Node, prefix: str) -> Iterable[tuple[str, Node]]:
-    """Yield dotted key -> node of a mapping, going into sections only."""
-    assert isinstance(node.value, dict)
-    for name, part in node.value.items():
-        key = f"{prefix}.{name}" if prefix else name
-        if name and key in sections() and part.value is None:
-            continue  # an empty section says nothing
-        if name and key in sections() and isinstance(part.value, dict):
-            yield from leaves(part, key)
-        else:
-            yield key, part
+def _default(key: str) -> Any:
+    known = find_key(key)
+    return known.default if known else None
 
 
-def check_name(name: str, what: str) -> None:
-    """Raise `UserError` where `name` can be no path."""
-    if not is_file_name(name):
-        raise UserError(f"`{what}` is `{quoted(name)}`, which no file can be called")
+def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterator[str]:
+    """Yield the keys of earlier layers that a value takes away."""
+    yield from (other for pair in RIVALS if key in pair for other in pair if other != key)
+    if key in TRAINING:
+        yield from (other for other in VALIDATION if other in merged and merged[other].preset)
+    if key == "train.eval_strategy" and value.node.value != "steps":
+        yield "train.eval_steps"
+
+
+def _note_other_data(merged: Mapping[str, Value], notices: list[str]) -> None:
+    """Note what is left of the quickstart's settings, which fit its own rows, where others are trained on."""
+    kept = [f"`{key}: {shown(value.node)}`" for key, value in merged.items() if value.preset == "quickstart"]
+    if kept and any(merged[key].preset != "quickstart" for key in TRAINING if key in merged):
+        notices.append(
+            f"the data are not the quickstart's, whose settings fit its own: {', '.join(kept)}; `run_cpu` is the same"
+            " without them"
+        )
+
+
+def settle_batch(values: dict[str, Value], notices: list[str]) -> None:
+    """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS B2)."""
+    numbers = [values.get(key) for key in ("train.batch_size", "train.grad_accum", GLOBAL_BATCH)]
+    micro, steps, rows = (value if value and value.node.value != "auto" else None for value in numbers)
+    if micro and steps and rows and rows.layer < min(micro.layer, steps.layer):
+        del values[GLOBAL_BATCH]
+        notices.append(
+            f"the rows of a step are {shown(micro.node)} x {shown(steps.node)} x the number of devices, by"
+            f" `{micro.origin}` and `{steps.origin}`: they outrank `{GLOBAL_BATCH}` {shown(rows.node)} of {rows.origin}"
+        )
