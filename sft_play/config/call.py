@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,9 +25,8 @@ from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, config_path, explain_mismatch, preset_path
 from sft_play.config.load import LoadedConfig, load_config, override_config, read_config
 from sft_play.config.names import VARIABLES
-from sft_play.config.yaml_files import is_writable, scalar_text
+from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
-from sft_play.files import is_file_name
 from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
 from sft_play.runs.gate import check_run
 from sft_play.runs.origin import has_unsloth
@@ -257,39 +256,20 @@ def command_help(name: str, row: Command) -> str:
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
 """Variables that make itself uses."""
 STANDS_FOR = {
-    "MODEL": "MODEL_NAME",
-    "DATA": "DATA_TRAIN_PATH",
-    "SEED": "TRAIN_SEED",
-    "STRATEGY": "LAUNCH_STRATEGY",
+    "MODEL": "model.name",
+    "DATA": "data.train_path",
+    "SEED": "train.seed",
+    "STRATEGY": "launch.strategy",
     "RANK": "NODE_RANK",
+    "RUN": "RUNS",
+    "RUNS": "RUN",
 }
 """Variables of some commands that elsewhere mean a key or another variable."""
 NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
-SINGLE = frozenset({"train", "train-tb"})
-"""Commands of one process."""
-FOR_SEVERAL = (
-    ("LAUNCH_STRATEGY=zero", "train-deepspeed"),
-    ("LAUNCH_STRATEGY=fsdp2", "train-fsdp"),
-    ("LAUNCH_STRATEGY=ddp", "train-distributed"),
-    ("NUM_NODES=", "train-distributed"),
-    ("NUM_GPUS=", "train-distributed"),
-    ("NODE_RANK=", "train-distributed"),
-)
-"""How settings begin that need several processes -> the command of such a run."""
-COUNTED_HERE: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("world_size", "num_processes", "ntasks"),
-        "It counts the processes of one machine, and `NUM_NODES` the machines",
-    ),
-    **dict.fromkeys(("rank", "local_rank"), "It counts machines, from 0: a command starts all processes of a machine"),
-}
-"""What launchers count over all machines -> what the variable here counts."""
-LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "WHERE"})
-"""Options that are neither a number, a name nor a single path."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Word:
     """One `NAME=value`."""
 
     name: str
@@ -299,6 +279,11 @@ class _Given:
     @property
     def origin(self) -> str:
         return without_secret(f"{'make ' if self.make else ''}{self.name}={self.text}", self.name)
+
+    def key(self) -> str | None:
+        """Return the dotted key that was meant, exactly; make takes variables only."""
+        dotted = not self.make and (find_key(self.name) or names.refusal(self.name))
+        return self.name if dotted else variables().get(self.name)
 
 
 def parse_call(
@@ -313,86 +298,25 @@ def parse_call(
     Raise `UserError` with all problems.
     """
     environ = os.environ if environ is None else environ
-    from_make = "--from-make" in arguments
-    words = [word for word in arguments if word != "--from-make"]
-    command = _command(words, commands, targets if from_make else None)
-    problems: list[UserError] = []
-    given = (
-        [_Given(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))]
-        if from_make
-        else []
+    make, arguments = "--from-make" in arguments, [word for word in arguments if word != "--from-make"]
+    command = _command(arguments, commands, targets if make else None)
+    parser = _Parser(command, commands, "make " if make else "")
+    words = (
+        [_Word(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))] if make else []
     )
-    given = [one for one in given if one.name not in FOR_MAKE]
-    given += _typed(words[1:], commands, problems)
-    options: dict[str, str] = {}
-    overrides: dict[str, Override] = {}
-    known = frozenset(option for row in commands.values() for option in row.options)
-    of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
-    for one in given:
-        key = _key(one)
-        if not is_writable(one.name + one.text):
-            problems.append(UserError(f"`{ascii(one.name)[1:-1]}` is not UTF-8 text"))
-        elif one.name in known or _of_cluster(one.name, commands[command]):
-            _option(one, command, commands, options, problems)
-        elif key == "model.trust_remote_code" and one.text.lower() in TRUE and of_run:
-            trusts_code = True  # the run keeps its configuration; what the user says is said of this command
-        elif key is None:
-            problems.append(_unknown(one, known, command, commands))
-        elif not commands[command].overrides:
-            takers = (
-                "it takes " + _listed(commands[command].options)
-                if commands[command].options
-                else "it takes no variables"
-            )
-            problems.append(
-                UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers)
-            )
-        elif key in overrides and overrides[key].text != one.text:
-            problems.append(
-                UserError(f"`{key}` is given twice: `{overrides[key].origin}` and `{one.origin}`", hint="give it once")
-            )
-        else:
-            overrides[key] = Override(key=key, text=one.text, origin=one.origin)
-    problems += _in_environment(command, commands[command], {one.name for one in given}, environ, make=from_make)
-    as_json = options.get("JSON", "").lower()
-    if as_json not in TRUE | FALSE:
-        problems.append(UserError(f"`JSON` is `{options['JSON']}`; expected `1` or `0`"))
-    raise_all(problems)
+    for word in [word for word in words if word.name not in FOR_MAKE] + parser.assignments(arguments[1:]):
+        parser.take(word)
+    parser.look_into(environ)
+    if (text := parser.options.get("JSON", "")).lower() not in TRUE | FALSE:
+        parser.problems.append(UserError(f"`JSON` is `{text}`; expected `1` or `0`"))
+    raise_all(parser.problems)
     return Call(
         command=command,
-        options=options,
-        overrides=tuple(overrides.values()),
-        json=as_json in TRUE,
-        trusts_code=trusts_code,
+        options=parser.options,
+        overrides=tuple(parser.overrides.values()),
+        json=text.lower() in TRUE,
+        trusts_code=parser.trusts_code,
     )
-
-
-def _in_environment(
-    command: str, row: Command, typed: Collection[str], environ: Mapping[str, str], *, make: bool
-) -> Iterator[UserError]:
-    """Yield what is wrong where the environment holds an option that was not typed: `NUM_NODES=2 make
-    train-distributed`, `SFT_NUM_NODES`.
-    """
-    taken = [
-        *(option for option in VARIABLES if option in row.options),
-        *sorted(name for name in environ if _of_cluster(name, row)),
-    ]
-    found = [
-        (name, option)
-        for option in taken
-        if option not in typed
-        for name in (option, f"SFT_{option}")
-        if environ.get(name, "").strip()
-    ]
-    if found:
-        words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in found]
-        names = [name for name, _ in found]
-        shown = f"{'make ' if make else ''}{command}"
-        yield UserError(
-            f"{_listed(names)} {'is' if len(names) == 1 else 'are'} in the environment, and options are read after the command only",
-            place="environment",
-            hint=f"type `{shown} {' '.join(words)} ...`; what is not meant: `unset {' '.join(names)}`",
-        )
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
@@ -402,10 +326,8 @@ def make_variables(flags: str) -> Iterator[tuple[str, str]]:
     Raise `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the
     variables.
     """
-    escaped = _split(flags)
-    if "--" not in escaped:
-        return
-    for word in escaped[escaped.index("--") + 1 :]:
+    words = re.findall(r"(?:\\.|[^ \\])+", flags, flags=re.DOTALL)
+    for word in words[words.index("--") + 1 :] if "--" in words else ():
         if word == "$(MAKEOVERRIDES)":
             raise UserError("`make -e` hides the variables that you typed", hint="omit `-e`")
         name, equals, text = re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL).replace("$$", "$").partition("=")
@@ -413,20 +335,8 @@ def make_variables(flags: str) -> Iterator[tuple[str, str]]:
             yield name.rstrip(":"), text
 
 
-def _split(flags: str) -> list[str]:
-    """Cut at spaces that no backslash escapes; a newline in a value is not a cut."""
-    words = [""]
-    skip = False
-    for letter in flags:
-        if letter == " " and not skip:
-            words.append("")
-        else:
-            words[-1] += letter
-        skip = letter == "\\" and not skip
-    return [word for word in words if word]
-
-
-def _command(words: list[str], commands: Mapping[str, Command], targets: Iterable[str] | None) -> str:
+def _command(words: Sequence[str], commands: Mapping[str, Command], targets: Iterable[str] | None) -> str:
+    """Return the command that the first word names; `targets` are given where make was called."""
     name = words[0] if words else "help"
     if name in ("-h", "--help") and "help" in commands:
         return "help"
@@ -435,181 +345,171 @@ def _command(words: list[str], commands: Mapping[str, Command], targets: Iterabl
     if name.startswith("-") or "=" in name:
         raise UserError(f"expected a command, not `{name}`", hint="sft-play COMMAND NAME=value ...")
     if name in (targets or ()):
-        raise UserError(
-            f"`make {name}` works in a clone only", hint="`make help` lists the commands that work here too"
-        )
+        hint = "`make help` lists the commands that work here too"
+        raise UserError(f"`make {name}` works in a clone only", hint=hint)
     if removed := names.REMOVED.get(name):
         raise UserError(f"`{name}` is not a command any more", hint=removed)
+    program, make = ("sft-play", "") if targets is None else ("make", "make ")
     close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
     raise UserError(
-        f"`{name}` is not a command" if targets is None else f"there is no target `{name}`",
-        hint=(
-            f"did you mean `{'' if targets is None else 'make '}{close[0]}`?"
-            if close
-            else f"`{'sft-play' if targets is None else 'make'} help` lists all commands"
-        ),
+        f"there is no target `{name}`" if make else f"`{name}` is not a command",
+        hint=f"did you mean `{make}{close[0]}`?" if close else f"`{program} help` lists all commands",
     )
 
 
-def _typed(words: Sequence[str], commands: Mapping[str, Command], problems: list[UserError]) -> list[_Given]:
-    """Return the assignments of a direct command line; `--section.key value` takes the next word."""
-    found: list[_Given] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        if word.startswith("--"):
-            flag = name[2:]
-            if not equals and find_key(flag) is not None:
-                if not rest:
-                    problems.append(UserError(f"`{word}` has no value"))
-                    continue
+@dataclass(slots=True)
+class _Parser:
+    """Sorts what was typed with a command into options and overrides, and says what is wrong with the rest."""
+
+    command: str
+    commands: Mapping[str, Command]
+    make: str
+    """What is typed before a command."""
+    options: dict[str, str] = field(default_factory=dict)
+    overrides: dict[str, Override] = field(default_factory=dict)
+    trusts_code: bool = False
+    problems: list[UserError] = field(default_factory=list)
+
+    @property
+    def row(self) -> Command:
+        return self.commands[self.command]
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The options of all commands."""
+        return frozenset(option for row in self.commands.values() for option in row.options)
+
+    def assignments(self, words: Sequence[str]) -> list[_Word]:
+        """Return the assignments of a direct command line; `--section.key value` takes the next word."""
+        found, rest = list[_Word](), list(words)
+        while rest:
+            word = rest.pop(0)
+            name, equals, text = word.partition("=")
+            flag = name.removeprefix("--")
+            is_key = find_key(flag) is not None
+            if name == flag and not equals:
+                self.problems.append(UserError(f"`{word}` is not `NAME=value`", hint=self.hint_for_word(word)))
+                continue
+            if not equals and rest and (is_key or ("=" not in rest[0] and not rest[0].startswith("--"))):
                 text = rest.pop(0)
-            elif not equals and rest and "=" not in rest[0] and not rest[0].startswith("--"):
-                text = rest.pop(0)
-            found.append(_Given(flag if find_key(flag) else name, text, make=False))
-        elif equals:
-            found.append(_Given(name, text, make=False))
-        else:
-            known = [option for row in commands.values() for option in row.options]
-            better = names.suggest(word, options=known)
-            hint = (
-                f"did you mean `{variable_name(better)}=...`?"
-                if better
-                else "everything after the command is `NAME=value`"
-            )
-            if word.endswith((".yaml", ".yml")) or preset_path(word).is_file():
-                hint = f"did you mean `CONFIG={word}`?"
-            problems.append(UserError(f"`{word}` is not `NAME=value`", hint=hint))
-    return found
+            elif not equals and is_key:
+                self.problems.append(UserError(f"`{word}` has no value"))
+                continue
+            found.append(_Word(flag if is_key else name, text, make=False))
+        return found
 
-
-def _key(one: _Given) -> str | None:
-    """Return the dotted key that was meant, exactly; make takes variables only."""
-    if not one.make and find_key(one.name) is not None:
-        return one.name
-    if not one.make and names.refusal(one.name):
-        return one.name
-    return variables().get(one.name)
-
-
-def _of_cluster(name: str, row: Command) -> bool:
-    """Whether a variable changes the inventory of `CLUSTER=`, as `cluster.inventory` decides: `CLUSTER_NETWORK`,
-    `CLUSTER_LAPTOP_GPUS`.
-    """
-    return name.startswith("CLUSTER_") and "CLUSTER" in row.options
-
-
-def _option(
-    one: _Given, command: str, commands: Mapping[str, Command], options: dict[str, str], problems: list[UserError]
-) -> None:
-    if one.name not in commands[command].options and not _of_cluster(one.name, commands[command]):
-        where = f"it is for {_takers(one, one.name, commands)}"
-        if other := next((name for name in (f"{one.name}S", one.name[:-1]) if name in commands[command].options), None):
-            where = f"did you mean `{other}={one.text}`?"
-        elif commands[command].overrides and (meant := names.settings(one.name, one.text)):
-            where = f"here that is {_words(meant, command, one)}"
-        elif better := _stands_for(one.name, commands[command]):
-            where = _did_you_mean(one, better, command)
-        problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
-    elif options.get(one.name, one.text) != one.text:
-        problems.append(
-            UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once")
-        )
-    elif not one.text.strip() and one.name not in ("JSON", "PROMPT"):
-        problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or omit `{one.name}=`"))
-    elif one.name not in LONG and not is_file_name(one.text):
-        problems.append(UserError(f"`{one.name}` has {len(one.text)} characters, more than any file or name may have"))
-    else:
-        options[one.name] = one.text
-
-
-def _stands_for(option: str, row: Command) -> str | None:
-    """Return the key or option that another command's option means to this one."""
-    better = STANDS_FOR.get(option, "")
-    return better if better in row.options else variables().get(better) if row.overrides else None
-
-
-def _takers(one: _Given, option: str, commands: Mapping[str, Command]) -> str:
-    return ", ".join(f"`{_prefix(one)}{name}`" for name, row in commands.items() if option in row.options)
-
-
-def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, Command]) -> UserError:
-    if one.name == "MASTER_KEY":
-        hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
-        return UserError(
-            "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines", hint=hint
-        )
-    if one.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
-        hint = (
-            "make hands on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what is"
-            " meant for this one"
-        )
-        return UserError(f"unknown variable `{one.name}`, perhaps of another make", hint=hint)
-    return UserError(f"unknown variable `{one.name}`", hint=_hint(one, known, command, commands))
-
-
-def _hint(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, Command]) -> str:
-    """Return what to type instead of an unknown variable."""
-    row = commands[command]
-
-    def say(meant: Mapping[str, str]) -> str:
-        other = next((name for name in meant if name.isupper() and name not in row.options), None)
-        return f"`{other}`, for {_takers(one, other, commands)}" if other else _words(meant, command, one)
-
-    if hint := names.hint_elsewhere(one.name, one.text, say):
-        return hint
-    if names.OF_PROGRAMS.fullmatch(one.name) and one.name.lower() not in names.ALIASES:
-        return f"it is read from the environment: `export {one.name}={mask(one.name, one.text)}`"
-    better = names.suggest(
-        one.name, options=known if "RANK" in row.options else known - {"RANK"}
-    )  # elsewhere it is `NODE_RANK`
-    if better in known - row.options:
-        key = _stands_for(better, row)
+    def hint_for_word(self, word: str) -> str:
+        if word.endswith((".yaml", ".yml")) or preset_path(word).is_file():
+            return f"did you mean `CONFIG={word}`?"
+        better = names.suggest(word, options=self.known)
         return (
-            _did_you_mean(one, key, command)
-            if key
-            else f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
+            f"did you mean `{variable_name(better)}=...`?" if better else "everything after the command is `NAME=value`"
         )
-    if better:
-        return _did_you_mean(one, better, command)
-    section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
-    if section in sections():
-        return f"`docs/configuration.md` lists the keys of `{section}`"
-    takes = [_listed(row.options)] if row.options else []
-    takes += ["`SECTION_KEY` for each key in `docs/configuration.md`"] if row.overrides else []
-    return f"`{_shown(command, one)}` takes {', and '.join(takes) or 'no variables'}"
+
+    def take(self, word: _Word) -> None:
+        """Put an assignment where it belongs."""
+        key, runs_own = word.key(), "RUN" in self.row.options and "RUN" in self.options
+        if self.takes(word.name):
+            if not word.text.strip() and word.name not in ("JSON", "PROMPT"):
+                hint = f"give it a value, or omit `{word.name}=`"
+                self.problems.append(UserError(f"`{word.name}` is empty", hint=hint))
+            elif self.is_new(word.name, self.options.get(word.name, word.text), word):
+                self.options[word.name] = word.text
+        elif key == "model.trust_remote_code" and word.text.lower() in TRUE and runs_own:
+            self.trusts_code = True  # the run keeps its configuration; what the user says is said of this command
+        elif key is None:
+            self.problems.append(self.unknown(word))
+        elif not self.row.overrides:
+            problem = f"`{word.origin}`: `{self.make}{self.command}` takes no configuration keys"
+            self.problems.append(UserError(problem, hint=f"it takes {_listed(self.row.options) or 'no variables'}"))
+        elif self.is_new(key, self.overrides[key].text if key in self.overrides else word.text, word):
+            self.overrides[key] = Override(key=key, text=word.text, origin=word.origin)
+
+    def takes(self, name: str) -> bool:
+        """Whether the command has this option; with `CLUSTER`, `CLUSTER_LAPTOP_GPUS` changes the inventory."""
+        return name in self.row.options or (name.startswith("CLUSTER_") and "CLUSTER" in self.row.options)
+
+    def is_new(self, name: str, before: str, word: _Word) -> bool:
+        if before == word.text:
+            return True
+        self.problems.append(UserError(f"`{name}` is given twice: `{before}` and `{word.text}`", hint="give it once"))
+        return False
+
+    def look_into(self, environ: Mapping[str, str]) -> None:
+        """Refuse an option that the environment holds and that was not typed: `NUM_NODES=2 make train-distributed`."""
+        known = [*(name for name in VARIABLES if self.takes(name)), *sorted(filter(self.takes, environ))]
+        found = {
+            name: option
+            for option in dict.fromkeys(known)
+            if option not in self.options
+            for name in (option, f"SFT_{option}")
+            if environ.get(name, "").strip()
+        }
+        if found:
+            words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in found.items()]
+            are = "is" if len(found) == 1 else "are"
+            text = f"{_listed(found)} {are} in the environment, and options are read after the command only"
+            hint = (
+                f"type `{self.make}{self.command} {' '.join(words)} ...`; what is not meant: `unset {' '.join(found)}`"
+            )
+            self.problems.append(UserError(text, place="environment", hint=hint))
+
+    def unknown(self, word: _Word) -> UserError:
+        """Return the error of a name that this command does not take."""
+        if word.name == "MASTER_KEY":
+            text = "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines"
+            hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
+            return UserError(text, hint=hint)
+        if word.name in self.known:
+            better, text = STANDS_FOR.get(word.name, ""), f"`{self.make}{self.command}` takes no `{word.name}`"
+            if self.takes(better) or (self.row.overrides and find_key(better)):
+                return UserError(text, hint=self.did_you_mean(word, better))
+            return UserError(text, hint=f"it is for {self.takers(word.name)}")
+        if word.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
+            hint = (
+                "make hands on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what"
+                " is meant for this one"
+            )
+            return UserError(f"unknown variable `{word.name}`, perhaps of another make", hint=hint)
+        return UserError(f"unknown variable `{word.name}`", hint=self.hint(word))
+
+    def hint(self, word: _Word) -> str:
+        """Return what to type instead of an unknown variable."""
+        if hint := names.hint_elsewhere(word.name):
+            return hint
+        if names.OF_PROGRAMS.fullmatch(word.name) and word.name.lower() not in names.ALIASES:
+            return f"it is read from the environment: `export {word.name}={mask(word.name, word.text)}`"
+        better = names.suggest(word.name, options=self.known - ({"RANK"} - self.row.options))  # elsewhere `NODE_RANK`
+        better = STANDS_FOR.get(better, better) if better and not self.takes(better) else better
+        if better in self.known and not self.takes(better):
+            return f"did you mean `{better}`? It is for {self.takers(better)}"
+        if better:
+            return self.did_you_mean(word, better)
+        section = names.plain_word(word.name).partition("_")[0]
+        if section in sections():
+            return f"`docs/configuration.md` lists the keys of `{section}`"
+        keys = ["`SECTION_KEY` for each key in `docs/configuration.md`"] if self.row.overrides else []
+        takes = ", and ".join([*filter(None, [_listed(self.row.options)]), *keys])
+        return f"`{self.make}{self.command}` takes {takes or 'no variables'}"
+
+    def takers(self, option: str) -> str:
+        return ", ".join(f"`{self.make}{name}`" for name, row in self.commands.items() if option in row.options)
+
+    def did_you_mean(self, word: _Word, better: str) -> str:
+        """Return the suggestion of a key or an option, with the value that was typed where it can be its value."""
+        key, value, takes = find_key(better), word.text or ("1" if better == "JSON" else ""), ""
+        if key is not None:
+            if word.name.startswith("--") and not value and not explain_mismatch(key, "true"):
+                value = "true"
+            takes = explain_mismatch(key, value)
+        elif better in NUMBERS and not value.strip().isdecimal():
+            takes = "a number"
+        elif not value or not value.isprintable():
+            takes = "text"
+        name = variable_name(better)
+        meaning = f" ({VARIABLES[better]})" if better in VARIABLES else ""
+        return f"did you mean `{name}={'...' if takes else value}`{meaning}?{f' It takes {takes}' if takes else ''}"
 
 
-def _words(meant: Mapping[str, str], command: str, one: _Given) -> str:
-    """Return what to type, with the command that takes it where the one that was typed starts a single process."""
-    typed = " ".join(f"{variable_name(name)}={value}" for name, value in meant.items())
-    several = next((other for start, other in FOR_SEVERAL if f" {typed}".find(f" {start}") >= 0), None)
-    if command not in SINGLE or several is None or typed in (f"NUM_GPUS={few}" for few in ("1", "...")):
-        return f"`{typed}`"
-    return f"`{_prefix(one)}{command.replace('train', several)} {typed}`"
-
-
-def _did_you_mean(one: _Given, better: str, command: str) -> str:
-    """Return the suggestion of a key or an option, with the value that was typed where it can be one of its values."""
-    key, value, takes = find_key(better), one.text or ("1" if better == "JSON" else ""), ""
-    if key is not None:
-        if one.name.startswith("--") and not value and not explain_mismatch(key, "true"):
-            value = "true"
-        takes = explain_mismatch(key, value)
-    elif not value or not value.isprintable() or (better in NUMBERS and not value.strip().isdecimal()):
-        takes = "a number" if better in NUMBERS else "text"
-    more = f"It takes {takes}" if takes else COUNTED_HERE.get(names.plain_word(one.name), "")
-    return f"did you mean {_words({better: '...' if takes else value}, command, one)}? {more}".rstrip()
-
-
-def _listed(options: Collection[str]) -> str:
+def _listed(options: Iterable[str]) -> str:
     return ", ".join(f"`{option}`" for option in sorted(options))
-
-
-def _prefix(one: _Given) -> str:
-    return "make " if one.make else ""
-
-
-def _shown(command: str, one: _Given) -> str:
-    return f"{_prefix(one)}{command}"

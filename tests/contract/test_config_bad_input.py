@@ -25,7 +25,7 @@ CASES = {
     "datasets": (GOOD + "datasets: [{path: rows.jsonl}]\n", [], "did you mean `data.sources`?"),
     "a file as a section": ("model: {name: some/model}\ndata: rows.jsonl\n", [], "did you mean `data.train_path: rows.jsonl`?"),
     "unknown variable": (GOOD, ["TRAIN_LEARNIG_RATE=1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
-    "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `train-distributed NUM_GPUS=2`?"),
+    "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `NUM_GPUS=2` (processes on this machine)?"),
     "wrong type": (GOOD + "train:\n  batch_size: two\n", [], "x.yaml:4: `train.batch_size` is `two`; expected an integer >= 1 or `auto`"),
     "no GPUs": (GOOD, ["NUM_GPUS=0"], "`NUM_GPUS` is `0`; expected an integer >= 1"),
     "decided elsewhere": (GOOD, ["TRAIN_OUTPUT_DIR=out"], "use `RUN_NAME`"),
@@ -48,6 +48,8 @@ CASES = {
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
     "a short name": (GOOD, ["TRAIN_OPTIM=adamw"], "did you mean `adamw_torch`?"),
     "key of a source": (GOOD, ["DATA_SOURCES=[{path: a, formt: b}]"], "did you mean `format`?"),
+    "half a letter": (GOOD + 'train: {run_name: "a\\ud800"}\n', [], "x.yaml:3: `train.run_name` holds a character that no file can hold"),
+    "a long path": (GOOD, ["DATA_TRAIN_PATH=" + "a" * 300], "longer than a file's name or path may be"),
     "no module": (GOOD, ["TUNING_LORA_TARGET_MODULES=[]"], "names no module"),
     "negative share": (TWO + "weight: -1}, {path: b, weight: 1}]\n", [], "x.yaml:3: `data.sources[0].weight` is -1; a share cannot be negative"),
     "half of the shares": (TWO + "weight: 3}, {path: b}]\n", [], "`data.sources[1]` has no `weight`"),
@@ -98,6 +100,13 @@ def test_bad_configuration_is_one_message_and_leaves_nothing(name: str, in_proce
     done.refused(2, expected)
     assert done.err.count("error: ") == 1 and done.out == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_name_that_is_too_long_is_refused_wherever_it_is_typed(in_process: Program, tmp_path: Path) -> None:
+    long, file = "a" * 300, tmp_path / "x.yaml"
+    file.write_text(f"extends: {long}\n", encoding="utf-8")
+    for words in ([f"CONFIG={long}"], [f"CONFIG={file}"], ["CONFIG=smoke", f"ACCELERATE_CONFIG={long}"]):
+        in_process("train", *words).refused(2, "is longer than a file's name or path may be")
 
 
 def test_all_problems_of_a_file_come_in_one_go(in_process: Program, tmp_path: Path) -> None:

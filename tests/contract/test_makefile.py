@@ -175,7 +175,10 @@ def test_what_scripts_see_of_a_failure() -> None:
             "there is no target `train-distribted`\n\nhint: did you mean `make train-distributed`?",
         ),
         (["it's;x$HOME\"`y"], "there is no target `it's;x$HOME\"`y`\n\nhint: `make help` lists all commands"),
-        (["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"], "here that is `NUM_GPUS=4`"),
+        (
+            ["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"],
+            "did you mean `NUM_GPUS=...` (processes on this machine)? It takes a number",
+        ),
     ],
 )
 def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(

@@ -58,13 +58,12 @@ def test_no_two_keys_share_a_variable() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train", "--load_in_4bit"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
+        (["train", "--load_in_4bit"], "`TUNING_MODE=...`? It takes `qlora`, "),
         (["train", "--json"], "`JSON=1`"),
         (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
         (["train", "XYZZY=2"], "hint: `train` takes `ACCELERATE_CONFIG`, `CONFIG`, `JSON`, "),
         (["train", "TRAIN_SEED=1", "train.seed=2"], "`train.seed` is given twice"),
         (["train", "JSON=perhaps"], "expected `1` or `0`"),
-        (["train", "MODEL_NAME=\udcff"], "`MODEL_NAME` is not UTF-8 text"),
         (["gpu-info", "TRAIN_SEED=1"], "takes no configuration keys"),
         (["CONFIG=x"], "expected a command, not `CONFIG=x`"),
         (["compare", "RUN=a"], "`RUNS=a`"),
