@@ -304,7 +304,9 @@ def parse_call(
     words = (
         [_Word(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))] if make else []
     )
-    for word in [word for word in words if word.name not in FOR_MAKE] + parser.assignments(arguments[1:]):
+    words = [word for word in words if word.name not in FOR_MAKE] + parser.assignments(arguments[1:])
+    parser.of_run = "RUN" in commands[command].options and any(word.name == "RUN" for word in words)
+    for word in words:
         parser.take(word)
     parser.look_into(environ)
     if (text := parser.options.get("JSON", "")).lower() not in TRUE | FALSE:
@@ -365,6 +367,8 @@ class _Parser:
     commands: Mapping[str, Command]
     make: str
     """What is typed before a command."""
+    of_run: bool = False
+    """Whether the command is about a run that exists."""
     options: dict[str, str] = field(default_factory=dict)
     overrides: dict[str, Override] = field(default_factory=dict)
     trusts_code: bool = False
@@ -408,14 +412,14 @@ class _Parser:
 
     def take(self, word: _Word) -> None:
         """Put an assignment where it belongs."""
-        key, runs_own = word.key(), "RUN" in self.row.options and "RUN" in self.options
+        key = word.key()
         if self.takes(word.name):
             if not word.text.strip() and word.name not in ("JSON", "PROMPT"):
                 hint = f"give it a value, or omit `{word.name}=`"
                 self.problems.append(UserError(f"`{word.name}` is empty", hint=hint))
             elif self.is_new(word.name, self.options.get(word.name, word.text), word):
                 self.options[word.name] = word.text
-        elif key == "model.trust_remote_code" and word.text.lower() in TRUE and runs_own:
+        elif key == "model.trust_remote_code" and word.text.lower() in TRUE and self.of_run:
             self.trusts_code = True  # the run keeps its configuration; what the user says is said of this command
         elif key is None:
             self.problems.append(self.unknown(word))

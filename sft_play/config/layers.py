@@ -18,7 +18,7 @@ from sft_play.config.reader import INVALID, convert, describe, options, quoted, 
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError, without_secret
-from sft_play.runs.folder import in_run
+from sft_play.runs.folder import is_strangers
 
 DEFAULT = "default"
 GLOBAL_BATCH = "train.global_batch_size"
@@ -53,7 +53,7 @@ class Value:
     literal: bool = False
     """Whether `${` in it stands for itself: what was typed on a command line is never interpolated."""
     of_run: bool = False
-    """Whether a file of a run's folder says it, which may be a stranger's."""
+    """Whether a file of a run's folder or of a cache says it, which may be a stranger's."""
     preset: str = ""
     """The shipped preset that says it: its validation data belong to its training data."""
     layer: int = 0
@@ -110,8 +110,13 @@ def shipped(name: str) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def file_layers(path: Path, problems: list[UserError], chain: tuple[Path, ...] = ()) -> list[Layer]:
-    """Return the layers of a file, those of its parents first. Raise `UserError` for what is not a mapping of YAML."""
+def file_layers(
+    path: Path, problems: list[UserError], chain: tuple[Path, ...] = (), *, of_run: bool = False
+) -> list[Layer]:
+    """Return the layers of a file, those of its parents first. Raise `UserError` for what is not a mapping of YAML.
+
+    `of_run`: a file of a run's folder extends it.
+    """
     if path.resolve() in (other.resolve() for other in chain):
         way = " -> ".join(str(p) for p in (*chain, path))
         raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
@@ -121,8 +126,10 @@ def file_layers(path: Path, problems: list[UserError], chain: tuple[Path, ...] =
         place, hint = f"{path}:{root.line}", "a file begins with `model:`"
         raise UserError(f"`{shown(root)}` is not a mapping of sections", place=place, hint=hint)
     parents = _parents(tree.get("extends"), path)
-    layers = [layer for parent in parents for layer in file_layers(parent, problems, (*chain, path))]
-    of_run, preset = is_of_run(path), path.stem if path.resolve().parent == PRESETS else ""
+    # By its name and place, not by its contents, which a stranger chose.
+    of_run = of_run or path.name == "config.json" or is_strangers(path)
+    layers = [layer for parent in parents for layer in file_layers(parent, problems, (*chain, path), of_run=of_run)]
+    preset = path.stem if path.resolve().parent == PRESETS else ""
     layer: Layer = []
     for key, node in leaves(Node({name: part for name, part in tree.items() if name != "extends"})):
         place = f"{path}:{node.line}"
@@ -131,13 +138,6 @@ def file_layers(path: Path, problems: list[UserError], chain: tuple[Path, ...] =
         else:
             problems.append(names.unknown_key(key, place, node))
     return [*layers, layer]
-
-
-def is_of_run(path: Path) -> bool:
-    """Whether a configuration is (below) a run's: by its name and place, not by its contents, which a stranger
-    chose.
-    """
-    return path.name == "config.json" or in_run(path)
 
 
 def _parents(node: Node | None, path: Path) -> Iterator[Path]:

@@ -38,7 +38,7 @@ from sft_play.config.layers import (
     timeout_layer,
     typed_layer,
 )
-from sft_play.config.metrics import metrics_hint
+from sft_play.config.metrics import LIBRARY, metrics_hint
 from sft_play.config.reader import Mismatch, convert
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, DataSource, needs_own_word
@@ -247,6 +247,8 @@ def own_words(loaded: LoadedConfig) -> list[str]:
     values = {key: value for key, value in said.items() if needs_own_word(key) and value is not None}
     if config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
         values["model.trust_remote_code"] = True
+    if any(name.startswith(LIBRARY) for name in config.eval.metrics) and "eval.metrics" not in loaded.of_run:
+        values["eval.metrics"] = config.eval.metrics
     return [
         f"{variable_name(key)}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in values.items()

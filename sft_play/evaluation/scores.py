@@ -270,13 +270,10 @@ def _load(metric: str, where: str) -> Any:
         raise DataError(
             f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py"
         )
-    if not may_run(path.resolve() if local else where, "metrics"):
+    if not may_run("metrics"):
         raise DataError(
             f"the metric `{metric}` is Python code, which the configuration of a run asks for, and is not run unasked",
-            hint=(
-                f"read that code; to let it run, type EVAL_METRICS={metric} with the command; in a run's folder it"
-                " is never run: copy it elsewhere first"
-            ),
+            hint=f"read that code; to let it run, type EVAL_METRICS=[{metric}] with the command",
         )
     if not local:
         from sft_play.plan.architecture import offline_unless_reachable

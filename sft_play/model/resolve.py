@@ -395,8 +395,7 @@ def code_not_trusted(what: str, place: str) -> DataError:
         hint=(
             "read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub"
             " `model.revision` to the full commit that you have read; where a run's configuration has set it, type"
-            " MODEL_TRUST_REMOTE_CODE=true with the command; code in a run's folder is never run: copy it elsewhere"
-            " first"
+            " MODEL_TRUST_REMOTE_CODE=true with the command"
         ),
     )
 
@@ -425,7 +424,7 @@ def runs_code(folder: Path) -> bool:
 
     Raise `DataError` for code of another repository.
     """
-    if not any(folder.rglob("*.py")) or not may_run(folder, "model"):
+    if not any(folder.rglob("*.py")) or not may_run("model"):
         return False
     refuse_foreign_code(folder)
     return True

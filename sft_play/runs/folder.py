@@ -5,7 +5,6 @@ evaluation left.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import pwd
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import json_rows, open_plain, read_json_lines, read_object, text_sha256, write_text
+from sft_play.files import json_rows, open_plain, read_json_lines, read_object
 from sft_play.text import as_typed
 
 OWN = "SFT_PLAY_OWN_FOLDER"
@@ -46,11 +45,14 @@ def is_offline() -> bool:
 
 def accelerate_default() -> Path | None:
     """Return the file that `accelerate config` writes where no other is named; `None` where there is none."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = Path(
-        os.environ.get("HF_HOME") or Path(caches, "huggingface"), "accelerate", "default_config.yaml"
-    ).expanduser()
+    path = hub_folder() / "accelerate" / "default_config.yaml"
     return path if path.is_file() else None
+
+
+def hub_folder() -> Path:
+    """Return where the hub's libraries keep what they download: `$HF_HOME`, or `~/.cache/huggingface`."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or Path(caches, "huggingface")).expanduser()
 
 
 def cache_folder() -> Path:
@@ -256,11 +258,8 @@ def _in_hub_cache(base: Path, target: Path) -> bool:
     )
 
 
-# Whose code may run: a model's or a metric's, only where this user says so, never because a run's folder does.
-#
-# A run can be a copy of somebody else's, and its `config.json` says what its author wished. So consent comes from the
-# words of this command and from the user's own YAML; it is kept outside of all runs, for exactly the code that it was
-# given for.
+# Whose code may run: a model's or a metric's, only where the words of this command or a YAML of this user's say so. A
+# run can be a copy of somebody else's, and its `config.json` says what its author wished.
 
 
 What = Literal["model", "metrics"]
@@ -274,50 +273,24 @@ def forget_consent() -> None:
 
 
 def give_consent(*what: What) -> None:
-    """Notes for this command's processes what code the user lets run."""
-    os.environ[CONSENT] = ",".join(sorted({*what, *_said()}))
+    """Note for this command's processes what code the user lets run."""
+    os.environ[CONSENT] = ",".join(sorted({*what, *filter(None, os.environ.get(CONSENT, "").split(","))}))
 
 
-def may_run(code: Path | str, what: What) -> bool:
-    """Whether the code of a folder or file (or a metric of the hub, by its name) may run: the user says so now, or said
-    so before of the same code.
-
-    What is said now never holds for code in a run's folder: that must be the code of a base that was consented to.
-    """
-    mark = cache_folder() / "consent" / _digest(code)
-    if what in _said() and not (isinstance(code, Path) and in_run(code)):
-        if not mark.is_file():
-            write_text(mark, f"{code}\n")
-        return True
-    return mark.is_file()
+def may_run(what: What) -> bool:
+    """Whether the user of this command lets the code of a model, or of metrics, run."""
+    return what in os.environ.get(CONSENT, "").split(",")
 
 
-def in_run(path: Path) -> bool:
-    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp, a run
-    has events.
+def is_strangers(path: Path) -> bool:
+    """Whether a file may be somebody else's: in the folder of a run, a checkpoint or a trained model, or in a cache.
+
+    A run has events, the others a stamp.
     """
     path = path.resolve()
-    return any(
-        os.path.lexists(folder / name) for folder in (path, *path.parents) for name in ("stamp.json", "events.jsonl")
-    )
-
-
-def _said() -> set[str]:
-    return set(filter(None, os.environ.get(CONSENT, "").split(",")))
-
-
-def _digest(code: Path | str) -> str:
-    """Return a hash of the names and contents of all Python files of a folder, of one file's, or of a name."""
-    if isinstance(code, str):
-        return text_sha256(f"name {code}")
-    files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(
-            f"{path.relative_to(code).as_posix() if code.is_dir() else path.name} {path.stat().st_size}\n".encode()
-        )
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    marks = (folder / name for folder in path.parents for name in ("stamp.json", "events.jsonl"))
+    caches = (cache_folder(), hub_folder())
+    return any(map(os.path.lexists, marks)) or any(path.is_relative_to(cache.resolve()) for cache in caches)
 
 
 def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:

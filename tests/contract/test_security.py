@@ -310,7 +310,7 @@ def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, progra
         done = program(*command, env=stranger, timeout=240)
         done.refused(4, "MODEL_TRUST_REMOTE_CODE=true")
         assert not mark.exists(), command
-    assert program(*infer, env=cache, timeout=240).code == 0, "the same code as the user's own YAML trusted"
+    program(*infer, env=cache, timeout=240).refused(4, "MODEL_TRUST_REMOTE_CODE=true")
     done = program(*infer, "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=240)
     assert done.code == 0 and mark.exists(), done.err
 
@@ -334,7 +334,7 @@ def test_a_merged_model_has_the_code_that_its_base_has(
     (with_code / "part_of_mine.py").write_text("")  # that no class of the model is in
     done = program("train", f"CONFIG={config}", "RUN_NAME=demo", timeout=200)
     assert done.code == 0, done.err
-    merged = program("merge", "RUN=demo", timeout=120)
+    merged = program("merge", "RUN=demo", "MODEL_TRUST_REMOTE_CODE=true", timeout=120)
     assert merged.code == 0 and "make serve" not in merged.err, merged.err
     assert {path.name: path.read_bytes() for path in out.glob("*.py")} == {
         path.name: path.read_bytes() for path in with_code.glob("*.py")
@@ -344,35 +344,38 @@ def test_a_merged_model_has_the_code_that_its_base_has(
     assert program(*words, "TRAIN_GENERATION_MAX_NEW_TOKENS=2", timeout=120).code == 0
 
 
-@pytest.mark.parametrize(("name", "stamp"), [("config.json", False), ("mine.json", True), ("mine.yaml", True)])
+@pytest.mark.parametrize(
+    "way", ["config.json", "mine.json in a run", "mine.yaml in a run", "mine.yaml in a cache", "own.yaml below a run"]
+)
 def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
-    name: str, stamp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `config.json` without origins looks like one that somebody wrote; and code below a run's folder is the
-    run's.
+    """A `config.json` without origins looks like one that somebody wrote; and what a stranger's file extends is read as
+    that file's.
     """
 
-    def load(path: str, *words: str) -> None:
-        parse_call(["data", f"CONFIG={tmp_path}/{path}", *words], COMMANDS, environ={}).load_config()
+    def load(path: Path, *words: str) -> tuple[bool, bool]:
+        monkeypatch.setenv(CONSENT, "")
+        parse_call(["data", f"CONFIG={path}", *words], COMMANDS, environ={}).load_config()
+        return may_run("model"), may_run("metrics")
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(CONSENT, "")
-    base = tmp_path / "run" / "base"
-    base.mkdir(parents=True)
-    (base / "code.py").write_text("")
-    if stamp:
-        (tmp_path / "run" / "stamp.json").write_text("{}")
-    written = json.dumps(
-        {"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}}
-    )
-    (tmp_path / "run" / name).write_text(written)
-    load(f"run/{name}")
-    assert not may_run(base, "model") and not may_run("any", "metrics")
-    load(f"run/{name}", "MODEL_TRUST_REMOTE_CODE=true")
-    assert may_run(base, "model") is not stamp
-    (tmp_path / "own.yaml").write_text(written)
-    load("own.yaml")
-    assert may_run("any", "metrics")
+    base = tmp_path / "base"
+    base.mkdir()
+    folder = tmp_path / ("cache" if way.endswith("cache") else "theirs")
+    folder.mkdir()
+    if way.endswith("run"):
+        (folder / "stamp.json").write_text("{}")
+    own = {"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}}
+    (tmp_path / "own.yaml").write_text(json.dumps(own))
+    theirs = folder / way.split(maxsplit=1)[0]
+    theirs.write_text(json.dumps({"extends": "../own.yaml"} if way.startswith("own") else own))
+    assert load(theirs) == (False, False)
+    assert load(theirs, "MODEL_TRUST_REMOTE_CODE=true") == (True, False)
+    assert load(theirs, "EVAL_METRICS=[evaluate:any]") == (False, True)
+    (tmp_path / "further.yaml").write_text(f"extends: {theirs}\n")
+    assert load(tmp_path / "further.yaml") == (False, False)
+    assert load(tmp_path / "own.yaml") == (True, True)
 
 
 def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path, tmp_path: Path) -> None:

@@ -91,9 +91,6 @@ def test_a_metric_that_only_a_runs_configuration_names_is_not_run(
     monkeypatch.setenv("SFT_PLAY_CONSENT", "metrics")
     check_library_metrics([metric])
     monkeypatch.delenv("SFT_PLAY_CONSENT")
-    check_library_metrics([metric])
-    script = next((tmp_path / "my_share").glob("*.py"))
-    script.write_text(script.read_text() + "\n# changed since\n")
     with pytest.raises(DataError, match="is Python code"):
         check_library_metrics([metric])
 
