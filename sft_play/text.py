@@ -30,15 +30,6 @@ def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, the first row its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
-
-
 def as_typed(word: object) -> str:
     """Return a word as a shell and make take it letter for letter."""
     return shlex.quote(str(word).replace("$", "$$"))

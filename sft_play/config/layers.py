@@ -18,6 +18,7 @@ from sft_play.config.reader import INVALID, convert, describe, options, quoted, 
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError, without_secret
+from sft_play.files import is_file_name
 from sft_play.runs.folder import is_strangers
 
 DEFAULT = "default"
@@ -108,6 +109,12 @@ def shipped(name: str) -> Path:
         return Path(name)
     path = SHIPPED / name
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise `UserError` where `name` can be no path."""
+    if not is_file_name(name):
+        raise UserError(f"`{what}` is `{quoted(name)}`, which no file can be called")
 
 
 def file_layers(
