@@ -7,8 +7,11 @@ check `train.*` without importing torch; `tests/contract/test_config_command.py`
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
+import functools
+import inspect
 import json
 import os
 import re
@@ -25,7 +28,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from sft_play.__main__ import COMMANDS  # noqa: E402
 from sft_play.config.call import Command  # noqa: E402
-from sft_play.config.keys import ALSO_TAKEN, Key, extra_keys, read_field_docs, schema_keys, sections  # noqa: E402
+from sft_play.config.keys import Key, extra_keys, schema_keys, sections  # noqa: E402
 from sft_play.config.reader import (  # noqa: E402
     Range,
     describe,
@@ -40,6 +43,22 @@ from sft_play.config.yaml_files import scalar_text  # noqa: E402
 
 TABLE = ROOT / "sft_play" / "config" / "training_arguments.json"
 NAMES = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null", dict: "dict", list: "list[str]"}
+
+
+ALSO_TAKEN = {"train.packing": "boolean", "tuning.lora.target_modules": "string"}
+"""Key -> JSON type of the values that `config.keys.as_meant` knows."""
+
+
+@functools.cache
+def read_field_docs(record: type) -> dict[str, str]:
+    """Return field -> the text under it, from a dataclass's source. Needs its file, not torch."""
+    (found,) = ast.parse(inspect.getsource(record)).body
+    assert isinstance(found, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(ast.literal_eval(text.value)).split())
+        for field, text in zip(found.body, found.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+    }
 
 
 def members(annotation: Any) -> list[Any]:

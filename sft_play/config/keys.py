@@ -4,10 +4,8 @@ refused.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import inspect
 import json
 import operator
 from collections.abc import Mapping
@@ -55,18 +53,6 @@ class Key:
 def variable_name(key: str) -> str:
     """Return the variable of a dotted key."""
     return key.replace(".", "_").upper()
-
-
-@functools.cache
-def read_field_docs(record: type) -> dict[str, str]:
-    """Return field -> the text under it, from a dataclass's source. Needs its file, not torch."""
-    (found,) = ast.parse(inspect.getsource(record)).body
-    assert isinstance(found, ast.ClassDef)
-    return {
-        field.target.id: " ".join(str(ast.literal_eval(text.value)).split())
-        for field, text in zip(found.body, found.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
-    }
 
 
 @functools.cache
@@ -148,10 +134,6 @@ def variables() -> Mapping[str, str]:
     """
     names = [*schema_keys(), *extra_keys(), *(f"train.{field}" for field in REFUSED)]
     return {variable_name(name): name for name in names}
-
-
-ALSO_TAKEN: Mapping[str, str] = {"train.packing": "boolean", "tuning.lora.target_modules": "string"}
-"""Key -> JSON type of the values that `as_meant` knows."""
 
 
 def as_meant(key: str, node: Node) -> Node:

@@ -107,13 +107,11 @@ REMOVED: dict[str, str] = {
 """Commands, keys, variables and values of 0.1.0 -> what there is instead; for one release."""
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
-OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
 INSTEAD: dict[str, str] = REMOVED | {
     "pipeline": STAGES,
     "pp": STAGES,
     "zero": OF_ZERO,
-    "cpu": OF_CPU,
-    "use_cpu": OF_CPU,
+    "cpu": "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs",
     "gpu_ids": "`export CUDA_VISIBLE_DEVICES=0,1` chooses GPUs, and each command uses those that it sees",
     "output_dir": "`export RUNS_DIR=folder` moves all runs; in it RUN_NAME= names a run",
     "runs_dir": "`export RUNS_DIR=folder` moves all runs",
@@ -254,7 +252,9 @@ def hint_elsewhere(name: str) -> str | None:
     if SECRET.fullmatch(name):
         return SECRETS_HINT
     word = plain_word(name)
-    return INSTEAD.get(word) or INSTEAD.get(word.removeprefix(f"{_section_of(word)}_"))
+    bare = word.removeprefix(f"{_section_of(word)}_")
+    refused = REFUSED[bare][1] if bare in REFUSED and bare not in ALIASES else None
+    return INSTEAD.get(word) or INSTEAD.get(bare) or refused
 
 
 def unknown_key(key: str, place: str, node: Node) -> UserError:

@@ -165,7 +165,8 @@ def describe(annotation: Any) -> str:
     for part in options(annotation):
         if get_origin(part) is Literal:
             choices = get_args(part)
-            words += [f"`{word}`" for word in choices] if len(choices) <= MOST_WORDS else [_some(choices)]
+            some = [f"one of {len(choices)} words such as `{choices[0]}`"]
+            words += [f"`{word}`" for word in choices] if len(choices) <= MOST_WORDS else some
         elif get_origin(part) is list:
             (entry,) = get_args(part)
             of_records = dataclasses.is_dataclass(entry)
@@ -181,10 +182,6 @@ def describe(annotation: Any) -> str:
 
 def _keys_of(record: Any) -> str:
     return " and ".join(f"`{name}`" for name in required_fields(record))
-
-
-def _some(choices: tuple[Any, ...]) -> str:
-    return f"one of {len(choices)} words such as `{choices[0]}`"
 
 
 def shown(node: Node) -> str:

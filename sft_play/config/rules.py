@@ -69,34 +69,27 @@ def _in_words(config: Config, key: str) -> str:
 
 
 def paths(config: Config) -> Iterator[Conflict]:
-    """Names that no file system takes; nothing is looked for."""
-    for key, name, text in _named(config):
-        given = f"`{name}` is `{quoted(text)}`"
-        if not is_file_name(text):
-            yield Conflict(
-                key,
-                f"{given}, longer than a file's name or path may be",
-                "a part of a path has at most 255 bytes, a path 4,095",
-            )
-        elif any("**" in part and part != "**" for part in text.split("/")):
+    """Names that say nothing, or that no file system takes; nothing is looked for."""
+    data, short = config.data, {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
+    named = [
+        ("model.name", "model.name", config.model.name or (None if config.model.init == "random" else "")),
+        ("model.revision", "model.revision", config.model.revision),
+        ("model.tokenizer", "model.tokenizer", config.model.tokenizer),
+        ("data.chat_template", "data.chat_template", data.chat_template),
+        ("data.train_path", "data.train_path", data.train_path),
+        ("data.val_path", "data.val_path", data.val_path),
+        # A short one is its only source's path.
+        *((key, f"{key}[{i}].path", one.path) for key, i, one in data_rules.sources(config) if not short[key]),
+    ]
+    for key, name, text in named:
+        given = f"`{name}` is `{quoted(text or '')}`"
+        if text is not None and not text.strip():
+            yield Conflict(key, f"`{name}` is empty")
+        elif text and not is_file_name(text):
+            hint = "a part of a path has at most 255 bytes, a path 4,095"
+            yield Conflict(key, f"{given}, longer than a file's name or path may be", hint)
+        elif text and any("**" in part and part != "**" for part in text.split("/")):
             yield Conflict(key, f"{given}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
-
-
-def _named(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, name in messages, value) of everything that may be a path."""
-    data = config.data
-    single = {
-        "model.name": config.model.name,
-        "model.tokenizer": config.model.tokenizer,
-        "data.chat_template": data.chat_template,
-        "data.train_path": data.train_path,
-        "data.val_path": data.val_path,
-    }
-    yield from ((key, key, text) for key, text in single.items() if text)
-    short = {"data.sources": data.train_path, "data.validation": data.val_path}
-    for key, index, source in data_rules.sources(config):
-        if not short[key]:  # else it is the same path
-            yield key, f"{key}[{index}].path", source.path
 
 
 def tokens(config: Config) -> Iterator[Conflict]:
@@ -191,17 +184,7 @@ def notify(config: Config) -> Iterator[Conflict]:
 
 
 def names(config: Config) -> Iterator[Conflict]:
-    """Text that must say something."""
-    said = {
-        "model.name": config.model.name,
-        "model.revision": config.model.revision,
-        "data.train_path": config.data.train_path,
-        "data.val_path": config.data.val_path,
-    }
-    said |= {f"{key}[{index}].path": source.path for key, index, source in data_rules.sources(config)}
-    for key, text in said.items():
-        if text is not None and not text.strip() and not (key == "model.name" and config.model.init == "random"):
-            yield Conflict(key, f"`{key}` is empty")
+    """A list of modules that names some."""
     targets = config.tuning.lora.target_modules
     if isinstance(targets, list) and not all(name.strip() for name in targets or [""]):
         yield Conflict(
