@@ -308,7 +308,7 @@ def parse_call(
     parser.of_run = "RUN" in commands[command].options and any(word.name == "RUN" for word in words)
     for word in words:
         parser.take(word)
-    parser.look_into(environ)
+    parser.refuse_untyped(environ)
     if (text := parser.options.get("JSON", "")).lower() not in TRUE | FALSE:
         parser.problems.append(UserError(f"`JSON` is `{text}`; expected `1` or `0`"))
     raise_all(parser.problems)
@@ -385,7 +385,7 @@ class _Parser:
 
     def assignments(self, words: Sequence[str]) -> list[_Word]:
         """Return the assignments of a direct command line; `--section.key value` takes the next word."""
-        found, rest = list[_Word](), list(words)
+        assignments, rest = list[_Word](), list(words)
         while rest:
             word = rest.pop(0)
             name, equals, text = word.partition("=")
@@ -399,8 +399,8 @@ class _Parser:
             elif not equals and is_key:
                 self.problems.append(UserError(f"`{word}` has no value"))
                 continue
-            found.append(_Word(flag if is_key else name, text, make=False))
-        return found
+            assignments.append(_Word(flag if is_key else name, text, make=False))
+        return assignments
 
     def hint_for_word(self, word: str) -> str:
         if word.endswith((".yaml", ".yml")) or preset_path(word).is_file():
@@ -439,23 +439,21 @@ class _Parser:
         self.problems.append(UserError(f"`{name}` is given twice: `{before}` and `{word.text}`", hint="give it once"))
         return False
 
-    def look_into(self, environ: Mapping[str, str]) -> None:
+    def refuse_untyped(self, environ: Mapping[str, str]) -> None:
         """Refuse an option that the environment holds and that was not typed: `NUM_NODES=2 make train-distributed`."""
         known = [*(name for name in VARIABLES if self.takes(name)), *sorted(filter(self.takes, environ))]
-        found = {
+        untyped = {
             name: option
             for option in dict.fromkeys(known)
             if option not in self.options
             for name in (option, f"SFT_{option}")
             if environ.get(name, "").strip()
         }
-        if found:
-            words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in found.items()]
-            are = "is" if len(found) == 1 else "are"
-            text = f"{_listed(found)} {are} in the environment, and options are read after the command only"
-            hint = (
-                f"type `{self.make}{self.command} {' '.join(words)} ...`; what is not meant: `unset {' '.join(found)}`"
-            )
+        if untyped:
+            words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in untyped.items()]
+            are = "is" if len(untyped) == 1 else "are"
+            text = f"{_listed(untyped)} {are} in the environment, and options are read after the command only"
+            hint = f"type `{self.make}{self.command} {' '.join(words)} ...`; what is not meant: `unset {' '.join(untyped)}`"
             self.problems.append(UserError(text, place="environment", hint=hint))
 
     def unknown(self, word: _Word) -> UserError:

@@ -40,8 +40,8 @@ def interpolate(values: Mapping[str, Value], problems: list[UserError]) -> dict[
     for key in [key for key in open_keys if key in resolved]:
         value = resolved[key]
         try:
-            found = OmegaConf.select(tree, key, throw_on_missing=True)
-            plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            selected = OmegaConf.select(tree, key, throw_on_missing=True)
+            plain = OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else selected
         except unresolved as error:
             problems.append(_problem(key, resolved.pop(key), error))
             continue

@@ -242,9 +242,9 @@ def own_words(loaded: LoadedConfig) -> list[str]:
     configuration.
     """
     config = loaded.config
-    said = {f"launch.{item.name}": getattr(config.launch, item.name) for item in dataclasses.fields(config.launch)}
-    said |= {f"train.{name}": value for name, value in config.train.extra.items()}
-    values = {key: value for key, value in said.items() if needs_own_word(key) and value is not None}
+    settings = {f"launch.{item.name}": getattr(config.launch, item.name) for item in dataclasses.fields(config.launch)}
+    settings |= {f"train.{name}": value for name, value in config.train.extra.items()}
+    values = {key: value for key, value in settings.items() if needs_own_word(key) and value is not None}
     if config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
         values["model.trust_remote_code"] = True
     if any(name.startswith(LIBRARY) for name in config.eval.metrics) and "eval.metrics" not in loaded.of_run:

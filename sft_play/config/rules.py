@@ -79,17 +79,17 @@ def paths(config: Config) -> Iterator[Conflict]:
         ("data.train_path", "data.train_path", data.train_path),
         ("data.val_path", "data.val_path", data.val_path),
         # A short one is its only source's path.
-        *((key, f"{key}[{i}].path", one.path) for key, i, one in data_rules.sources(config) if not short[key]),
+        *((key, f"{key}[{i}].path", source.path) for key, i, source in data_rules.sources(config) if not short[key]),
     ]
     for key, name, text in named:
-        given = f"`{name}` is `{quoted(text or '')}`"
+        shown = f"`{name}` is `{quoted(text or '')}`"
         if text is not None and not text.strip():
             yield Conflict(key, f"`{name}` is empty")
         elif text and not is_file_name(text):
             hint = "a part of a path has at most 255 bytes, a path 4,095"
-            yield Conflict(key, f"{given}, longer than a file's name or path may be", hint)
+            yield Conflict(key, f"{shown}, longer than a file's name or path may be", hint)
         elif text and any("**" in part and part != "**" for part in text.split("/")):
-            yield Conflict(key, f"{given}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
+            yield Conflict(key, f"{shown}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
 
 
 def tokens(config: Config) -> Iterator[Conflict]:

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.load import DEFAULT, own_words, save_config
+from sft_play.config.layers import DEFAULT
+from sft_play.config.load import own_words, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
