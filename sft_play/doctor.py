@@ -7,6 +7,7 @@ is the same without the packages of the configuration. `docs/doctor.md` lists th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import urllib.error
 import urllib.request
@@ -28,7 +30,6 @@ from typing import TYPE_CHECKING
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError
-from sft_play.files import BUILD_BEGINS_SECONDS, abandoned_build_locks
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
@@ -204,13 +205,29 @@ def compilers() -> Iterator[Finding]:
         )
 
 
+BUILD_BEGINS_SECONDS = 60
+"""After which a build has started its compiler."""
+
+
 def build_locks() -> Iterator[Finding]:
-    """Locks of torch's extension builder that a killed process left: whoever loads DeepSpeed's extension waits for
-    them.
+    """Locks of torch's extension builder in whose folder no process works: whoever loads DeepSpeed's extension would
+    wait for them.
     """
-    for path in abandoned_build_locks(older_seconds=BUILD_BEGINS_SECONDS):
-        text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
-        yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+    for path in folder.rglob("lock"):  # seldom one, so processes are seldom looked at
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > BUILD_BEGINS_SECONDS and not _works_in(path.parent.resolve()):
+                text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
+                yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
+
+
+def _works_in(folder: Path) -> bool:
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if process.readlink() == folder:
+                return True
+    return False
 
 
 # GPUs and the driver.

@@ -18,7 +18,6 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
@@ -461,31 +460,3 @@ def _lives(process: int) -> bool:
     except PermissionError:  # somebody else's
         pass
     return True
-
-
-BUILD_BEGINS_SECONDS = 60
-"""After which a build has started its compiler."""
-
-
-def extensions_folder() -> Path:
-    """Return where torch keeps the extensions that it compiles."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
-
-
-def abandoned_build_locks(*, older_seconds: float = 0) -> Iterator[Path]:
-    """Yield locks of torch's extension builder in whose folder no process works: whoever loads the extension would wait
-    for ever.
-    """
-    for lock in extensions_folder().rglob("lock"):  # seldom one, so processes are seldom looked at
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - lock.stat().st_mtime > older_seconds and not _works_in(lock.parent.resolve()):
-                yield lock
-
-
-def _works_in(folder: Path) -> bool:
-    for process in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            if process.readlink() == folder:
-                return True
-    return False

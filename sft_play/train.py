@@ -19,7 +19,6 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.files import write_json
 from sft_play.launch.liveness import MARK
-from sft_play.launch.process import wake_with_parent
 from sft_play.launch.recovery import restarts
 from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import clean_up
@@ -45,7 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
     parser.add_argument("--probe", action="store_true", help="two steps of the worst batch")
     options = parser.parse_args(arguments)
-    wake_with_parent()
     return contain(probe_rank if options.probe else work_with_heartbeat, RunFolder(options.run), options.resume)
 
 
@@ -65,7 +63,6 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
     config, plan, prepared = read_run(run)
     from sft_play.training.checkpoint_files import publish_model
     from sft_play.training.ranks import check_start, check_world, ranks_together
-    from sft_play.training.saving import END_SECONDS
 
     heart.join(config.launch)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
@@ -86,7 +83,6 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
         return trainer.stop.code
     activity.enter("saving", step=trainer.state.global_step)  # from here on a stop lets the model be written
     trainer.shard_proof.save(context)
-    saver.tidy(wait_seconds=END_SECONDS)
     trainer.show_scored_weights()
     model_step = publish_model(context, trainer)
     if context.ranks.first:

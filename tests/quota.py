@@ -54,9 +54,11 @@ def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
 @contextlib.contextmanager
 def memory_limit(most_bytes: int) -> Iterator[Path]:
     """Yields a group whose processes get at most so much memory together: the kernel kills one that asks for more.
-    Skips as `quota`.
+    Skips as `quota`, and where only cgroup v1 has the controller.
     """
-    with _group("memory") as (group, _):
+    with _group("memory") as (group, version):
+        if version == 1:
+            pytest.skip("the launcher reads the counters of cgroup v2")
         limit_memory(group, most_bytes)
         yield group
 

@@ -16,14 +16,7 @@ from pathlib import Path
 from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
 from sft_play.errors import HardwareError, RetryableError
-from sft_play.files import (
-    BUILD_BEGINS_SECONDS,
-    abandoned_build_locks,
-    extensions_folder,
-    read_json,
-    write_json,
-    write_text,
-)
+from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.deepspeed import resolve, settings_of
 from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
@@ -90,7 +83,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     if event:
         why = job.call.flag("WHY")
         print("\n".join([show_plan(plan, why=why), *([launched] if why else [])]), file=console)
-        for notice in (*job.options.notices, *notices, *environment.notices):
+        for notice in (*job.options.notices, *notices):
             print(f"note: {notice}", file=console)
         print(
             f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} saves and"
@@ -122,9 +115,6 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
             ended_elsewhere=ended_elsewhere_of(job),
             **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
         )
-    if outcome.code and plan.strategy.startswith("zero"):  # no builder of ours is left
-        for lock in abandoned_build_locks():
-            lock.unlink(missing_ok=True)
     return job.rendezvous.settle(outcome) if job.rendezvous else outcome
 
 
@@ -135,12 +125,6 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     notices: list[str] = []
     deepspeed: Path | None = None
     if plan.strategy.startswith("zero"):
-        notices += [
-            f"DeepSpeed waits for `{lock}`, of a build that no process here continues: rm {lock}"
-            for lock in abandoned_build_locks(older_seconds=BUILD_BEGINS_SECONDS)
-        ]
-        if plan.backend == "gloo" and not any(extensions_folder().rglob("*.so")):
-            notices.append("DeepSpeed compiles an extension first, this once")
         hidden_size = job.shape.hidden_size
         if job.options.deepspeed:
             settings, more = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)

@@ -173,16 +173,8 @@ class WorkerEnvironment:
     """Name -> value of everything that differs from the user's environment."""
     inherited: Mapping[str, str]
     """The user's own `CUDA_VISIBLE_DEVICES`, `NCCL_*`, `HF_*`, ...; secrets masked."""
-    removed: tuple[str, ...]
-    """Names that were taken out."""
     notes: tuple[str, ...]
     """Why some of it is set."""
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What the user should read even without having asked."""
-        names = ", ".join(self.removed)
-        return (f"taken out of the environment, since launchers obey them in silence: {names}",) if names else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +224,6 @@ def worker_environment(
     all.
     """
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
-    removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
     # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone.
     # Under `nohup` it must not hear SIGHUP, and its workers inherit that.
     heard = ",".join(number.name for number in (*signals_to_hear(), signal.SIGQUIT))
@@ -277,7 +268,6 @@ def worker_environment(
         variables={**kept, **ours, **more},
         set_here={**ours, **more},
         inherited={k: mask(k, v) for k, v in sorted(kept.items()) if SHOWN.fullmatch(k) and k not in ours},
-        removed=removed,
         notes=tuple(notes),
     )
 

@@ -226,8 +226,7 @@ def _from(run: RunFolder, rank: int, start: int) -> str:
 # ---- What the kernel says
 #
 # A process that the kernel kills can say nothing. SIGKILL alone proves nothing either: a person may have sent it.
-# cgroup v2 counts such kills in `memory.events`, v1 in `memory.oom_control`, both as `oom_kill N` (Linux,
-# Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
+# cgroup v2 counts such kills in `memory.events`, as `oom_kill N` (Linux, Documentation/admin-guide/cgroup-v2.rst).
 
 COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
 
@@ -266,25 +265,14 @@ def read_counter(file: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def counters_of(pid: int, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Return the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
+def counters_of(pid: int, proc: Path = Path("/proc"), top: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Return the counter files of a process's cgroup and of all its parents, those that exist."""
     try:
-        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
+        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8")
     except OSError:  # it has gone, or this is no Linux
         return []
-    found: list[Path] = []
-    for controllers, path in (line.split(":", 2)[1:] for line in groups):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (mounted / "memory", "memory.oom_control") if controllers else (mounted, "memory.events")
-        parts = Path(path).parts[1:]
-        seen = (
-            top.joinpath(*parts[skipped:]) for skipped in range(len(parts))
-        )  # a container sees the tree below its own cgroup
-        inner = next((folder for folder in seen if folder.is_dir()), top)
-        found += [
-            folder / name
-            for folder in (inner, *inner.parents)
-            if folder.is_relative_to(top) and (folder / name).is_file()
-        ]
-    return found
+    parts = Path(groups.rpartition("0::")[2].strip()).parts[1:] if "0::" in groups else ()
+    seen = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))  # a container sees the tree below its own
+    inner = next((folder for folder in seen if folder.is_dir()), top)
+    folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
+    return [path for folder in folders if (path := folder / "memory.events").is_file()]

@@ -109,14 +109,6 @@ def bind_to_parent(number: signal.Signals) -> Callable[[], None] | None:
     return bind
 
 
-def wake_with_parent() -> None:
-    """Make the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice
-    it, and would stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves.
-    """
-    if _libc is not None:
-        _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)
-
-
 STOPPED = 128
 """Codes from here on are of a stop, which make hears of too."""
 

@@ -1,24 +1,21 @@
 """Find, publish and remove checkpoints, and choose the weights that a command uses. No torch.
 
 A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest, and only then its name, by rename. The
-process that writes holds the run's writer lock, which the kernel gives back however it ends: what others left half-made
-is removed by that.
+launcher's lock keeps a run for one launcher, whose workers alone write: what a killed one left half-made is removed by
+the next.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import UNFOLLOWED, sync_path
+from sft_play.files import sync_path
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import is_state_file, verify
@@ -30,8 +27,6 @@ one would win by chance.
 """
 LEFT = re.compile(rf"\.({NAME.pattern})\.(partial|removed|replaced)")
 """Folders on their way to a name, or from one."""
-_writing: set[Path] = set()
-"""Locks that this process holds; a POSIX lock would be given away by opening the file a second time."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -122,41 +117,22 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
     return removed
 
 
-def claim(run: RunFolder) -> int | None:
-    """Take the run's writer lock until this process ends. Return its descriptor; `None` where the disk knows no
-    locks.
-    """
-    path = _lock_file(run)
-    if path in _writing:
-        return None
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | UNFOLLOWED, 0o666)
-    except OSError:  # a folder that cannot be written says so again, and better, when a checkpoint is
-        return None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process alone: a forked child does not keep it
-    except OSError:
-        os.close(descriptor)
-        return None
-    _writing.add(path)
-    return descriptor
-
-
 def clean_up(run: RunFolder) -> list[str]:
-    """Remove what processes that have ended left half-made, and say what; nothing while a live process writes."""
+    """Remove what processes that have ended left half-made, and say what. No other process may write checkpoints:
+    whoever calls this trains the run.
+    """
     if not run.checkpoints.is_dir():
         return []
     _give_names_back(run)
     notes = []
-    with _no_writer(run) as free:
-        for path in sorted(run.checkpoints.iterdir()) if free else []:
-            if match := LEFT.fullmatch(path.name):
-                if match.group(3) == "partial":
-                    notes.append(f"{match.group(1)}: the process that wrote it ended before it was complete")
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name in (".last.new", ".best.new"):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+    for path in sorted(run.checkpoints.iterdir()):
+        if match := LEFT.fullmatch(path.name):
+            if match.group(3) == "partial":
+                notes.append(f"{match.group(1)}: the process that wrote it ended before it was complete")
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name in (".last.new", ".best.new"):
+            with contextlib.suppress(OSError):
+                path.unlink()
     return notes
 
 
@@ -167,42 +143,11 @@ def discard(run: RunFolder, step: int) -> None:
 
 def _give_names_back(run: RunFolder) -> None:
     """Undo a replacement that its process did not live to complete."""
-    with _no_writer(run) as free:
-        for path in run.checkpoints.glob(".step-*.replaced") if free else []:
-            target = run.checkpoints / path.name[1:].removesuffix(".replaced")
-            if not target.exists():
-                with contextlib.suppress(OSError):
-                    path.rename(target)
-
-
-def _lock_file(run: RunFolder) -> Path:
-    return run.path.resolve() / ".writer.lock"
-
-
-@contextlib.contextmanager
-def _no_writer(run: RunFolder) -> Iterator[bool]:
-    """Yield whether no other live process writes checkpoints, and let none begin meanwhile."""
-    path = _lock_file(run)
-    if path in _writing:
-        yield True  # it is this process that would write, and it does not while it asks
-        return
-    try:
-        descriptor = os.open(path, os.O_RDWR | UNFOLLOWED)
-    except FileNotFoundError:  # nobody ever wrote here
-        yield True
-        return
-    except OSError:
-        yield False
-        return
-    try:
-        free = True
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            free = error.errno not in (errno.EACCES, errno.EAGAIN)  # any other says that this disk knows no locks
-        yield free
-    finally:
-        os.close(descriptor)
+    for path in run.checkpoints.glob(".step-*.replaced"):
+        target = run.checkpoints / path.name[1:].removesuffix(".replaced")
+        if not target.exists():
+            with contextlib.suppress(OSError):
+                path.rename(target)
 
 
 # Which folder of a run holds the weights that a command wants: the final model or a checkpoint.

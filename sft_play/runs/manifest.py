@@ -92,13 +92,11 @@ def sync_below(folder: Path) -> None:
     _sync_folders(folder)
 
 
-def verify(
-    folder: Path, *, needed: Callable[[str], bool] | None = None, from_disk: bool = False, sizes_only: bool = False
-) -> str | None:
+def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, sizes_only: bool = False) -> str | None:
     """Return why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
 
-    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `from_disk`:
-    see `damage`. `sizes_only`: nothing is read but the manifest, where there is no time for more.
+    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `sizes_only`:
+    nothing is read but the manifest, where there is no time for more.
     """
     if not folder.is_dir():
         return "it is not there"
@@ -117,17 +115,14 @@ def verify(
     chosen = {name: facts for name, facts in listed.items() if needed is None or needed(name)}
     if sizes_only:
         return next((reason for item in chosen.items() if (reason := _wrong_size(folder, *item))), None)
-    return damage(folder, chosen, from_disk=from_disk)
+    return damage(folder, chosen)
 
 
-def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False) -> str | None:
-    """Return what differs between `files` and what was described; `None` when nothing does.
-
-    With `from_disk` the kernel is asked to forget what it holds in memory, so that it reads the disk where it can.
-    """
+def damage(folder: Path, files: Mapping[str, Facts]) -> str | None:
+    """Return what differs between `files` and what was described; `None` when nothing does."""
 
     def check_file(item: tuple[str, Facts]) -> str | None:
-        return _damage_of(folder, *item, from_disk=from_disk)
+        return _damage_of(folder, *item)
 
     sizes = [
         reason for item in files.items() if (reason := _wrong_size(folder, *item))
@@ -138,12 +133,10 @@ def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False)
         return next((reason for reason in pool.map(check_file, files.items()) if reason), None)
 
 
-def checksum(path: Path, algorithm: str = ALGORITHM, *, from_disk: bool = False) -> str:
+def checksum(path: Path, algorithm: str = ALGORITHM) -> str:
     """Return the hexadecimal checksum of a file. Raise `ValueError` for an algorithm that is not known."""
     digest = _hasher(algorithm)
     with path.open("rb", buffering=0) as stream:
-        if from_disk:
-            _forget(stream.fileno())
         block = memoryview(bytearray(BLOCK_BYTES))
         while count := stream.readinto(block):
             digest.update(block[:count])
@@ -173,20 +166,14 @@ def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
         return f"`{name}` cannot be checked: {error}"
 
 
-def _damage_of(folder: Path, name: str, facts: Facts, *, from_disk: bool) -> str | None:
+def _damage_of(folder: Path, name: str, facts: Facts) -> str | None:
     try:
         algorithm = next((key for key in facts if key != "bytes"), "none")
-        if checksum(folder / name, algorithm, from_disk=from_disk) != facts[algorithm]:
+        if checksum(folder / name, algorithm) != facts[algorithm]:
             return f"`{name}` has another checksum than the manifest says"
     except (OSError, KeyError, TypeError, ValueError) as error:
         return f"`{name}` cannot be checked: {error}"
     return None
-
-
-def _forget(descriptor: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # a file system that cannot, or no Linux: then memory is read
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def _sync_folders(folder: Path) -> None:

@@ -111,31 +111,6 @@ class Writing:
         return [*written, *(path for path in self.folder.rglob("*") if path.is_file() and _of_rank_0(path))]
 
 
-class DiskCheck:
-    """Compares a published checkpoint with its manifest once more, from the disk, in a thread of rank 0.
-
-    Reading a disk takes about as long as writing it, so training does not wait for it; what is older stays until it is
-    done.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self.damage: str | None = "it was not read to its end"
-        self._thread = threading.Thread(target=self._run, name=f"check-{checkpoint.name}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.damage = verify(self.checkpoint, from_disk=True)
-        except Exception as error:  # noqa: BLE001 - nobody sees it in a thread: what was not compared must not count as intact
-            self.damage = f"it could not be read: {str(error) or type(error).__name__}"
-
-    def is_over(self, *, wait_seconds: float = 0.0) -> bool:
-        """Whether `damage` is known, after `wait_seconds` at most."""
-        self._thread.join(wait_seconds)
-        return not self._thread.is_alive()
-
-
 def _of_rank_0(path: Path) -> bool:
     """Whether a file is not another rank's, which may be half-written now."""
     match = OF_RANK.search(path.name)

@@ -35,7 +35,7 @@ from sft_play.files import NO_ROOM, is_full, open_own, write_text
 from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
-from sft_play.training.process import Activity, launched_world, leave_record, redirect, reserve
+from sft_play.training.process import Activity, launched_world, leave_record, redirect
 from sft_play.training.stop_request import StopRequest, code_of
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
@@ -83,7 +83,6 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
     request.listen()
     record: dict[str, Any] = {"code": 1, "error": ""}
     try:
-        reserve(run, rank)
         record["code"] = program(request, checkpoint, console)
     except Exception as problem:  # noqa: BLE001 - the last stop of a worker
         record = verdict(problem, run, request.activity)

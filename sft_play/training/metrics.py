@@ -27,8 +27,6 @@ from sft_play.runs.progress import line_of
 
 TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu")
 """... and whatever is known of each rank (`rank_...`) or machine (`node_...`)."""
-ROWS_KEPT = 10_000
-"""Rows that wait for room on the disk, at most; the oldest go first."""
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
@@ -57,14 +55,10 @@ def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`; drops rows of steps that a resumed run makes again.
-
-    Rows for which the disk has no room wait in memory and are written, in their order, when there is some again.
-    """
+    """Appends what is logged to `metrics.jsonl`; drops rows of steps that a resumed run makes again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.waiting: deque[str] = deque(maxlen=ROWS_KEPT)
         self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -90,18 +84,16 @@ class MetricsFile(TrainerCallback):
             self.add(row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append one row, after those that wait."""
-        self.waiting.append(json.dumps(row, ensure_ascii=False) + "\n")
+        """Append one row; a full disk loses it, which is said once until a row is written again."""
         try:
-            append_text(self.path, "".join(self.waiting), sync=False)
+            append_text(self.path, json.dumps(row, ensure_ascii=False) + "\n", sync=False)
         except OSError as error:
             if not self._warned:
-                kept = f"up to {ROWS_KEPT:,} rows wait in memory until there is room; training continues"
-                print(f"warning: {self.path}: {disk_problem(error)}; {kept}", file=sys.stderr, flush=True)
+                lost = "rows are lost until there is room; training continues"
+                print(f"warning: {self.path}: {disk_problem(error)}; {lost}", file=sys.stderr, flush=True)
             self._warned = True
-            return
-        self.waiting.clear()
-        self._warned = False
+        else:
+            self._warned = False
 
     def sync(self) -> None:
         """Bring the rows to the disk: a checkpoint that outlives a power cut has the rows of its steps beside it."""

@@ -26,8 +26,6 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 
-RESERVED_BYTES = 64 * 2**10
-"""Room for the exit record and for the launcher's event."""
 Phase = Literal["loading", "training", "updating", "evaluating", "saving", "leaving"]
 
 
@@ -119,32 +117,11 @@ class Activity:
         return found if self.micro_batch is None else found | {"micro_batch": self.micro_batch}
 
 
-def reserve(run: RunFolder, rank: int) -> None:
-    """Take the disk space that the exit record will need. Raise `OSError` where there is none."""
-    path = _reserved(run, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_own(path, empty=True) as stream:
-        stream.write(b"\1" * RESERVED_BYTES)
-
-
 def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
-    """Write `exit-rank{N}.json` with the time, on a full disk in the reserved space; nothing where the run's folder is
-    gone.
-    """
-    value = {**record, "time": time.time()}
-    if is_gone(run.path):
-        return
-    try:
-        write_json(run.rank_exit(rank), value)
-        _reserved(run, rank).unlink(missing_ok=True)
-    except OSError:
+    """Write `exit-rank{N}.json` with the time; nothing where the run's folder is gone."""
+    if not is_gone(run.path):
         with contextlib.suppress(OSError):  # the launcher looks at the disk when a rank says nothing
-            _reserved(run, rank).unlink(missing_ok=True)
-            write_json(run.rank_exit(rank), value)
-
-
-def _reserved(run: RunFolder, rank: int) -> Path:
-    return run.rank_exit(rank).with_suffix(".reserved")
+            write_json(run.rank_exit(rank), {**record, "time": time.time()})
 
 
 class Tee:

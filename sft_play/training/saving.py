@@ -5,7 +5,7 @@
     write      each rank its own files (`training.checkpoint_files`: never collective, in a thread where `train.async_save` says so)
     agree      has every rank succeeded?
     publish    rank 0 joins the lists, renames, moves `last` and `best`
-    rotate     rank 0 removes what is too old when all of the new one has been read from the disk again, during the next steps
+    rotate     rank 0 removes what is too old
 
 A rank that cannot write says so when they agree, so none waits for it. Then the partial folder is removed, one warning
 is given, the run trains on and tries again at the next interval.
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -29,20 +30,15 @@ from transformers.trainer_callback import ExportableState
 from sft_play.errors import HardwareError
 from sft_play.files import disk_problem, free_bytes, is_gone, side_file
 from sft_play.plan.hardware import ram_bytes
-from sft_play.runs.checkpoints import claim, discard, link, list_checkpoints, partial_folder, publish, rotate
+from sft_play.runs.checkpoints import discard, link, list_checkpoints, partial_folder, publish, rotate
 from sft_play.runs.folder import folder_gone
 from sft_play.runs.manifest import SPARE_MEMORY_BYTES, Room, seal, verify, with_spare
 from sft_play.text import gib
-from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
+from sft_play.training.checkpoint_files import Writing, gather_weights, predicted_bytes
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import LocalSteps
 from sft_play.training.states import bring_together, collect
 from sft_play.training.states.layout import count_bytes
-
-CHECK_SECONDS = 10.0
-"""How long a save waits for the reading of the one before, which had an interval's time."""
-END_SECONDS = 600.0
-"""How long the end of training waits for it."""
 
 
 class Saver(TrainerCallback):
@@ -58,7 +54,6 @@ class Saver(TrainerCallback):
         self.together: tuple[int, ...] = tuple(range(context.plan.world_size))
         """The ranks that write into one folder with rank 0 (`ranks_together`)."""
         self._pending: Writing | None = None
-        self._check: DiskCheck | None = None
         self._predicted: int | None = None
         self._said_synchronous = False
 
@@ -70,7 +65,6 @@ class Saver(TrainerCallback):
         """
         step = self.trainer.state.global_step
         self.finish()
-        self.tidy(wait_seconds=CHECK_SECONDS)
         self.context.activity.enter("saving", step=step)
         started = time.perf_counter()
         reason = self._begin(step)
@@ -107,29 +101,16 @@ class Saver(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publish a pending checkpoint when every rank has written its part; asks for it by one number."""
-        self.tidy()
         if self._pending is not None and not self.context.ranks.any(self._pending.running):
             self.finish()
             self.context.activity.enter("training", step=state.global_step + 1)
 
-    def tidy(self, *, wait_seconds: float = 0.0) -> None:
-        """Remove old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank
-        0's own work.
-        """
-        check = self._check
-        if check is None or not check.is_over(wait_seconds=wait_seconds):
-            return
-        self._check = None
-        if check.damage is not None:
-            self._say(
-                f"warning: {check.checkpoint}: it differs on the disk from what was written: {check.damage}; older ones"
-                " stay"
-            )
-            return
+    def _rotate(self, newest: Path) -> None:
+        """Remove old checkpoints. Rank 0's own work."""
         run, step = self.context.run, self.trainer.state.best_global_step
         with contextlib.suppress(OSError):  # the next save tries again
             keep = self.context.config.train.save_total_limit
-            rotate(run, keep, check.checkpoint, best=run.checkpoint(step) if step else None)
+            rotate(run, keep, newest, best=run.checkpoint(step) if step else None)
 
     def link_best(self) -> None:
         """Let `best` point at the best step's checkpoint, where that is there; rank 0's own work."""
@@ -163,7 +144,6 @@ class Saver(TrainerCallback):
         try:
             free = float(free_bytes(run.path)) if ranks.rank in self.together else math.inf
             if ranks.first:
-                claim(run)
                 discard(run, step)
                 run.checkpoints.mkdir(exist_ok=True)  # whatever was removed, but never the run's own folder
                 partial_folder(run, step).mkdir()
@@ -246,8 +226,9 @@ class Saver(TrainerCallback):
                     seal(writing.folder, ranks=self.together)
                     if self.context.metrics is not None:
                         self.context.metrics.sync()
-                    self._check = DiskCheck(publish(run, writing.step))
+                    newest = publish(run, writing.step)
                     self.link_best()
+                    self._rotate(newest)
                 except OSError as error:
                     problem = disk_problem(error)
             reason = ranks.first_problem(problem)

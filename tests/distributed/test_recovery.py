@@ -174,7 +174,7 @@ def test_shards_and_parts_go_on_from_their_checkpoint(
 def held_by(folder: Path) -> int:
     """Returns the bytes of a cgroup's processes, without the page cache."""
     fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return int(fields["anon"] if "anon" in fields else fields["total_rss"])
+    return int(fields["anon"])
 
 
 def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(

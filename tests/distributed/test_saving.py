@@ -109,10 +109,11 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
             wait(lambda: partials(run), process, run, pause=0.0005)
             fill(filler)
             wait(lambda: "was not saved" in console.read_text(), process, run)
+            assert "no space" in console.read_text()
             kept, _ = newest_valid(run)
             assert kept is not None and not partials(run)
             time.sleep(1.5)  # several intervals go by, and none of them says it again
-            assert console.read_text().count("warning:") - console.read_text().count("rows wait in memory") == 1
+            assert console.read_text().count("warning:") - console.read_text().count("rows are lost") == 1
             assert newest_valid(run)[0] == kept
             filler.unlink()
             wait(lambda: "checkpoints are saved again: step-" in console.read_text(), process, run)
@@ -121,9 +122,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
         assert "Traceback" not in console.read_text()
         lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         trained = [row["step"] for row in lines if row["kind"] == "train"]
-        assert trained == list(range(1, len(trained) + 1)), "each step once, those of the full disk too"
-        reasons = [row["failed"] for row in lines if "failed" in row]
-        assert any("no space for it on the disk: it needs" in reason for reason in reasons), reasons
+        assert trained == sorted(set(trained)), "each step at most once; rows for which there was no room are lost"
 
 
 def content(checkpoint: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def preparing(launch: Started) -> bool:
 
 
 def loading(launch: Started) -> bool:
-    return (launch.run / "logs" / "exit-rank0.reserved").is_file()
+    return (launch.run / "logs" / "rank0.log").is_file()
 
 
 def before_steps(launch: Started) -> bool:

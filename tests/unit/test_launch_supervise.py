@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from sft_play.launch.liveness import Beat
+from sft_play.launch.liveness import Beat, MemoryKills, counters_of, read_counter
 from sft_play.launch.recovery import Restarts
 from sft_play.launch.verdict import Outcome, culprits, hang, outcome_of, standing
 from sft_play.runs.folder import RunFolder
@@ -238,3 +238,21 @@ def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_i
     assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in said
     assert begun(41, 41, 41)[0] == []
     assert begun(41, None, 41)[0] == [], "one that did not tell is not compared"
+
+
+def test_a_kill_for_memory_is_counted_in_the_cgroup_of_the_rank_or_a_parent(tmp_path: Path) -> None:
+    """A container sees the tree below its own group: the path that the kernel names begins above it."""
+    proc, top = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "7").mkdir(parents=True)
+    (proc / "7" / "cgroup").write_text("1:name=systemd:/x\n0::/pods/pod1/rank\n")
+    (top / "pod1" / "rank").mkdir(parents=True)
+    events = [folder / "memory.events" for folder in (top / "pod1" / "rank", top / "pod1")]
+    for path in events:
+        path.write_text("low 0\noom 1\noom_kill 2\n")
+    assert counters_of(7, proc, top) == events
+    assert counters_of(8, proc, top) == [], "it has gone"
+    kills = MemoryKills()
+    kills.before = {path: read_counter(path) or 0 for path in events}
+    assert kills.evidence() is None
+    events[1].write_text("oom_kill 3\n")
+    assert kills.evidence() == f"`{events[1]}` counts 1 kill for memory"
