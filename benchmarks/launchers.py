@@ -2,7 +2,7 @@
 
     unshare --net sh -c 'ip link set lo up && python -m benchmarks.launchers machines=1000'
 
-Each machine is a `Rendezvous` with a connection of its own, as `make train-distributed` has it. Some processes stand
+Each machine is a `Machines` with a connection of its own, as `make train-distributed` has it. Some processes stand
 for all of them; node 0 has one to itself. torch asks DNS for the name of each machine that connects: `unshare --net`
 (as root) is a network where that fails at once.
 """
@@ -24,10 +24,10 @@ from typing import Any
 from benchmarks.harness import options_of
 from sft_play.config.load import load_config
 from sft_play.errors import UserError
+from sft_play.launch.agreement import NodeFacts, compare_facts, config_here, versions_here
 from sft_play.launch.environment import Node, free_port
-from sft_play.launch.machines import NodeFacts, compare_given, config_here, versions_here
-from sft_play.launch.membership import Given
-from sft_play.launch.rendezvous import Rendezvous
+from sft_play.launch.machines import Facts
+from sft_play.launch.machines import Machines as Launcher
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.hardware import Device
 
@@ -51,12 +51,12 @@ class Machines:
             versions_here("cpu"),
         )
 
-    def one(self, rank: int) -> Rendezvous:
+    def one(self, rank: int) -> Launcher:
         """Return a machine that is not open yet."""
         node = Node(rank=rank, count=self.count, master_port=self.port)
-        return Rendezvous(node, host=f"h{rank}", run="many", patience=600, silent_seconds=300)
+        return Launcher(node, host=f"h{rank}", run="many", patience=600, silent_seconds=300)
 
-    def facts(self, ours: Rendezvous) -> Given:
+    def facts(self, ours: Launcher) -> Facts:
         """Return a machine's facts, as large as real ones."""
         facts = NodeFacts(
             rank=ours.node.rank,
@@ -72,10 +72,10 @@ class Machines:
         )
         return asdict(facts)
 
-    def meet(self, ours: Rendezvous) -> None:
+    def meet(self, ours: Launcher) -> None:
         """Meet and share, as before each attempt."""
         assert (
-            ours.meet(lambda: self.facts(ours), compare_given, lambda found: {"processes": len(found)})["processes"]
+            ours.meet(lambda: self.facts(ours), compare_facts, lambda found: {"processes": len(found)})["processes"]
             == self.count
         )
         ours.share(
@@ -83,7 +83,7 @@ class Machines:
         )
 
 
-def agree(_: Sequence[Given]) -> list[UserError]:
+def agree(_: Sequence[Facts]) -> list[UserError]:
     """Find nothing wrong."""
     return []
 
@@ -153,12 +153,12 @@ def crowd(count: int, port: int, first: int, processes: int) -> list[int]:
         0.2
     )  # hundreds of threads that wait for one interpreter lock would wake each other every 5 ms
 
-    def ended(ours: Rendezvous) -> Outcome:
+    def ended(ours: Launcher) -> Outcome:
         while not isinstance(found := ours.ended_elsewhere(), Outcome):
             time.sleep(0.5)
         return found
 
-    def machine(ours: Rendezvous) -> None:
+    def machine(ours: Launcher) -> None:
         machines.meet(ours)
         assert ours.settle(ended(ours)).rank == LOST.rank
         ours.follow(dict)

@@ -18,10 +18,9 @@ from sft_play.config.reader import record_of
 from sft_play.errors import HardwareError, RetryableError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.deepspeed import resolve, settings_of
-from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
+from sft_play.launch.environment import DROPPED, FETCH, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
-from sft_play.launch.machines import FETCH, ended_elsewhere_of
 from sft_play.launch.node import WORKER_MODULE, supervise
 from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
 from sft_play.launch.resume import launch_facts
@@ -50,7 +49,7 @@ def worker_arguments(
     arguments = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     if node.count > 1:
         # Every node has the same accelerate.yaml, perhaps on one network disk; only its own rank differs.
-        arguments += ["--machine_rank", str(node.rank if node.place is None else node.place)]
+        arguments += ["--machine_rank", str(node.rank)]
     if plan and len(set(plan.node_ranks)) > 1:
         # accelerate starts num_processes // num_machines processes here, and knows no other way to say how many; the
         # world is the sum over all nodes, which the agents of torchrun tell each other. The environment is that of a
@@ -112,10 +111,9 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
             ranks,
             console=rank0,
             shown=f"{launched}\n",
-            ended_elsewhere=ended_elsewhere_of(job),
-            **({"share_standings": job.rendezvous.share_standings} if job.rendezvous else {}),
+            machines=job.machines,
         )
-    return job.rendezvous.settle(outcome) if job.rendezvous else outcome
+    return job.machines.settle(outcome) if job.machines else outcome
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:

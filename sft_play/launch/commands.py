@@ -18,10 +18,10 @@ from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import is_gone, remove_half_written
 from sft_play.launch import recovery
+from sft_play.launch.agreement import agree, join_machines, meet, remove_own_part
 from sft_play.launch.attempt import fetch_checkpoint, obtain_prepared, probe, run_attempt, wait_until_free
-from sft_play.launch.environment import indices_of
+from sft_play.launch.environment import FETCH, indices_of
 from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
-from sft_play.launch.machines import FETCH, agree, join_machines, meet, remove_own_part
 from sft_play.launch.process import end_by_signals
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
@@ -185,6 +185,8 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
             outcome = _run_further_attempts(job, run, prepared, plan, outcome, budget)
     except UserError as error:
         outcome = Outcome(code=error.exit_code, message=error.render())
+        if job.machines:
+            job.machines.fail(error)
     ended, removed = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed"), is_gone(run.config)
     if not removed:  # else nothing new is written: it would look like a run
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
@@ -234,12 +236,12 @@ def _run_further_attempts(
             if job.node.rank == 0:
                 notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.said}")
         time.sleep(following.pause)
-        if job.rendezvous or following.less:
+        if job.machines or following.less:
             recoveries = (*plan.recoveries, following.recovered) if following.recovered else plan.recoveries
             job, plan = _meet_again(job, run, prepared, recoveries, alone=alone)
         if plan.device == "cuda":
             wait_until_free(job.hardware, indices_of(plan, job.node))
-        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.rendezvous else newest())
+        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.machines else newest())
     return outcome
 
 
@@ -252,9 +254,8 @@ def _newest(run: RunFolder, node_rank: int) -> Path | None:
 
 def _ask_node_0(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
     """Return what follows, and whether this machine had to decide by itself because node 0 has gone."""
-    ours = job.rendezvous
-    found = ours.follow(lambda: decide().to_json()) if ours else None
-    return (Following.from_json(found), False) if found else (decide(), ours is not None)
+    following = job.machines.follow(lambda: decide().to_json()) if job.machines else None
+    return (Following.from_json(following), False) if following else (decide(), job.machines is not None)
 
 
 def _decide(
@@ -277,17 +278,12 @@ def _meet_again(
     job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], *, alone: bool
 ) -> tuple[Job, Plan]:
     """Return job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
-    ours = job.rendezvous
-    if ours is None:
+    if (machines := job.machines) is None:
         return agree(job, prepared, run, recoveries)
-    try:
-        if alone:
-            ours.close()
-            ours.open()
-        return agree(meet(job, run, lambda: _newest(run, job.node.rank)), prepared, run, recoveries)
-    except BaseException as error:
-        ours.fail(error)
-        raise
+    if alone:
+        machines.close()
+        machines.open()
+    return agree(meet(job, run, lambda: _newest(run, job.node.rank)), prepared, run, recoveries)
 
 
 def _with_less(

@@ -28,6 +28,10 @@ from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import visible_names
 
+FETCH = "SFT_PLAY_FETCH"
+"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is
+asked.
+"""
 VARIABLE = "MASTER_KEY"
 LEAST = 16
 """Characters that a key must have: a shorter one is guessed."""
@@ -182,11 +186,9 @@ class Node:
     """This machine's place in the run."""
 
     rank: int = 0
-    """`NODE_RANK`, by which this machine is known whoever else takes part."""
+    """`NODE_RANK`: ranks are numbered by it."""
     count: int = 1
-    """Machines that take part."""
-    place: int | None = None
-    """Among those: ranks are numbered by it; `None` is `rank`."""
+    """`NUM_NODES`"""
     master_address: str = "127.0.0.1"
     master_port: int = 0
     """Of the launchers' store; on one machine, where there is none, of the workers'."""
@@ -206,9 +208,8 @@ class Node:
 
 def ranks_of(plan: Plan, node: Node) -> range:
     """Return the ranks that a node runs."""
-    place = node.rank if node.place is None else node.place
-    first = sum(plan.ranks_by_node[:place])
-    return range(first, first + plan.ranks_by_node[place])
+    first = sum(plan.ranks_by_node[: node.rank])
+    return range(first, first + plan.ranks_by_node[node.rank])
 
 
 def worker_environment(

@@ -31,7 +31,7 @@ from sft_play.launch.environment import (
     shorten_name_lookups,
     worker_environment,
 )
-from sft_play.launch.rendezvous import Rendezvous
+from sft_play.launch.machines import Machines
 from sft_play.launch.settings import (
     NO_DEFAULT_FILE,
     NO_FILE,
@@ -268,7 +268,7 @@ def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One launch; the fields from `rendezvous` on are known when machines have met."""
+    """One launch; the fields from `machines` on are known when machines have met."""
 
     call: Call
     loaded: LoadedConfig
@@ -276,8 +276,8 @@ class Job:
     hardware: Hardware
     shape: ModelShape
     node: Node
-    rendezvous: Rendezvous | None = None
-    """With the launchers of the other machines, from the first hello to the last exit."""
+    machines: Machines | None = None
+    """This machine's part among several, from the first hello to the last exit."""
     checkpoint: Path | None = None
     """What this attempt continues from."""
     measured: tuple[tuple[Calibration, ...], ...] = ()
@@ -342,7 +342,7 @@ class Job:
 
     def with_fresh_port(self) -> Job:
         """Return the same job with another port, where it is ours to choose: the old one may not be free again yet."""
-        ours = self.rendezvous is None and self.options.master_port is None
+        ours = self.machines is None and self.options.master_port is None
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
 
 

@@ -1,450 +1,496 @@
-"""A job on several machines: their launchers compare facts, all train by one plan for the devices of all, and one error
-says where they differ.
+"""The launchers of a run on several machines: who is there, what all must share, why an attempt ended, what follows.
+
+They share one store (`launch/store.py`), served by node 0 from the first hello to the last exit. `A` is an attempt, `K` a
+machine's `NODE_RANK`:
+
+    session         what run this is, and a random word that all values are bound to
+    seat/K          the launcher that has this node rank
+    beat/SESSION    changes while that launcher lives, and says where its ranks stand still
+    attempt         the attempt that machines meet for
+    A/STEP/K        what a machine says in a step (`facts`, `prepared`, `room`); A/STEP/all is what node 0 makes of it
+    A/end           why the attempt ended: the first to write it settles it for all (errors, an outcome, a request to stop)
+    A/next          what node 0 makes of that: another attempt, or the end
+
+The workers' own store is another one, on a port of its own for each attempt: one that is used again holds addresses of
+dead ranks (docs/adr/0011-torchelastic.md).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
-import secrets
-import shutil
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import date
-from pathlib import Path, PurePosixPath
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-from sft_play.config.call import flatten
-from sft_play.config.load import LoadedConfig
-from sft_play.config.reader import record_of
-from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, UserError
-from sft_play.files import text_sha256
-from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
-from sft_play.launch.job import Job
-from sft_play.launch.membership import Given
-from sft_play.launch.node import EndedElsewhere
-from sft_play.launch.rendezvous import Rendezvous
-from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
-from sft_play.launch.store import print_line
-from sft_play.plan.calibration import Calibration, read_calibration, same_name
-from sft_play.plan.hardware import Device
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import devices_for
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import NAME as MANIFEST
-from sft_play.runs.manifest import SHARDED, checksum
-from sft_play.runs.origin import code_sha256, torch_cuda, versions
-from sft_play.runs.prepared import Prepared, day_of
-from sft_play.text import plural
+from sft_play.errors import CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError, raise_all
+from sft_play.launch.environment import VARIABLE, Node, port_is_free
+from sft_play.launch.process import stop_code
+from sft_play.launch.store import (
+    PERIOD_SECONDS,
+    POLL_SECONDS,
+    Store,
+    StoreGone,
+    Waiting,
+    pause,
+    print_line,
+    reach,
+    serve,
+)
+from sft_play.launch.verdict import LOST, Outcome, Standings
 
-FETCH = "SFT_PLAY_FETCH"
-"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is
-asked.
-"""
+Facts = dict[str, Any]
+Judge = Callable[[Sequence[Facts]], list[UserError]]
+"""What the machines, in order, are refused for."""
+Answer = Callable[[Sequence[Facts]], Facts]
+"""What node 0 makes of what they said, for all."""
+GRACE_SECONDS = 3.0
+"""How long others may still come, and their differences with them, when it is clear that the run is refused."""
+LEAVE_SECONDS = 60.0
+"""How long node 0 keeps the store for the others once its own part is done."""
+PEER_SECONDS = 10.0
+"""How much longer than `launch.silent_seconds` the cause of a connection that was lost may take to be known."""
 
 
-@contextlib.contextmanager
-def join_machines(job: Job, run: RunFolder, *, choose: Callable[[], Path | None] | None = None) -> Iterator[Job]:
-    """Yield the job that knows the devices of all machines, with its rendezvous; of one machine the same job.
-
-    `choose` returns the checkpoint that a resumed run continues from, anew for a later attempt that takes this machine
-    in. Whatever the body raises is reported to the others. Raise `UserError` for machines that do not agree, the same
-    on each, and `RetryableError` for those that do not come within `launch.join_seconds`.
+class Machines:
+    """This machine's part in a run on several: `open`, then for each attempt `meet`, `share`, `settle` and `follow`; at
+    last `close`.
     """
-    if job.node.count == 1:
-        yield replace(job, checkpoint=choose() if choose else None)
-        return
-    if job.call.options.get("SOURCE") == "probe":
-        text = "`SOURCE=probe` measures on one machine, and `NUM_NODES` is more"
-        raise UserError(text, hint="SOURCE=trace plans without a probe")
-    ours = _open(job, run)
-    try:
-        yield meet(replace(job, rendezvous=ours), run, choose)
-    except BaseException as error:
-        ours.fail(error)
-        raise
-    finally:
-        _remove_marks(job, run)
-        ours.close()
 
-
-def _open(job: Job, run: RunFolder) -> Rendezvous:
-    """Return this machine's end of the run's store, open. Raise as `Rendezvous.open` does."""
-    node, launch, host = job.node, job.loaded.config.launch, socket.gethostname()[:255]
-    if node.key is None:
-        print_line(f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run")
-        print_line(f"hint: {MAKE_ONE}")
-    if node.rank > 0:
-        print_line(f"node {node.rank} ({host}): meeting the other nodes at {node.master}")
-    else:
-        print_line(
-            f"node 0 ({host}): waiting for {node.count - 1} more at port {node.master_port}, up to"
-            f" {launch.join_seconds} s"
-        )
-    ours = Rendezvous(
-        node,
-        host=host,
-        run=run.name,
-        patience=float(launch.join_seconds),
-        silent_seconds=float(launch.silent_seconds),
-    )
-    ours.open()
-    return ours
-
-
-def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> Job:
-    """Return the job of an attempt, which knows its machines, their devices and its own place among them. Raise as
-    `join_machines` does.
-    """
-    ours = job.rendezvous
-    assert ours is not None, "one machine has nobody to meet"
-    mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[NodeFacts]()
-
-    def give() -> Given:
-        nonlocal checkpoint
-        checkpoint = choose() if choose else None
-        return asdict(_facts(job, resumed=choose is not None, checkpoint=checkpoint))
-
-    def answer(found: Sequence[Given]) -> Given:
-        nodes[:] = map(NodeFacts.from_json, found)
-        here = [
-            f"{one.name} with {plural(len(one.devices), 'GPU' if one.kind == 'cuda' else 'process')}" for one in nodes
-        ]
-        day = day_of(run.prepared) if choose else date.today().isoformat()
-        return {"mark": mark, "processes": [len(one.devices) for one in nodes], "here": here, "day": day}
-
-    found = ours.meet(give, compare_given, answer)
-    print_line(f"all {len(found['here'])} nodes are here: {', '.join(found['here'])}")
-    place, count = ours.members.index(job.node.rank), len(ours.members)
-    request = replace(
-        job.options.request, node_devices=tuple(one.devices for one in nodes), num_nodes=count, node_rank=place
-    )
-    return replace(
-        job,
-        measured=tuple(one.measured for one in nodes),
-        processes=sum(found["processes"]),
-        node=replace(
-            job.node, count=count, place=place, interface=_interface(ours.own_addresses(), job.node.interface)
-        ),
-        options=replace(job.options, request=request),
-        shared=job.node.rank > 0 and found["mark"] is not None and (run.path / found["mark"]).exists(),
-        checkpoint=checkpoint,
-        day=found["day"],
-    )
-
-
-def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
-    """Return the job with the port of the workers' store, and the plan. Of several machines node 0 plans, when all have
-    prepared the same.
-
-    Raise `DataError`, `CheckpointError` (parts of checkpoints on several disks) or `HardwareError`, the same on every
-    machine.
-    """
-    ours, config, planned = job.rendezvous, job.loaded.config, list[Plan]()
-    if job.node.rank == 0:  # all are here, and none has begun to write
-        planned.append(replace(job.plan(prepared), recoveries=recoveries))
-        require_disk_space(planned[0], config, run)
-        remove_left(run, range(planned[0].world_size))
-    if ours is None:
-        return job, planned[0]
-    apart = job.node.rank > 0 and not job.shared
-    here = {
-        "node": ours.name,
-        "prepared": _content(prepared),
-        "apart": apart,
-        "alone": apart and FETCH not in os.environ,
-    }
-    found = ours.share(
-        "prepared",
-        here,
-        lambda given: compare_prepared(given, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
-        lambda given: {
-            "plan": planned[0].to_json(),
-            "port": ours.workers_port(),
-            "alone": [one["node"] for one in given if one["alone"]],
-        },
-    )
-    _remove_marks(job, run)
-    if found["alone"] and config.launch.max_restarts:
-        print_line(
-            f"note: {', '.join(found['alone'])}: no restart can continue there without the run folder of node 0; share"
-            " RUNS_DIR"
-        )
-    plan = Plan.from_json(found["plan"])
-    require_disk_space(plan, config, run)
-    ours.share("room", {}, lambda _: [], lambda _: {})
-    ours.ranks_by_node = plan.ranks_by_node
-    return replace(job, node=replace(job.node, workers_port=found["port"])), plan
-
-
-def ended_elsewhere_of(job: Job) -> EndedElsewhere | None:
-    """Return what tells the supervising loop how the attempt ended on another machine; `None` where there is none."""
-    ours = job.rendezvous
-    return None if ours is None else lambda stopping: ours.ended_elsewhere(stopping=stopping)
-
-
-@contextlib.contextmanager
-def remove_own_part(job: Job, run: RunFolder) -> Iterator[None]:
-    """Remove what this node has of its own in a shared run folder when the body raises before workers have started, and
-    what is then empty.
-    """
-    try:
-        yield
-    except BaseException:
-        if job.shared and not has_started(run):
-            folder = job.home(run).path
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                for part in (folder.parent, folder.parent.parent, run.path):
-                    part.rmdir()
-        raise
-
-
-def _leave_mark(run: RunFolder) -> str | None:
-    """Leave a file with a random name in node 0's run folder, until all have looked: by that they see whether they
-    share it.
-    """
-    path = run.path / f".seen-{secrets.token_hex(8)}"
-    try:
-        path.touch()
-    except OSError:  # a folder that cannot be written says so again, and better
-        return None
-    return path.name
-
-
-def _remove_marks(job: Job, run: RunFolder) -> None:
-    for path in run.path.glob(".seen-*") if job.node.rank == 0 else []:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _interface(addresses: Sequence[str], known: str | None) -> str | None:
-    """Return the interface that really carries the connections to other nodes: a host's name may lead to 127.0.1.1."""
-    found = [name for address in addresses if (name := interface_of(address))]
-    return next((name for name in found if not name.startswith("lo")), next(iter(found), known))
-
-
-# ---- What a machine says of itself
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFacts:
-    """What a node says of itself when the nodes of a run meet."""
-
-    rank: int
-    """Of the node: `NODE_RANK`."""
-    host: str
-    num_nodes: int
-    resumed: bool
-    """Whether it continues a run rather than starting one."""
-    checkpoint: str | None
-    """Name and manifest of the checkpoint that it continues from; `None` for the run's start."""
-    command: Mapping[str, Any]
-    """What was typed in addition to the configuration: command, DeepSpeed and FSDP settings."""
-    config: Mapping[str, Any]
-    """Key -> value, as text."""
-    versions: Mapping[str, str]
-    kind: str
-    """`cpu` or `cuda`."""
-    devices: tuple[Device, ...]
-    """Of its ranks, in order."""
-    measured: tuple[Calibration, ...] = ()
-    """What `make bench` measured there on these devices, one for each of their names; without the links, which are that
-    machine's own.
-    """
+    def __init__(self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float) -> None:
+        """`patience`: seconds that machines which have not come are waited for."""
+        self.node, self.host, self.run = node, host, run
+        self.patience, self.silent_seconds = patience, silent_seconds
+        self.attempt = 0
+        self.ranks_by_node: tuple[int, ...] = ()
+        """How many workers each machine starts; known once the plan is."""
+        self._mine: Facts = {"session": uuid.uuid4().hex, "host": host}
+        self._here: dict[int, Facts] = {}
+        """Machines that have come -> session and host of their launchers."""
+        self._together = False
+        """Whether all have met: from then on one that is silent ends the attempt."""
+        self._store: Store | None = None
+        self._end: tuple[int, Facts] | None = None
+        """The last attempt that has ended, and why."""
+        self._takes_part = node.rank == 0
+        self._beats = 0
+        self._standing: Standings | None = None
+        self._standings: Standings | None = None
+        self._heard: dict[int, bytes] = {}
+        """On node 0: the last beat of each machine; `_silent`: for how many seconds there has been no other."""
+        self._silent: dict[int, float] = {}
+        self._left: set[int] = set()
+        self._judged = 0.0
 
     @property
     def name(self) -> str:
-        """How messages call the node."""
-        return f"node {self.rank} ({self.host})"
+        """How messages call this machine."""
+        return f"node {self.node.rank} ({self.host})"
 
-    @staticmethod
-    def from_json(value: Given) -> NodeFacts:
-        """Return what another node sent."""
-        devices = [
-            Device(
-                **{**one, "compute_capability": tuple(one["compute_capability"]) if one["compute_capability"] else None}
+    def names(self, node_ranks: Iterable[int]) -> str:
+        """Return how messages call machines."""
+        here = self._here | {self.node.rank: self._mine}
+        return ", ".join(f"node {k} ({here[k]['host'] if k in here else '?'})" for k in node_ranks)
+
+    @property
+    def _connection(self) -> Store:
+        assert self._store is not None, "open() comes first"
+        return self._store
+
+    # ---- The beginning, and signs of life
+
+    def open(self) -> None:
+        """Serve the store (node 0) or find it. Raise `HardwareError` for a port that is taken, `RetryableError` without
+        node 0, `UserError`.
+        """
+        self.attempt, self._end, self._together = 0, None, False
+        if self.node.rank == 0:
+            self._store = serve(self.node, self.host, self.run, self.silent_seconds)
+            self._store.set("attempt", 0)
+        else:
+            self._store, facts = reach(self.node, self.name, self.run, self.patience, self.silent_seconds)
+            self._here[0] = {"host": facts["host"]}
+            self._mine |= {"address": facts["address"], "master": facts["master"]}
+            self._sit(facts["nodes"])
+        self._store.beat(self._beat)
+
+    def _sit(self, nodes: int) -> None:
+        """Take this machine's seat, that of a launcher which no longer lives too. Raise `UserError` where another has
+        the node rank.
+        """
+        store, node_rank, name = self._connection, self.node.rank, f"seat/{self.node.rank}"
+        if node_rank >= nodes:
+            here = f"`NODE_RANK` is {node_rank} on {self.host} with `NUM_NODES={self.node.count}`"
+            text = f"{here}, but {self.names([0])} has `NUM_NODES={nodes}`"
+            raise UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on")
+        store.ask(self._write_beat)
+        while (other := store.ask(lambda raw: store.first(raw, name, self._mine))) != self._mine:
+            beat = f"beat/{other['session']}"
+            before = store.ask(partial(_look, name=beat))
+            pause(GRACE_SECONDS)
+            if before != store.ask(partial(_look, name=beat)):
+                text = f"two nodes have `NODE_RANK={node_rank}`: {other['host']} and {self.host}"
+                raise UserError(f"{text} ({self._mine['address']})", hint="give each node its own rank")
+            if store.get(name) == other:
+                store.set(name, self._mine)
+
+    def _write_beat(self, raw: Any, *, left: bool = False) -> None:
+        self._beats += 1
+        beat = {"count": self._beats, "attempt": self.attempt, "still": self._standing, "left": left}
+        name = f"beat/{self._mine['session']}"
+        raw.set(name, self._connection.pack(name, beat))
+
+    def _beat(self, raw: Any) -> None:
+        self._write_beat(raw)
+        attempt = self.attempt
+        if self._why is None and (end := self._connection.read(raw, f"{attempt}/end")):
+            self._end = attempt, end
+        if self.node.rank == 0:
+            self._judge_beats(raw, attempt)
+
+    def _judge_beats(self, raw: Any, attempt: int) -> None:
+        """Node 0: count how long each machine has been silent, which ends the attempt after a while; note where the
+        ranks of all machines stand, once they stand still on each.
+        """
+        now = time.monotonic()
+        passed, self._judged = min(now - self._judged, 2 * PERIOD_SECONDS), now  # none while this process is suspended
+        names = {k: f"beat/{one['session']}" for k, one in list(self._here.items()) if k}  # another thread adds to it
+        beats = raw.multi_get(list(names.values())) if names and raw.check(list(names.values())) else []
+        standings = dict(self._standing) if self._standing else None
+        for (k, name), packed in zip(names.items(), beats, strict=False):
+            self._silent[k] = 0.0 if self._heard.get(k) != packed else self._silent.get(k, 0.0) + passed
+            self._heard[k], beat = packed, self._connection.unpack(name, packed) or {}
+            self._left = self._left | {k} if beat.get("left") else self._left - {k}
+            still = beat.get("still") if beat.get("attempt") == attempt else None
+            standings = standings | still if standings and still else None
+            if self._together and self._is_gone(k) and k not in self._left:
+                end = {"lost": k, "seconds": round(self._silent[k])}
+                self._connection.first(raw, f"{attempt}/end", end)
+        self._standings = standings
+
+    def _is_gone(self, node_rank: int) -> bool:
+        return node_rank in self._left or self._silent.get(node_rank, 0.0) > self.silent_seconds
+
+    def _node_0_is_gone(self) -> bool:
+        store = self._store
+        late = store is None or store.broken is not None or time.monotonic() - store.heard > self.silent_seconds
+        return self.node.rank > 0 and late
+
+    # ---- Before the workers start
+
+    def meet(self, facts: Callable[[], Facts], judge: Judge, answer: Answer) -> Facts:
+        """Say this machine's facts and return node 0's answer to those of all.
+
+        A launcher that was started again while the others train waits until they meet again. Raise what node 0 refuses
+        them for, the same on each, and `RetryableError` for machines that do not come, or leave.
+        """
+        while True:
+            if self.node.rank:
+                self._wait_for_a_meeting()
+            self._takes_part = True
+            made = self._share("facts", facts(), judge, answer, patience=self.patience)
+            if self._here[self.node.rank]["session"] == self._mine["session"]:
+                self._together = True
+                return made  # else they go on with what the launcher before this one has said
+
+    def share(self, step: str, mine: Facts, judge: Judge, answer: Answer) -> Facts:
+        """Say something and return node 0's answer when all machines have. Raise what they are refused for."""
+        return self._share(step, mine, judge, answer)
+
+    def addresses(self) -> list[str]:
+        """Return this machine's own addresses on the way to others."""
+        ways = [one["master"] for k, one in sorted(self._here.items()) if k and "master" in one]
+        return [self._mine["address"]] if self.node.rank else ways
+
+    def workers_port(self) -> int:
+        """Node 0: return a port for the workers' store of this attempt, MASTER_PORT + 1 + attempt or the next that is
+        free.
+        """
+        first = self.node.master_port + 1 + self.attempt
+        return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
+
+    def _share(self, step: str, mine: Facts, judge: Judge, answer: Answer, *, patience: float | None = None) -> Facts:
+        name = f"{self.attempt}/{step}"
+        if self.node.rank:
+            self._connection.set(f"{name}/{self.node.rank}", {"from": self._mine, "said": mine})
+            made = self._wait(f"{name}/all")
+            self._here = {int(k): one for k, one in made["here"].items()}
+        else:
+            self._here[0] = self._mine
+            said = self._gather(name, _plain(mine), judge, patience)
+            made = {"here": self._here, "answer": _plain(answer([said[k] for k in sorted(said)]))}
+            self._connection.set(f"{name}/all", made)
+        return dict(made["answer"])
+
+    def _gather(self, name: str, mine: Facts, judge: Judge, patience: float | None) -> dict[int, Facts]:
+        """Node 0: return what all machines have said in a step. Each is compared with this one when it comes, and all
+        of them once something is wrong.
+        """
+        said, differing, refused = {0: mine}, set[int](), set[int]()
+        waiting, differ_since = Waiting(), 0.0
+        while True:
+            self._raise_end()
+            missing = [k for k in range(self.node.count) if k not in said]
+            for k in sorted(self._connection.ask(partial(self._refused, missing=missing)) - refused):
+                refused.add(k)
+                text = f"node {k} came with another RUN_NAME or `{VARIABLE}`, and was refused"
+                print_line(f"{text}; its own output says which")
+            for k, one in self._connection.ask(partial(self._said, name=name, missing=missing)).items():
+                self._here[k], said[k], self._silent[k] = one["from"], one["said"], 0.0  # a sign of life
+                differing |= {k} if judge([mine, one["said"]]) else set()
+                if patience:
+                    print_line(f"{self.names([k])} has come")
+            for k in [k for k in said if k and patience and self._is_gone(k)]:
+                del said[k]
+                differing.discard(k)
+                self._connection.ask(partial(self._forget, name=f"{name}/{k}", node_rank=k))
+                print_line(f"{self.names([k])} has gone; waiting for it to come again")
+            missing = [k for k in range(self.node.count) if k not in said]
+            differ_since = (differ_since or time.monotonic()) if differing else 0.0
+            late = differing and time.monotonic() - differ_since > GRACE_SECONDS
+            if (late or not missing) and (errors := judge([said[k] for k in sorted(said)])):
+                raise self._refuse(errors)
+            if not missing:
+                return said
+            self._report(waiting, missing, patience)
+            pause(POLL_SECONDS)
+
+    def _said(self, raw: Any, name: str, missing: Sequence[int]) -> dict[int, Facts]:
+        return {k: said for k in missing if (said := self._connection.read(raw, f"{name}/{k}"))}
+
+    def _refused(self, raw: Any, missing: Sequence[int]) -> set[int]:
+        return {k for k in missing if raw.check([f"refused/{k}"])}
+
+    def _forget(self, raw: Any, name: str, node_rank: int) -> None:
+        """Remove what a launcher said that has gone, unless the next in its place has spoken already."""
+        one = self._connection.read(raw, name)
+        if one and one["from"]["session"] == self._here[node_rank]["session"]:
+            raw.delete_key(name)
+
+    def _report(self, waiting: Waiting, missing: list[int], patience: float | None) -> None:
+        """Say who is waited for. Raise `RetryableError` for machines that have not come in time."""
+        if patience is None:
+            waiting.report(f"waiting for {self.names(missing)} to be ready")
+            return
+        here = self.names(k for k in range(self.node.count) if k not in missing)
+        who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        waiting.report(f"waiting for {who}, up to {patience:g} s; here: {here}")
+        if waiting.seconds > patience:
+            text = (
+                f"{who} of {self.node.count} did not come to port {self.node.master_port} within {patience:g} s"
+                f" (`launch.join_seconds`); there are: {here}"
             )
-            for one in value["devices"]
-        ]
-        measured = [record_of(one, Calibration) for one in value["measured"]]
-        return NodeFacts(**{**value, "devices": tuple(devices), "measured": tuple(measured)})
+            hint = (
+                f"start the same command there with MASTER_ADDR={self.node.master_address} and its own NODE_RANK; each of"
+                " them says why it waits"
+            )
+            raise self._refuse([RetryableError(text, hint=hint)])
+
+    def _wait_for_a_meeting(self) -> None:
+        """Wait until the others, which may train without this machine, meet. Raise that they did not."""
+        waiting = Waiting()
+        while True:
+            self.attempt = self._connection.get("attempt") or 0
+            if self._connection.get(f"{self.attempt}/facts/all") is None:
+                return
+            self._takes_part = False
+            if waiting.seconds > self.patience:
+                raise RetryableError(
+                    f"the run has begun without {self.name}, and did not start again within {self.patience:g} s",
+                    place=self.node.master,
+                    hint="where it should be one of the run's machines, compare NUM_NODES and NODE_RANK with node 0's",
+                )
+            waiting.report("the run trains without this machine, and takes it in when it starts again")
+            self._pause()
+
+    def _wait(self, name: str) -> Facts:
+        """Return what node 0 made of a step."""
+        waiting = Waiting()
+        while (made := self._connection.get(name)) is None:  # before the end, which may have followed
+            self._raise_end()
+            waiting.report("waiting for the other nodes")
+            self._pause()
+        return dict(made)
+
+    def _pause(self) -> None:
+        pause(max(POLL_SECONDS, self.node.count / 1000))  # a thousand machines ask a thousand times a second
+
+    def _raise_end(self) -> None:
+        """Raise why the attempt ended, before its workers were started."""
+        if (end := self._why) is None:
+            return
+        if "errors" in end:
+            raise_all(errors_from_json(end["errors"]))
+        hint = "its own output says why, if it could still say anything; the same command on every node starts again"
+        who = self.names([end["lost"] if "lost" in end else end["node"]])
+        raise RetryableError(f"{who} has left, or cannot be reached any more, before the workers started", hint=hint)
+
+    # ---- While they train, and after
+
+    @property
+    def _why(self) -> Facts | None:
+        """Why this attempt ended; `None` where that is not known."""
+        return self._end[1] if self._end is not None and self._end[0] == self.attempt else None
+
+    def share_standings(self, mine: Standings | None) -> Standings | None:
+        """Take where this machine's ranks stand, all quiet for too long (`None`: they are not). On node 0, which
+        settles it for all, return where the ranks of all machines stand once that is so on each of them. Never waits.
+        """
+        self._standing = mine
+        return self._standings if mine else None
+
+    def ended_elsewhere(self, *, stopping: bool = False) -> Outcome | int | None:
+        """Return how the attempt ended on another machine: an outcome, or the signal with which all were asked to stop;
+        `None` while it runs.
+
+        `stopping`: this machine was asked to stop, which the others then learn.
+        """
+        if stopping and self._why is None and not self._node_0_is_gone():
+            self._post_end({"stop": 15})
+        if (end := self._why) is not None:
+            return int(end["stop"]) if "stop" in end else self._outcome(end)
+        if not self._node_0_is_gone():
+            return None
+        store = self._connection
+        how = "has left" if store.broken else f"has not answered for {time.monotonic() - store.heard:.0f} s"
+        return self._unreachable(0, how)
+
+    def settle(self, outcome: Outcome) -> Outcome:
+        """Return how the attempt ended: the same on every machine, by the one that saw the first cause.
+
+        A machine whose ranks all did their work has nothing to settle; one whose ranks only lost a connection waits for
+        the cause.
+        """
+        if outcome.code == 0:
+            return outcome
+        until = time.monotonic() + self.silent_seconds + PEER_SECONDS
+        while outcome.cause == "peer" and time.monotonic() < until and self.ended_elsewhere() is None:
+            time.sleep(POLL_SECONDS)
+        ended = self.ended_elsewhere()
+        if isinstance(ended, Outcome):
+            return ended
+        end = self._post_end({"outcome": asdict(replace(outcome, host=self.host))})
+        if "stop" not in end:
+            return self._outcome(end)
+        if outcome.cause in ("peer", "killed", "agent"):  # the others had left before it
+            return Outcome(code=stop_code(int(end["stop"])), stop=outcome.stop)
+        return outcome
+
+    def follow(self, decide: Callable[[], Facts]) -> Facts | None:
+        """Return what node 0 decides after the end of an attempt; `None` where node 0 does not answer. Ends the
+        attempt.
+        """
+        if self._node_0_is_gone():
+            return None
+        try:
+            if self.node.rank == 0:
+                self._connection.set(f"{self.attempt}/next", decide())
+            while (following := self._connection.get(f"{self.attempt}/next")) is None:
+                self._pause()
+            self._together = False
+            self._standing = self._standings = None  # before the beat belongs to the next attempt
+            self.attempt += 1
+            if self.node.rank == 0 and following.get("again"):
+                self._connection.set("attempt", self.attempt)
+        except StoreGone:
+            return None
+        return dict(following)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all why this machine, where it takes part in the attempt, leaves, unless they know. Raise nothing."""
+        if self._store is not None and self._takes_part and not self._node_0_is_gone() and self._why is None:
+            with contextlib.suppress(BaseException):
+                self._refuse(_errors_for_others(error, self.name))
+
+    def close(self) -> None:
+        """Leave in order. Node 0 keeps the store until the others have left, or are silent."""
+        if (store := self._store) is None:
+            return
+        with contextlib.suppress(StoreGone, KeyboardInterrupt, SystemExit):
+            if self.node.rank == 0:  # machines may still wait for a decision
+                store.ask(lambda raw: store.first(raw, f"{self.attempt}/next", {"again": False}))
+            elif not self._node_0_is_gone():
+                store.beat(lambda _: None)
+                store.ask(lambda raw: self._write_beat(raw, left=True))
+            until = time.monotonic() + LEAVE_SECONDS
+            while (
+                self.node.rank == 0 and time.monotonic() < until and not all(self._is_gone(k) for k in self._here if k)
+            ):
+                time.sleep(POLL_SECONDS)
+        store.close()
+        self._store = None
+
+    def _post_end(self, end: Facts) -> Facts:
+        """Write why the attempt ended, unless somebody else has, and return what stands there."""
+        end = {"node": self.node.rank, **end}
+        with contextlib.suppress(StoreGone):
+            end = self._connection.ask(lambda raw: self._connection.first(raw, f"{self.attempt}/end", end))
+            self._end = self.attempt, end
+        return end
+
+    def _refuse(self, errors: Sequence[UserError]) -> UserError:
+        """Tell all machines the errors; return them to be raised here."""
+        self._post_end({"errors": errors_to_json(errors)})
+        return errors[0] if len(errors) == 1 else Problems(errors)
+
+    def _outcome(self, end: Facts) -> Outcome:
+        if "lost" in end:
+            return self._unreachable(end["lost"], f"has been silent for {end['seconds']} s")
+        if "errors" in end:
+            error = errors_from_json(end["errors"])[0]
+            return Outcome(code=error.exit_code, message=error.render())
+        return Outcome(**end["outcome"])
+
+    def _unreachable(self, node_rank: int, how: str) -> Outcome:
+        first, name = sum(self.ranks_by_node[:node_rank]), self.names([node_rank])
+        host = name.partition(" (")[2].removesuffix(")")
+        text = f"error: rank {first} ({host}) cannot be reached: {name} {how}; all ranks were stopped"
+        hint = "see whether that machine is on and its network is up; what it still wrote is in its own output"
+        return Outcome(code=LOST, rank=first, message=f"{text}\n\nhint: {hint}", cause="unreachable")
 
 
-def _facts(job: Job, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
-    request, options, ours, kind = job.options.request, job.options, job.rendezvous, job.hardware.kind
-    assert ours is not None
-    command: dict[str, Any] = {
-        "command": request.command_strategy,
-        "DEEPSPEED_CONFIG": dict(options.deepspeed.settings) if options.deepspeed else None,
-        "FSDP settings": dict(options.fsdp),
-    }
-    devices = devices_for(job.hardware, request, False)[1]
-    measured = [read_calibration(name) for name in {same_name(device.name): device.name for device in devices}.values()]
-    return NodeFacts(
-        rank=job.node.rank,
-        host=ours.host,
-        num_nodes=ours.node.count,
-        resumed=resumed,
-        checkpoint=f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None,
-        command={name: json.dumps(value, sort_keys=True) for name, value in command.items()},
-        config=config_here(job.loaded),
-        versions=versions_here(kind),
-        kind=kind,
-        devices=devices,
-        measured=tuple(replace(one, links={}) for one in measured if one is not None and one.kind == kind),
-    )
+def _look(raw: Any, name: str) -> bytes:
+    return bytes(raw.get(name))
 
 
-OWN_CHOICE = frozenset(
-    {
-        "launch.join_seconds",
-        "launch.silent_seconds",
-        "train.dataloader_num_workers",
-        "train.dataloader_pin_memory",
-    }
-)
-"""Keys that each node may have its own way: none of them is seen by another."""
-PLACES = ("model.name", "model.tokenizer", "data.")
-"""Keys that may name a file by a path of this machine; their content is compared after the preparation."""
-SECRET_KEY = re.compile(r"(?:hub_token|password|api_key)$")
+def _plain(value: Facts) -> Facts:
+    """Return a value as the others read it."""
+    return dict(json.loads(json.dumps(value, allow_nan=False)))
 
 
-def versions_here(kind: str) -> dict[str, str]:
-    """Return the versions that must be the same on every node: Python, packages, CUDA of torch's build, our own
-    source.
-    """
-    found = dict(versions())
-    found["python"] = ".".join(found["python"].split(".")[:2])
-    if kind == "cuda":
-        found["torch's CUDA"] = torch_cuda() or "none"
-    return found | {"source of sft_play": code_sha256()[:12]}
-
-
-def config_here(loaded: LoadedConfig) -> dict[str, str]:
-    """Return the configuration as it is compared: every key but those that each node may have its own way."""
-    flat = {
-        key: json.dumps(_drop_folders(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE
-    }
-    return {key: _hide_secret(key, text) for key, text in flat.items()}
-
-
-def _hide_secret(key: str, text: str) -> str:
-    """Return a value that can be sent over the network and shown: of a secret only a few letters of its hash."""
-    if text != "null" and (SECRET_KEY.search(key) or TOKEN.search(text)):
-        return f"(not shown) {text_sha256(text)[:8]}"
-    return text
-
-
-def _drop_folders(key: str, value: Any) -> Any:
-    """Return a value without the folders of this machine."""
-    if not key.startswith(PLACES):
-        return value
-    if isinstance(value, str) and value.startswith(("/", "~")):
-        return f".../{PurePosixPath(value).name}"
-    if isinstance(value, Mapping):
-        return {name: _drop_folders(key, part) for name, part in value.items()}
-    return [_drop_folders(key, part) for part in value] if isinstance(value, list) else value
-
-
-def _content(prepared: Prepared) -> dict[str, str]:
-    """Return what must be the same on every node, in words that end with a hash."""
-    model = prepared.model
-    found = {"base model": model.fingerprint[:12], "tokenizer and template": model.tokenizer_fingerprint[:12]}
-    for name, split in (("training data", prepared.train), ("validation data", prepared.validation)):
-        if split:
-            found[name] = f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
-    return found
-
-
-# ---- What must be the same
-
-
-LONGEST_VALUE, MOST_DIFFERENCES = 120, 20
-"""Letters of a value, and differences, that a message shows."""
-
-
-def compare_given(given: Sequence[Given]) -> list[UserError]:
-    """Return what is wrong with what these nodes gave."""
-    try:
-        return compare([NodeFacts.from_json(one) for one in given])
-    except (TypeError, LookupError, ValueError) as error:  # another version's
+def _errors_for_others(error: BaseException, name: str) -> list[UserError]:
+    """Return what the other machines are told of an error that made this one leave."""
+    problems = error.problems if isinstance(error, Problems) else [error] if isinstance(error, UserError) else []
+    if problems:
         return [
-            HardwareError(
-                f"a node sent facts of another version: {error}", hint="install the same SFT-Play on every node"
-            )
+            type(one)(f"{name} could not continue: {f'{one.place}: ' if one.place else ''}{one.message}", hint=one.hint)
+            for one in problems
         ]
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+    stopped = isinstance(error, KeyboardInterrupt) or code in (130, 143)
+    what = (
+        "was stopped on request before its workers started"
+        if stopped
+        else "could not start its workers; its own output says why"
+    )
+    return errors_from_json([{"code": code, "message": f"{name} {what}"}])
 
 
-def compare(nodes: Sequence[NodeFacts]) -> list[UserError]:
-    """Return what is wrong with these nodes, all at once."""
-    shared = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
-    gpus = "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"
-    same_command, same_file = "type the same command on every node", "give every node the same file and variables"
-    resumed = [node.resumed for node in nodes]
-    counts = {node.name: str(node.num_nodes) for node in nodes}
-    kinds = {node.name: "GPUs" if node.kind == "cuda" else "no GPU" for node in nodes}
-    ways = {node.name: "continues the run" if node.resumed else "starts it" for node in nodes}
-    starts = {node.name: node.checkpoint or "its start" for node in nodes if all(resumed)}
+KINDS = {kind.exit_code: kind for kind in (UserError, HardwareError, DataError, CheckpointError, RetryableError)}
+
+
+def errors_to_json(errors: Sequence[UserError]) -> list[Facts]:
+    """Return errors as they go over the network, several problems one by one."""
+    flat = [one for error in errors for one in (error.problems if isinstance(error, Problems) else (error,))]
+    return [{"code": e.exit_code, "message": e.message, "place": e.place, "hint": e.hint} for e in flat]
+
+
+def errors_from_json(errors: Sequence[Facts]) -> list[UserError]:
+    """Return the errors that another node sent."""
     return [
-        *_unlike(counts, "`NUM_NODES` is not the same on every node", UserError, "give every node the same NUM_NODES"),
-        *_unlike(ways, "some nodes start the run, others continue it", CheckpointError, shared),
-        *_unlike(kinds, "some nodes have GPUs and some have none", HardwareError, gpus),
-        *_differing(
-            {n.name: n.versions for n in nodes}, "versions differ", HardwareError, "install the same on every node"
-        ),
-        *_differing(
-            {n.name: n.command for n in nodes if not any(resumed)}, "the command differs", UserError, same_command
-        ),
-        *_differing({n.name: n.config for n in nodes}, "the configuration differs", UserError, same_file),
-        *_unlike(starts, "the nodes would continue from different checkpoints", CheckpointError, shared),
+        KINDS.get(one["code"], RetryableError)(one["message"], place=one.get("place"), hint=one.get("hint"))
+        for one in errors
     ]
-
-
-def compare_prepared(given: Sequence[Given], *, strategy: str, save_strategy: str) -> list[UserError]:
-    """Return what is wrong with what nodes have prepared, and with run folders in which no checkpoint could be
-    complete.
-    """
-    hint = (
-        "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared"
-        " folder"
-    )
-    found = _differing(
-        {one["node"]: one["prepared"] for one in given}, "nodes prepared different data", DataError, hint
-    )
-    apart = [one["node"] for one in given if one["apart"]]
-    if apart and strategy in SHARDED and save_strategy != "no":
-        found.append(
-            CheckpointError(
-                f"under {strategy} every machine writes a part of each checkpoint, and {', '.join(apart)} cannot see the run folder of node 0",
-                hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
-                " `train.save_strategy: no`",
-            )
-        )
-    return found
-
-
-def _unlike(words: Mapping[str, str], what: str, kind: type[UserError], hint: str) -> list[UserError]:
-    """Return one error with what each node has, where that is not the same."""
-    told = ", ".join(f"{name}: {word}" for name, word in words.items())
-    return [kind(f"{what}: {told}", hint=hint)] if len(set(words.values())) > 1 else []
-
-
-def _differing(tables: Mapping[str, Mapping[str, Any]], what: str, kind: type[UserError], hint: str) -> list[UserError]:
-    """Return one error with every key that differs from the first node's, and its values."""
-    first, lines = next(iter(tables), ""), []
-    for name, theirs in tables.items():
-        mine = tables[first]
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
-            if mine.get(key) != theirs.get(key):
-                lines.append(f"`{key}` is {_quote(mine.get(key))} on {first}, {_quote(theirs.get(key))} on {name}")
-    more = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
-    return [kind(f"{what}: {'; '.join(lines[:MOST_DIFFERENCES])}{more}", hint=hint)] if lines else []
-
-
-def _quote(value: Any) -> str:
-    text = "not there" if value is None else str(value)
-    return f"`{text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 20] + ' ... ' + text[-15:]}`"

@@ -15,20 +15,20 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 
 from sft_play.files import is_gone, open_own, remove_half_written
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
+from sft_play.launch.machines import Machines
 from sft_play.launch.process import STOPS, announce, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import Loss, Outcome, hang, launcher_log, outcome_of, standing, tail
+from sft_play.launch.verdict import Loss, Outcome, Standings, hang, launcher_log, outcome_of, standing, tail
 from sft_play.runs.folder import RunFolder, folder_gone
 
 LONGEST_LOOK = 1.0
@@ -53,14 +53,6 @@ FROZEN = {
 """State -> seconds after which a process in it is frozen, how that is said, and a hint."""
 
 
-Standings = Mapping[str, Mapping[str, Any]]
-"""Rank -> what `standing` returns."""
-ShareStandings = Callable[[Standings | None], Standings | None]
-"""Of several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and
-returns where the ranks of all machines stand once that is so on each of them.
-"""
-
-
 @dataclass(kw_only=True, slots=True)
 class Watch:
     """Sees which worker ends first without having done its work; torchrun tells only when all others have ended too."""
@@ -80,7 +72,8 @@ class Watch:
     """What was seen first."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
-    share_standings: ShareStandings = lambda mine: mine
+    machines: Machines | None = None
+    """Of a run on several: a hang is settled for all."""
     standing: Standings | None = None
     kept: Sequence[Path] = ()
     """The launcher's own files, which must stay: without them nothing continues or shows this run."""
@@ -198,7 +191,7 @@ class Watch:
             self.standing = {
                 str(rank): standing(beat, self.beats.quiet(rank), stacks.get(rank, "")) for rank, beat in beats.items()
             }
-        everyone = self.share_standings(self.standing)
+        everyone = self.machines.share_standings(self.standing) if self.machines else self.standing
         return hang({int(rank): facts for rank, facts in everyone.items()}, self.run) if everyone else None
 
 
@@ -211,10 +204,6 @@ def is_worker(arguments: Sequence[str]) -> bool:
 
 
 AGENT_POLL_SECONDS = 0.1
-EndedElsewhere = Callable[[bool], Outcome | int | None]
-"""Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the
-workers; told whether this machine was asked to stop.
-"""
 
 
 def supervise(
@@ -225,11 +214,10 @@ def supervise(
     *,
     console: int,
     shown: str = "",
-    ended_elsewhere: EndedElsewhere | None = None,
-    share_standings: ShareStandings = lambda mine: mine,
+    machines: Machines | None = None,
 ) -> Outcome:
     """Run the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log
-    begins with `shown`.
+    begins with `shown`. Of several `machines` the others' end is this one's too.
 
     A signal asks the workers to save and leave (`Stop`), a second Ctrl-C kills them. Whatever happens, no descendant is
     alive when this returns; one that the kernel cannot end is named.
@@ -260,12 +248,12 @@ def supervise(
             ranks=ranks,
             kills=kills,
             beats=beats,
-            share_standings=share_standings,
+            machines=machines,
             kept=[path for path in (run.config, run.plan, run.events) if path.exists()],
         )
         ended = None
         try:
-            ended = _wait(process, stop, watch, others, ended_elsewhere)
+            ended = _wait(process, stop, watch, others)
         finally:
             kill_descendants(process, others)
             beats.close()
@@ -292,7 +280,6 @@ def _wait(
     stop: Stop,
     watch: Watch,
     others: Set[psutil.Process],
-    ended_elsewhere: EndedElsewhere | None,
 ) -> Outcome | None:
     """Wait for the agent; return how the attempt ended on another machine, where this one was ended for that."""
     looked, told, killed = 0.0, False, False
@@ -308,11 +295,11 @@ def _wait(
             announce(
                 "stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
             )
-        found = None if killed or ended_elsewhere is None else ended_elsewhere(stop.wanted)
-        if isinstance(found, int):
-            stop.note(found)
-        elif found and not stop.wanted and not watch.loss:
-            ended = found
+        elsewhere = watch.machines.ended_elsewhere(stopping=stop.wanted) if watch.machines and not killed else None
+        if isinstance(elsewhere, int):
+            stop.note(elsewhere)
+        elif elsewhere and not stop.wanted and not watch.loss:
+            ended = elsewhere
         if not killed and (why := _reason_to_kill(stop, watch, ended)) is not None:
             killed = True
             if why:

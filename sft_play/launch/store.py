@@ -1,10 +1,8 @@
-"""The torch `TCPStore` that the launchers of several machines share: how it is served and found, and how values are
-written in it.
+"""One machine's connection to the torch `TCPStore` that the launchers of a run share (`launch/machines.py`).
 
-Node 0's launcher serves it on MASTER_ADDR:MASTER_PORT. Each launcher has one connection, used by one thread, which also
-beats once a second: whatever the main thread does, its machine is seen to live, and a store that hangs keeps nobody
-waiting. Values are compressed JSON. With a key (`MASTER_KEY`) each carries an HMAC over run, key and value; what does
-not verify counts as absent.
+Node 0's launcher serves it on MASTER_ADDR:MASTER_PORT. One thread uses the connection and beats once a second: whatever
+the main thread does, its machine is seen to live, and a store that hangs keeps nobody waiting. Values are compressed
+JSON. With a key (`MASTER_KEY`) each carries an HMAC over run, name and value; what does not verify counts as absent.
 """
 
 from __future__ import annotations
@@ -29,21 +27,13 @@ from sft_play.errors import HardwareError, RetryableError, UserError, first_line
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, Node, holder_of, port_is_free, proof, proves
 from sft_play.launch.process import raise_what_was_heard
 
-PROTOCOL = 4
-REFUSED = "refused"
-"""Name of a list: machines that have found another run here than theirs."""
-PERIOD_SECONDS = 1.0
-"""Between two beats of a machine, and two looks at the others' by node 0."""
-POLL_SECONDS = 0.25
-"""How soon a store that has gone, or a signal that Python dropped, is noticed."""
-CONNECT_SECONDS = 3.0
-HEARD_SECONDS = 8.0
-"""How long what listens at the port may take to answer as our store does: torch looks up the name of each peer first.
+PROTOCOL = 5
+PERIOD_SECONDS, POLL_SECONDS = 1.0, 0.2
+"""Between two beats of a machine; between two looks at a value, an answer or a signal that Python dropped."""
+CONNECT_SECONDS, HEARD_SECONDS, REQUEST_SECONDS = 3.0, 8.0, 300.0
+"""To connect; to answer as our store does (torch looks up the name of each peer first); what torch allows a request:
+how long it really may take is `launch.silent_seconds`.
 """
-REQUEST_SECONDS = 300.0
-"""What torch allows a request; how long it really may take is `launch.silent_seconds`."""
-PAUSE_SECONDS, LEAST_SECONDS = 0.5, 1.0
-"""Between two tries to reach node 0, and what the last of them gets however little of `launch.join_seconds` is left."""
 RESOLVE_SECONDS = 30.0
 """How long a name may be unknown: a cluster's names appear when its machines do."""
 SAY_SECONDS, FIRST_SECONDS = 15.0, 2.0
@@ -52,6 +42,32 @@ SAY_SECONDS, FIRST_SECONDS = 15.0, 2.0
 
 class StoreGone(RetryableError):
     """The store does not answer, so node 0 is gone."""
+
+
+UNREACHED: tuple[tuple[type[Exception], str, str], ...] = (
+    (socket.gaierror, "its name cannot be resolved", "give the IP address of node 0"),
+    (
+        ConnectionRefusedError,
+        "that machine answers, but nothing listens there yet: node 0 is not started, or has another MASTER_PORT",
+        "start node 0 with the same command and `NODE_RANK=0`; where it runs, give the same MASTER_PORT on every node",
+    ),
+    (
+        TimeoutError,
+        "no answer: a firewall on the way drops what is sent, or no machine has this address",
+        "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip address` there",
+    ),
+    (
+        OSError,
+        "no machine can be reached at this address",
+        "see with `ping` whether that machine is on, and whether both are on one network",
+    ),
+    (
+        StoreGone,
+        "something listens there that is no launcher of SFT-Play",
+        "choose another MASTER_PORT, the same on every node",
+    ),
+)
+"""Why node 0 was not reached -> words and a hint; the first that fits."""
 
 
 class Waiting:
@@ -74,8 +90,8 @@ class Waiting:
 
 
 class Store:
-    """One machine's connection and the thread that uses it, which ends with the process. Functions that take `raw`,
-    torch's own store, run in that thread; so does what `beat` was given, every `PERIOD_SECONDS`.
+    """The connection and its thread, which ends with the process. Functions that take `raw`, torch's own store, run in
+    that thread.
     """
 
     def __init__(self, connect: Callable[[], Any], *, key: str | None, seconds: float) -> None:
@@ -87,7 +103,7 @@ class Store:
         self._connect = connect
         self._each: Callable[[Any], None] | None = None
         self._asked: queue.SimpleQueue[tuple[Callable[[Any], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="rendezvous", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
@@ -140,8 +156,8 @@ class Store:
 
     def unpack(self, name: str, packed: bytes) -> Any:
         """Return a value; `None` for what is none of this run's."""
-        given, body = packed[:64].decode(errors="replace"), packed[64:]
-        if self.key and not proves(self.key, given, *self._signed(name, body)):
+        signature, body = packed[:64].decode(errors="replace"), packed[64:]
+        if self.key and not proves(self.key, signature, *self._signed(name, body)):
             return None
         try:
             return json.loads(zlib.decompress(body))
@@ -158,34 +174,19 @@ class Store:
     def first(self, raw: Any, name: str, value: Any) -> Any:
         """Write a value where there is none, and return the one that is there then."""
         mine = self.pack(name, value)
-        found = self.unpack(name, raw.compare_set(name, "", mine))
-        if found is None:  # a stranger's
+        present = self.unpack(name, raw.compare_set(name, "", mine))
+        if present is None:  # a stranger's
             raw.set(name, mine)
-        return value if found is None else found
+        return value if present is None else present
 
     def get(self, name: str) -> Any:
         """`read`, for any thread."""
         return self.ask(lambda raw: self.read(raw, name))
 
-    def set(self, name: str, value: Any, *, listed: tuple[str, int] | None = None) -> None:
-        """Write a value; `listed`: then add a rank to a list of that name."""
+    def set(self, name: str, value: Any) -> None:
+        """Write a value."""
         packed = self.pack(name, value)
-
-        def do(raw: Any) -> None:
-            raw.set(name, packed)
-            if listed:
-                raw.append(listed[0], f"{listed[1]} ")
-
-        self.ask(do)
-
-    def delete(self, name: str) -> None:
-        """Remove a value."""
-        self.ask(lambda raw: raw.delete_key(name))
-
-
-def list_words(raw: Any, name: str) -> set[str]:
-    """Return what was appended to a list, rank by rank or session by session."""
-    return set(raw.get(name).decode(errors="replace").split()) if raw.check([name]) else set()
+        self.ask(lambda raw: raw.set(name, packed))
 
 
 def serve(node: Node, host: str, run: str, seconds: float) -> Store:
@@ -201,17 +202,8 @@ def serve(node: Node, host: str, run: str, seconds: float) -> Store:
         raise HardwareError(text, hint=hint) from error
     raw.set_timeout(_delta(REQUEST_SECONDS))
     store, nonce = Store(lambda: raw, key=node.key, seconds=seconds), uuid.uuid4().hex
-    store.set(
-        "session",
-        {
-            "protocol": PROTOCOL,
-            "run": run,
-            "word": nonce,
-            "host": host,
-            "key": bool(node.key),
-            "nodes": node.count,
-        },
-    )
+    facts = {"protocol": PROTOCOL, "run": run, "host": host, "key": bool(node.key), "nodes": node.count}
+    store.set("session", facts | {"word": nonce})
     store.nonce = nonce
     return store
 
@@ -221,71 +213,36 @@ def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> t
     connection.
 
     `name` is how messages call this machine. Raise `RetryableError` without node 0, `UserError` where it is another
-    run's: this machine ends, and that run does not notice.
+    run's: this machine ends, and that run goes on.
     """
     waiting = Waiting()
     while True:
-        store, limit = None, min(HEARD_SECONDS, max(patience - waiting.seconds, LEAST_SECONDS))
         try:
-            store, addresses = _connect(node, limit)
-            said = _check(store, node, name, run)
-        except socket.gaierror as error:
-            reason, hint = (
-                f"`{node.master_address}` cannot be resolved: {error.strerror}",
-                "give the IP address of node 0",
-            )
-            if waiting.seconds > min(RESOLVE_SECONDS, patience):
-                raise UserError(
-                    f"`MASTER_ADDR` is `{node.master_address}`, which cannot be resolved", hint=hint
-                ) from error
-        except ConnectionRefusedError:
-            reason = (
-                "that machine answers, but nothing listens there yet: node 0 is not started, or has another MASTER_PORT"
-            )
-            hint = (
-                "start node 0 with the same command and `NODE_RANK=0`; where it runs, give the same MASTER_PORT on"
-                " every node"
-            )
-        except TimeoutError:
-            reason = "no answer: a firewall on the way drops what is sent, or no machine has this address"
-            hint = (
-                "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip"
-                " address` there"
-            )
-        except OSError as error:
-            reason = f"no machine can be reached at this address ({error.strerror or error})"
-            hint = "see with `ping` whether that machine is on, and whether both are on one network"
-        except StoreGone:
-            reason = "something listens there that is no launcher of SFT-Play"
-            hint = "choose another MASTER_PORT, the same on every node"
-        except BaseException as error:
-            if store:
-                if isinstance(error, UserError):
-                    store.ask(lambda raw: raw.append(REFUSED, f"{node.rank} "))
-                store.close()
-            raise
+            store, facts = _connect(node, name, run, min(HEARD_SECONDS, max(patience - waiting.seconds, 1.0)))
+        except (OSError, StoreGone) as error:
+            reason, hint = next((reason, hint) for kind, reason, hint in UNREACHED if isinstance(error, kind))
+            if isinstance(error, socket.gaierror) and waiting.seconds > min(RESOLVE_SECONDS, patience):
+                text = f"`MASTER_ADDR` is `{node.master_address}`, which cannot be resolved"
+                raise UserError(text, hint=hint) from error
+            if waiting.seconds > patience:
+                text = f"{name} did not reach node 0 within {patience:g} s: {reason}"
+                raise RetryableError(text, place=node.master, hint=hint) from None
         else:
             store.seconds = seconds
             print_line(f"{name} has reached node 0 at {node.master}")
-            return store, said | addresses
-        if waiting.seconds > patience:
-            raise RetryableError(
-                f"{name} did not reach node 0 within {patience:g} s: {reason}", place=node.master, hint=hint
-            )
+            return store, facts
         waiting.report(f"waiting for node 0 at {node.master}, up to {patience:g} s: {reason}")
-        pause(PAUSE_SECONDS)
+        pause(POLL_SECONDS)
 
 
-def _connect(node: Node, limit: float) -> tuple[Store, dict[str, str]]:
-    """Return the store, this machine's own address and node 0's on the way there, within `limit` seconds or a little
-    more.
-
-    Raise `OSError`, and `StoreGone` for what is no store.
+def _connect(node: Node, name: str, run: str, limit: float) -> tuple[Store, dict[str, Any]]:
+    """Do as `reach`, once, within `limit` seconds or a little more. Raise `OSError`, and `StoreGone` for what is no
+    store.
     """
-    found = socket.getaddrinfo(node.master_address, node.master_port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(found[0], socket.SOCK_STREAM) as sock:
+    place = socket.getaddrinfo(node.master_address, node.master_port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(place[0], socket.SOCK_STREAM) as sock:
         sock.settimeout(min(CONNECT_SECONDS, limit))
-        sock.connect(found[4])
+        sock.connect(place[4])
         own, master = str(sock.getsockname()[0]), str(sock.getpeername()[0])
     kind = tcp_store()
 
@@ -296,29 +253,30 @@ def _connect(node: Node, limit: float) -> tuple[Store, dict[str, str]]:
     try:
         store.ask(lambda raw: raw.get("session"))
         store.ask(lambda raw: raw.set_timeout(_delta(REQUEST_SECONDS)))
-    except BaseException:
+        facts = _check(store, node, name, run)
+    except BaseException as error:
+        if isinstance(error, UserError) and not isinstance(error, StoreGone):
+            store.ask(lambda raw: raw.set(f"refused/{node.rank}", "1"))
         store.close()
         raise
-    return store, {"address": own, "master": master}
+    return store, facts | {"address": own, "master": master}
 
 
 def _check(store: Store, node: Node, name: str, run: str) -> dict[str, Any]:
     """Return what node 0 says of the run. Raise `UserError` where that is another one."""
-    found = store.get("session")
-    if not found or (found.get("key") and not node.key):
+    facts = store.get("session")
+    if not facts or (facts.get("key") and not node.key):
         raise UserError(f"node 0 has another `{VARIABLE}` than {name}, or one of them has none", hint=MAKE_ONE)
-    if found.get("protocol") != PROTOCOL:
+    if facts.get("protocol") != PROTOCOL:
         text = f"node 0 speaks another version of the launchers' protocol than {name}"
         raise HardwareError(text, hint="install the same SFT-Play on every node")
-    if found["run"] != run:
+    if facts["run"] != run:
         raise UserError(
-            f"the nodes have different runs: node 0 ({found['host']}): `{found['run']}`, {name}: `{run}`",
-            hint=(
-                "give every node the same RUN_NAME (or RUN); where that one is another run, choose another MASTER_PORT"
-            ),
+            f"the nodes have different runs: node 0 ({facts['host']}): `{facts['run']}`, {name}: `{run}`",
+            hint="give every node the same RUN_NAME (or RUN); where that one is another run, choose another MASTER_PORT",
         )
-    store.nonce = found["word"]
-    return dict(found)
+    store.nonce = facts["word"]
+    return dict(facts)
 
 
 def print_line(text: str) -> None:

@@ -47,6 +47,8 @@ PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 HELPER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")
 """What torch says in a rank of which a loading process was killed."""
 
+Standings = Mapping[str, Mapping[str, Any]]
+"""Rank -> what `standing` returns."""
 Cause = Literal[
     "out_of_memory",
     "killed",

@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.launch.machines import NodeFacts, compare, compare_prepared, config_here, versions_here
+from sft_play.launch.agreement import NodeFacts, compare, compare_prepared, config_here, versions_here
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.plan import LaunchRequest
 from sft_play.plan.request import ranks_of
