@@ -85,7 +85,7 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
     def facts() -> Facts:
         nonlocal checkpoint
         checkpoint = choose() if choose else None
-        return asdict(_facts(job, machines, resumed=choose is not None, checkpoint=checkpoint))
+        return asdict(_facts(job, resumed=choose is not None, checkpoint=checkpoint))
 
     def answer(said: Sequence[Facts]) -> Facts:
         nodes[:] = map(NodeFacts.from_json, said)
@@ -149,7 +149,6 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
         )
     plan = Plan.from_json(common["plan"])
     require_disk_space(plan, config, run)
-    machines.share("room", {}, lambda _: [], lambda _: {})
     machines.ranks_by_node = plan.ranks_by_node
     return replace(job, node=replace(job.node, workers_port=common["port"])), plan
 
@@ -242,7 +241,7 @@ class NodeFacts:
         return NodeFacts(**{**value, "devices": tuple(devices), "measured": tuple(measured)})
 
 
-def _facts(job: Job, machines: Machines, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
+def _facts(job: Job, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
     request, options, kind = job.options.request, job.options, job.hardware.kind
     command: dict[str, Any] = {
         "command": request.command_strategy,
@@ -253,7 +252,7 @@ def _facts(job: Job, machines: Machines, *, resumed: bool, checkpoint: Path | No
     measured = [read_calibration(name) for name in {same_name(device.name): device.name for device in devices}.values()]
     return NodeFacts(
         rank=job.node.rank,
-        host=machines.host,
+        host=socket.gethostname()[:255],
         num_nodes=job.node.count,
         resumed=resumed,
         checkpoint=f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None,

@@ -4,10 +4,9 @@ They share one store (`launch/store.py`), served by node 0 from the first hello 
 machine's `NODE_RANK`:
 
     session         what run this is, and a random word that all values are bound to
-    seat/K          the launcher that has this node rank
     beat/SESSION    changes while that launcher lives, and says where its ranks stand still
     attempt         the attempt that machines meet for
-    A/STEP/K        what a machine says in a step (`facts`, `prepared`, `room`); A/STEP/all is what node 0 makes of it
+    A/STEP/K        what a machine says in a step (`facts`, `prepared`); A/STEP/all is what node 0 makes of it
     A/end           why the attempt ended: the first to write it settles it for all (errors, an outcome, a request to stop)
     A/next          what node 0 makes of that: another attempt, or the end
 
@@ -27,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError, raise_all
-from sft_play.launch.environment import VARIABLE, Node, port_is_free
+from sft_play.launch.environment import Node, port_is_free
 from sft_play.launch.process import stop_code
 from sft_play.launch.store import (
     PERIOD_SECONDS,
@@ -47,8 +46,6 @@ Judge = Callable[[Sequence[Facts]], list[UserError]]
 """What the machines, in order, are refused for."""
 Answer = Callable[[Sequence[Facts]], Facts]
 """What node 0 makes of what they said, for all."""
-GRACE_SECONDS = 3.0
-"""How long others may still come, and their differences with them, when it is clear that the run is refused."""
 LEAVE_SECONDS = 60.0
 """How long node 0 keeps the store for the others once its own part is done."""
 PEER_SECONDS = 10.0
@@ -62,16 +59,14 @@ class Machines:
 
     def __init__(self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float) -> None:
         """`patience`: seconds that machines which have not come are waited for."""
-        self.node, self.host, self.run = node, host, run
+        self.node, self.run = node, run
         self.patience, self.silent_seconds = patience, silent_seconds
         self.attempt = 0
         self.ranks_by_node: tuple[int, ...] = ()
         """How many workers each machine starts; known once the plan is."""
         self._mine: Facts = {"session": uuid.uuid4().hex, "host": host}
-        self._here: dict[int, Facts] = {}
-        """Machines that have come -> session and host of their launchers."""
-        self._together = False
-        """Whether all have met: from then on one that is silent ends the attempt."""
+        self._here: dict[int, Facts] = {node.rank: self._mine}
+        """Machines of this attempt that have come -> session, host and addresses of their launchers."""
         self._store: Store | None = None
         self._end: tuple[int, Facts] | None = None
         """The last attempt that has ended, and why."""
@@ -85,15 +80,14 @@ class Machines:
         self._left: set[int] = set()
         self._judged = 0.0
 
+    def names(self, node_ranks: Iterable[int]) -> str:
+        """Return how messages call machines."""
+        return ", ".join(f"node {k} ({self._here.get(k, {}).get('host', '?')})" for k in node_ranks)
+
     @property
     def name(self) -> str:
         """How messages call this machine."""
-        return f"node {self.node.rank} ({self.host})"
-
-    def names(self, node_ranks: Iterable[int]) -> str:
-        """Return how messages call machines."""
-        here = self._here | {self.node.rank: self._mine}
-        return ", ".join(f"node {k} ({here[k]['host'] if k in here else '?'})" for k in node_ranks)
+        return self.names([self.node.rank])
 
     @property
     def _connection(self) -> Store:
@@ -106,36 +100,19 @@ class Machines:
         """Serve the store (node 0) or find it. Raise `HardwareError` for a port that is taken, `RetryableError` without
         node 0, `UserError`.
         """
-        self.attempt, self._end, self._together = 0, None, False
-        if self.node.rank == 0:
-            self._store = serve(self.node, self.host, self.run, self.silent_seconds)
+        self.attempt, self._end, node = 0, None, self.node
+        if node.rank == 0:
+            self._store = serve(node, self._mine["host"], self.run, self.silent_seconds)
             self._store.set("attempt", 0)
         else:
-            self._store, facts = reach(self.node, self.name, self.run, self.patience, self.silent_seconds)
+            self._store, facts = reach(node, self.name, self.run, self.patience, self.silent_seconds)
             self._here[0] = {"host": facts["host"]}
             self._mine |= {"address": facts["address"], "master": facts["master"]}
-            self._sit(facts["nodes"])
+            if node.rank >= facts["nodes"]:
+                here = f"`NODE_RANK` is {node.rank} on {self._mine['host']} with `NUM_NODES={node.count}`"
+                text = f"{here}, but {self.names([0])} has `NUM_NODES={facts['nodes']}`"
+                raise UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on")
         self._store.beat(self._beat)
-
-    def _sit(self, nodes: int) -> None:
-        """Take this machine's seat, that of a launcher which no longer lives too. Raise `UserError` where another has
-        the node rank.
-        """
-        store, node_rank, name = self._connection, self.node.rank, f"seat/{self.node.rank}"
-        if node_rank >= nodes:
-            here = f"`NODE_RANK` is {node_rank} on {self.host} with `NUM_NODES={self.node.count}`"
-            text = f"{here}, but {self.names([0])} has `NUM_NODES={nodes}`"
-            raise UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on")
-        store.ask(self._write_beat)
-        while (other := store.ask(lambda raw: store.first(raw, name, self._mine))) != self._mine:
-            beat = f"beat/{other['session']}"
-            before = store.ask(partial(_look, name=beat))
-            pause(GRACE_SECONDS)
-            if before != store.ask(partial(_look, name=beat)):
-                text = f"two nodes have `NODE_RANK={node_rank}`: {other['host']} and {self.host}"
-                raise UserError(f"{text} ({self._mine['address']})", hint="give each node its own rank")
-            if store.get(name) == other:
-                store.set(name, self._mine)
 
     def _write_beat(self, raw: Any, *, left: bool = False) -> None:
         self._beats += 1
@@ -157,7 +134,7 @@ class Machines:
         """
         now = time.monotonic()
         passed, self._judged = min(now - self._judged, 2 * PERIOD_SECONDS), now  # none while this process is suspended
-        names = {k: f"beat/{one['session']}" for k, one in list(self._here.items()) if k}  # another thread adds to it
+        names = {k: f"beat/{facts['session']}" for k, facts in list(self._here.items()) if k}  # a thread adds to it
         beats = raw.multi_get(list(names.values())) if names and raw.check(list(names.values())) else []
         standings = dict(self._standing) if self._standing else None
         for (k, name), packed in zip(names.items(), beats, strict=False):
@@ -166,13 +143,9 @@ class Machines:
             self._left = self._left | {k} if beat.get("left") else self._left - {k}
             still = beat.get("still") if beat.get("attempt") == attempt else None
             standings = standings | still if standings and still else None
-            if self._together and self._is_gone(k) and k not in self._left:
-                end = {"lost": k, "seconds": round(self._silent[k])}
-                self._connection.first(raw, f"{attempt}/end", end)
+            if self._silent[k] > self.silent_seconds and k not in self._left:
+                self._connection.first(raw, f"{attempt}/end", {"lost": k, "seconds": round(self._silent[k])})
         self._standings = standings
-
-    def _is_gone(self, node_rank: int) -> bool:
-        return node_rank in self._left or self._silent.get(node_rank, 0.0) > self.silent_seconds
 
     def _node_0_is_gone(self) -> bool:
         store = self._store
@@ -187,22 +160,31 @@ class Machines:
         A launcher that was started again while the others train waits until they meet again. Raise what node 0 refuses
         them for, the same on each, and `RetryableError` for machines that do not come, or leave.
         """
-        while True:
-            if self.node.rank:
-                self._wait_for_a_meeting()
-            self._takes_part = True
-            made = self._share("facts", facts(), judge, answer, patience=self.patience)
-            if self._here[self.node.rank]["session"] == self._mine["session"]:
-                self._together = True
-                return made  # else they go on with what the launcher before this one has said
+        if self.node.rank:
+            self._wait_for_a_meeting()
+        self._takes_part = True
+        return self.share("facts", facts(), judge, answer)
 
     def share(self, step: str, mine: Facts, judge: Judge, answer: Answer) -> Facts:
         """Say something and return node 0's answer when all machines have. Raise what they are refused for."""
-        return self._share(step, mine, judge, answer)
+        name, store, said = f"{self.attempt}/{step}", self._connection, {"from": self._mine, "said": _plain(mine)}
+        if self.node.rank:
+            other = store.ask(lambda raw: store.first(raw, f"{name}/{self.node.rank}", said))["from"]
+            if other["session"] != self._mine["session"]:
+                self._takes_part = False
+                text = f"two nodes have `NODE_RANK={self.node.rank}`: {other['host']} and {self._mine['host']}"
+                raise RetryableError(text, hint="give each node its own rank, and start no second launcher there")
+            made = self._wait(f"{name}/all")
+            self._here = {int(k): facts for k, facts in made["here"].items()}
+        else:
+            found = self._gather(name, said, judge)
+            made = {"here": self._here, "answer": _plain(answer([found[k] for k in sorted(found)]))}
+            store.set(f"{name}/all", made)
+        return dict(made["answer"])
 
     def addresses(self) -> list[str]:
         """Return this machine's own addresses on the way to others."""
-        ways = [one["master"] for k, one in sorted(self._here.items()) if k and "master" in one]
+        ways = [facts["master"] for k, facts in sorted(self._here.items()) if k]
         return [self._mine["address"]] if self.node.rank else ways
 
     def workers_port(self) -> int:
@@ -212,75 +194,39 @@ class Machines:
         first = self.node.master_port + 1 + self.attempt
         return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
 
-    def _share(self, step: str, mine: Facts, judge: Judge, answer: Answer, *, patience: float | None = None) -> Facts:
-        name = f"{self.attempt}/{step}"
-        if self.node.rank:
-            self._connection.set(f"{name}/{self.node.rank}", {"from": self._mine, "said": mine})
-            made = self._wait(f"{name}/all")
-            self._here = {int(k): one for k, one in made["here"].items()}
-        else:
-            self._here[0] = self._mine
-            said = self._gather(name, _plain(mine), judge, patience)
-            made = {"here": self._here, "answer": _plain(answer([said[k] for k in sorted(said)]))}
-            self._connection.set(f"{name}/all", made)
-        return dict(made["answer"])
-
-    def _gather(self, name: str, mine: Facts, judge: Judge, patience: float | None) -> dict[int, Facts]:
-        """Node 0: return what all machines have said in a step. Each is compared with this one when it comes, and all
-        of them once something is wrong.
-        """
-        said, differing, refused = {0: mine}, set[int](), set[int]()
-        waiting, differ_since = Waiting(), 0.0
+    def _gather(self, name: str, mine: Facts, judge: Judge) -> dict[int, Facts]:
+        """Node 0: return what all machines have said in a step; those that come are compared with this one at once."""
+        said, waiting, meets = {0: mine["said"]}, Waiting(), name.endswith("/facts")
         while True:
             self._raise_end()
             missing = [k for k in range(self.node.count) if k not in said]
-            for k in sorted(self._connection.ask(partial(self._refused, missing=missing)) - refused):
-                refused.add(k)
-                text = f"node {k} came with another RUN_NAME or `{VARIABLE}`, and was refused"
-                print_line(f"{text}; its own output says which")
-            for k, one in self._connection.ask(partial(self._said, name=name, missing=missing)).items():
-                self._here[k], said[k], self._silent[k] = one["from"], one["said"], 0.0  # a sign of life
-                differing |= {k} if judge([mine, one["said"]]) else set()
-                if patience:
-                    print_line(f"{self.names([k])} has come")
-            for k in [k for k in said if k and patience and self._is_gone(k)]:
-                del said[k]
-                differing.discard(k)
-                self._connection.ask(partial(self._forget, name=f"{name}/{k}", node_rank=k))
-                print_line(f"{self.names([k])} has gone; waiting for it to come again")
-            missing = [k for k in range(self.node.count) if k not in said]
-            differ_since = (differ_since or time.monotonic()) if differing else 0.0
-            late = differing and time.monotonic() - differ_since > GRACE_SECONDS
-            if (late or not missing) and (errors := judge([said[k] for k in sorted(said)])):
-                raise self._refuse(errors)
             if not missing:
                 return said
-            self._report(waiting, missing, patience)
-            pause(POLL_SECONDS)
+            came = self._connection.ask(partial(self._read_all, name=name, missing=missing))
+            for k, facts in came.items():
+                self._here[k], said[k], self._silent[k] = facts["from"], facts["said"], 0.0  # a sign of life
+                if meets:
+                    print_line(f"{self.names([k])} has come")
+            if came and (errors := judge([mine["said"], *(said[k] for k in came)])):
+                raise self._refuse(errors)
+            if not came:
+                self._report(waiting, missing, meets=meets)
+                pause(POLL_SECONDS)
 
-    def _said(self, raw: Any, name: str, missing: Sequence[int]) -> dict[int, Facts]:
+    def _read_all(self, raw: Any, name: str, missing: Sequence[int]) -> dict[int, Facts]:
         return {k: said for k in missing if (said := self._connection.read(raw, f"{name}/{k}"))}
 
-    def _refused(self, raw: Any, missing: Sequence[int]) -> set[int]:
-        return {k for k in missing if raw.check([f"refused/{k}"])}
-
-    def _forget(self, raw: Any, name: str, node_rank: int) -> None:
-        """Remove what a launcher said that has gone, unless the next in its place has spoken already."""
-        one = self._connection.read(raw, name)
-        if one and one["from"]["session"] == self._here[node_rank]["session"]:
-            raw.delete_key(name)
-
-    def _report(self, waiting: Waiting, missing: list[int], patience: float | None) -> None:
+    def _report(self, waiting: Waiting, missing: list[int], *, meets: bool) -> None:
         """Say who is waited for. Raise `RetryableError` for machines that have not come in time."""
-        if patience is None:
+        if not meets:
             waiting.report(f"waiting for {self.names(missing)} to be ready")
             return
         here = self.names(k for k in range(self.node.count) if k not in missing)
         who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        waiting.report(f"waiting for {who}, up to {patience:g} s; here: {here}")
-        if waiting.seconds > patience:
+        waiting.report(f"waiting for {who}, up to {self.patience:g} s; here: {here}")
+        if waiting.seconds > self.patience:
             text = (
-                f"{who} of {self.node.count} did not come to port {self.node.master_port} within {patience:g} s"
+                f"{who} of {self.node.count} did not come to port {self.node.master_port} within {self.patience:g} s"
                 f" (`launch.join_seconds`); there are: {here}"
             )
             hint = (
@@ -291,10 +237,10 @@ class Machines:
 
     def _wait_for_a_meeting(self) -> None:
         """Wait until the others, which may train without this machine, meet. Raise that they did not."""
-        waiting = Waiting()
+        waiting, store = Waiting(), self._connection
         while True:
-            self.attempt = self._connection.get("attempt") or 0
-            if self._connection.get(f"{self.attempt}/facts/all") is None:
+            self.attempt = store.get("attempt") or 0
+            if store.get(f"{self.attempt}/facts/all") is None:
                 return
             self._takes_part = False
             if waiting.seconds > self.patience:
@@ -323,7 +269,7 @@ class Machines:
         if (end := self._why) is None:
             return
         if "errors" in end:
-            raise_all(errors_from_json(end["errors"]))
+            raise_all(_errors_from(end["errors"]))
         hint = "its own output says why, if it could still say anything; the same command on every node starts again"
         who = self.names([end["lost"] if "lost" in end else end["node"]])
         raise RetryableError(f"{who} has left, or cannot be reached any more, before the workers started", hint=hint)
@@ -372,7 +318,7 @@ class Machines:
         ended = self.ended_elsewhere()
         if isinstance(ended, Outcome):
             return ended
-        end = self._post_end({"outcome": asdict(replace(outcome, host=self.host))})
+        end = self._post_end({"outcome": asdict(replace(outcome, host=self._mine["host"]))})
         if "stop" not in end:
             return self._outcome(end)
         if outcome.cause in ("peer", "killed", "agent"):  # the others had left before it
@@ -390,7 +336,7 @@ class Machines:
                 self._connection.set(f"{self.attempt}/next", decide())
             while (following := self._connection.get(f"{self.attempt}/next")) is None:
                 self._pause()
-            self._together = False
+            self._here = {k: facts for k, facts in self._here.items() if k in (0, self.node.rank)}
             self._standing = self._standings = None  # before the beat belongs to the next attempt
             self.attempt += 1
             if self.node.rank == 0 and following.get("again"):
@@ -403,7 +349,7 @@ class Machines:
         """Tell all why this machine, where it takes part in the attempt, leaves, unless they know. Raise nothing."""
         if self._store is not None and self._takes_part and not self._node_0_is_gone() and self._why is None:
             with contextlib.suppress(BaseException):
-                self._refuse(_errors_for_others(error, self.name))
+                self._refuse(_for_others(error, self.name))
 
     def close(self) -> None:
         """Leave in order. Node 0 keeps the store until the others have left, or are silent."""
@@ -416,12 +362,13 @@ class Machines:
                 store.beat(lambda _: None)
                 store.ask(lambda raw: self._write_beat(raw, left=True))
             until = time.monotonic() + LEAVE_SECONDS
-            while (
-                self.node.rank == 0 and time.monotonic() < until and not all(self._is_gone(k) for k in self._here if k)
-            ):
+            while self.node.rank == 0 and time.monotonic() < until and not self._are_alone():
                 time.sleep(POLL_SECONDS)
         store.close()
         self._store = None
+
+    def _are_alone(self) -> bool:
+        return all(k in self._left or self._silent.get(k, 0.0) > self.silent_seconds for k in self._here if k)
 
     def _post_end(self, end: Facts) -> Facts:
         """Write why the attempt ended, unless somebody else has, and return what stands there."""
@@ -433,14 +380,14 @@ class Machines:
 
     def _refuse(self, errors: Sequence[UserError]) -> UserError:
         """Tell all machines the errors; return them to be raised here."""
-        self._post_end({"errors": errors_to_json(errors)})
+        self._post_end({"errors": _errors_to(errors)})
         return errors[0] if len(errors) == 1 else Problems(errors)
 
     def _outcome(self, end: Facts) -> Outcome:
         if "lost" in end:
             return self._unreachable(end["lost"], f"has been silent for {end['seconds']} s")
         if "errors" in end:
-            error = errors_from_json(end["errors"])[0]
+            error = _errors_from(end["errors"])[0]
             return Outcome(code=error.exit_code, message=error.render())
         return Outcome(**end["outcome"])
 
@@ -452,45 +399,34 @@ class Machines:
         return Outcome(code=LOST, rank=first, message=f"{text}\n\nhint: {hint}", cause="unreachable")
 
 
-def _look(raw: Any, name: str) -> bytes:
-    return bytes(raw.get(name))
-
-
 def _plain(value: Facts) -> Facts:
     """Return a value as the others read it."""
     return dict(json.loads(json.dumps(value, allow_nan=False)))
 
 
-def _errors_for_others(error: BaseException, name: str) -> list[UserError]:
-    """Return what the other machines are told of an error that made this one leave."""
-    problems = error.problems if isinstance(error, Problems) else [error] if isinstance(error, UserError) else []
-    if problems:
-        return [
-            type(one)(f"{name} could not continue: {f'{one.place}: ' if one.place else ''}{one.message}", hint=one.hint)
-            for one in problems
-        ]
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
-    stopped = isinstance(error, KeyboardInterrupt) or code in (130, 143)
-    what = (
-        "was stopped on request before its workers started"
-        if stopped
-        else "could not start its workers; its own output says why"
-    )
-    return errors_from_json([{"code": code, "message": f"{name} {what}"}])
-
-
 KINDS = {kind.exit_code: kind for kind in (UserError, HardwareError, DataError, CheckpointError, RetryableError)}
 
 
-def errors_to_json(errors: Sequence[UserError]) -> list[Facts]:
-    """Return errors as they go over the network, several problems one by one."""
-    flat = [one for error in errors for one in (error.problems if isinstance(error, Problems) else (error,))]
-    return [{"code": e.exit_code, "message": e.message, "place": e.place, "hint": e.hint} for e in flat]
+def _errors_to(errors: Iterable[UserError]) -> list[Facts]:
+    """Return errors as they go over the network."""
+    return [{"code": e.exit_code, "message": e.message, "place": e.place, "hint": e.hint} for e in errors]
 
 
-def errors_from_json(errors: Sequence[Facts]) -> list[UserError]:
+def _errors_from(errors: Sequence[Facts]) -> list[UserError]:
     """Return the errors that another node sent."""
-    return [
-        KINDS.get(one["code"], RetryableError)(one["message"], place=one.get("place"), hint=one.get("hint"))
-        for one in errors
-    ]
+    return [KINDS.get(e["code"], RetryableError)(e["message"], place=e["place"], hint=e["hint"]) for e in errors]
+
+
+def _for_others(error: BaseException, name: str) -> list[UserError]:
+    """Return what the other machines are told of an error that made this one leave."""
+    if isinstance(error, UserError):
+        text = "{name} could not continue: {place}{message}"
+        return [
+            type(e)(text.format(name=name, place=f"{e.place}: " if e.place else "", message=e.message), hint=e.hint)
+            for e in (error.problems if isinstance(error, Problems) else (error,))
+        ]
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+    stopped = isinstance(error, KeyboardInterrupt) or code in (130, 143)
+    what = "was stopped on request before" if stopped else "could not start its workers; its own output says why"
+    text = f"{name} {what}{' its workers started' if stopped else ''}"
+    return [KINDS.get(code or RetryableError.exit_code, RetryableError)(text)]

@@ -254,9 +254,7 @@ def _connect(node: Node, name: str, run: str, limit: float) -> tuple[Store, dict
         store.ask(lambda raw: raw.get("session"))
         store.ask(lambda raw: raw.set_timeout(_delta(REQUEST_SECONDS)))
         facts = _check(store, node, name, run)
-    except BaseException as error:
-        if isinstance(error, UserError) and not isinstance(error, StoreGone):
-            store.ask(lambda raw: raw.set(f"refused/{node.rank}", "1"))
+    except BaseException:
         store.close()
         raise
     return store, facts | {"address": own, "master": master}

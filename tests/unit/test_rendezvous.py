@@ -80,7 +80,7 @@ class Nodes:
 
 
 def meet(ours: Machines) -> list[str]:
-    return [one["who"] for one in ours.meet(lambda: {"who": ours.host}, agree, everything)["all"]]
+    return [one["who"] for one in ours.meet(lambda: {"who": ours._mine["host"]}, agree, everything)["all"]]
 
 
 def vanish(ours: Machines) -> str:
@@ -95,19 +95,16 @@ def test_a_late_machine_is_waited_for_and_all_get_the_same(capfd: pytest.Capture
     nodes = Nodes()
 
     def act(ours: Machines) -> Any:
-        first = ours.meet(lambda: {"who": ours.host}, agree, everything)
+        first = ours.meet(lambda: {"who": ours._mine["host"]}, agree, everything)
         return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree, everything)
 
     nodes.start(2, act, key=KEY)  # comes before there is anybody
     nodes.start(0, act, key=KEY)
-    nodes.start(1, meet, host="stranger", key=OTHER)
-    time.sleep(0.5)
     nodes.start(1, act, key=KEY)
     ended = nodes.end()
     assert ended["a"] == ended["b"] == ended["c"]
     assert ended["a"][0]["all"] == [{"who": "a"}, {"who": "b"}, {"who": "c"}]
-    said = capfd.readouterr().err
-    assert "node 1 (b) has come" in said and "node 1 came with another RUN_NAME or `MASTER_KEY`" in said
+    assert "node 1 (b) has come" in capfd.readouterr().err
 
 
 def test_absent_machines_are_named_on_every_one() -> None:
@@ -136,7 +133,7 @@ def test_two_machines_with_one_rank_and_one_too_many() -> None:
     nodes.start(1, meet, host="b2")
     nodes.start(3, meet, count=4)
     until(lambda: len(nodes.ended) == 2)
-    assert "two nodes have `NODE_RANK=1`: b and b2 (127.0.0.1)" in str(nodes.ended["b2"])
+    assert "two nodes have `NODE_RANK=1`: b and b2" in str(nodes.ended["b2"])
     assert "`NODE_RANK` is 3 on d with `NUM_NODES=4`, but node 0 (a) has `NUM_NODES=3`" in str(nodes.ended["d"])
     nodes.start(2, meet)
     ended = nodes.end()
@@ -148,15 +145,16 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     nodes, over = Nodes(count=2), threading.Event()
 
     def train(ours: Machines) -> Any:
-        ours.meet(lambda: {"who": ours.host}, agree, everything)
+        ours.meet(lambda: {"who": ours._mine["host"]}, agree, everything)
         while not over.wait(0.1):
             assert ours.ended_elsewhere() is None
         return sorted(ours._here)
 
     for rank in range(2):
         nodes.start(rank, train, key=KEY)
-    until(lambda: all(nodes.there[host]._together for host in "ab"))
-    nodes.start(1, meet, host="twin", key=KEY)
+    until(lambda: len(nodes.there["a"]._here) == 2)
+    time.sleep(1.0)
+    nodes.start(1, meet, host="twin", key=KEY, patience=0.5)
     nodes.start(1, meet, host="yesterday", key=KEY, run="other")
     nodes.start(1, meet, host="other key", key=OTHER)
     with socket.create_connection(("127.0.0.1", nodes.port)) as sock:
@@ -169,7 +167,7 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     over.set()
     ended = nodes.end()
     assert ended["a"] == ended["b"] == [0, 1]
-    assert "two nodes have `NODE_RANK=1`" in str(ended["twin"])
+    assert "did not start again within 0.5 s" in str(ended["twin"])
     assert "different runs: node 0 (a): `lan`, node 1 (yesterday): `other`" in str(ended["yesterday"])
     assert "another `MASTER_KEY`" in str(ended["other key"])
 
@@ -272,7 +270,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
 
     def act(ours: Machines) -> Any:
         ours.meet(dict, agree, everything)
-        mine = {str(ours.node.rank): {"at": [1, 0, 0], "host": ours.host}}
+        mine = {str(ours.node.rank): {"at": [1, 0, 0], "host": ours._mine["host"]}}
         if ours.node.rank == 0:
             for _ in range(15):
                 assert ours.share_standings(mine) is None, "rank 1 saves"
@@ -312,44 +310,6 @@ def test_a_machine_that_comes_while_the_others_train_waits_for_the_next_attempt(
     waits.set()
     ended = nodes.end()
     assert ended["a"] == ended["b"] == [["a", "b", "c"]] * 2 and ended["c"] == ["a", "b", "c"], ended
-
-
-def test_a_machine_that_waits_for_the_next_attempt_and_gives_up_ends_no_training() -> None:
-    nodes, over = Nodes(count=2), threading.Event()
-
-    def train(ours: Machines) -> Any:
-        meet(ours)
-        if ours.node.rank == 1:
-            return vanish(ours)
-        assert over.wait(60)
-        return ours.ended_elsewhere()
-
-    for rank in range(2):
-        nodes.start(rank, train)
-    until(lambda: nodes.ended.pop("b", None) == "vanished")
-    nodes.start(1, meet, patience=0.5)
-    until(lambda: "b" in nodes.ended)
-    over.set()
-    ended = nodes.end()
-    assert "did not start again within 0.5 s" in str(ended["b"]) and ended["a"] is None, ended
-
-
-def test_a_launcher_that_is_started_again_before_all_have_come_speaks_for_its_machine() -> None:
-    nodes = Nodes(silent=3.0)
-
-    def vanish_soon(ours: Machines) -> str:
-        ours._connection.set("0/facts/1", {"from": ours._mine, "said": {"who": "old"}})
-        time.sleep(1.0)
-        return vanish(ours)
-
-    nodes.start(0, meet)
-    nodes.start(1, vanish_soon, host="old")
-    until(lambda: "old" in nodes.ended)
-    nodes.start(1, meet)
-    until(lambda: nodes.there["a"]._here[1]["host"] == "b")
-    nodes.start(2, meet)
-    ended = nodes.end()
-    assert ended["a"] == ended["b"] == ended["c"] == ["a", "b", "c"]
 
 
 def test_a_machine_whose_link_was_cut_joins_the_restart() -> None:
