@@ -23,29 +23,38 @@ from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, folder_gone
 
 LOST = 75
-SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
-"""torchrun's summary of its failed workers: rank and exit code, negative for a signal."""
-WATCHDOG = re.compile(
-    r"watchdog thread terminated with exception: .*|to dump debug info, due to collective timeout.*", re.IGNORECASE
-)
-"""torch's last words (ProcessGroupNCCL.cpp) before it aborts a rank whose collective operation failed or never ended.
+WORDS: Mapping[str, tuple[str, str]] = {
+    "exit": (
+        r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)",
+        "torch 2.13, distributed/elastic/multiprocessing/errors: each failed rank, negative for a signal; the first last",
+    ),
+    "death": (r"died with <Signals\.(\w+): \d+>", "Python 3.11, subprocess.CalledProcessError of a single process"),
+    "missing": (
+        r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined",
+        "torch 2.13, TCPStore.cpp: machines whose agents did not come",
+    ),
+    "port": (r"EADDRINUSE|[Aa]ddress already in use", "torch 2.13, socket.cpp: taken since it was found free"),
+    "watchdog": (
+        r"(?i)watchdog thread terminated with exception: .*|to dump debug info, due to collective timeout.*",
+        "torch 2.13, ProcessGroupNCCL.cpp: before it aborts a rank whose collective operation failed or never ended",
+    ),
+    "own fault": (r"(?i)CUDA error|Cuda failure|unhandled cuda error", "the same, where the rank's own GPU has failed"),
+    "native": (
+        r"terminate called after throwing an instance of 'std::bad_alloc'|Error out of memory at line \d+ in file \S+",
+        "libstdc++, and bitsandbytes 0.50, which exits with 1: memory that ran out in C++",
+    ),
+    "helper": (
+        r"DataLoader worker .* killed by signal: Killed",
+        "torch 2.13, DataLoader.cpp: a loading process was killed",
+    ),
+}
+"""What is read of others' texts, since no record and no exit code says it: pattern, and whose words they are.
+
+The first four stand in the log of `accelerate launch`, the others in that of a rank.
 """
-OWN_FAULT = re.compile(r"CUDA error|Cuda failure|unhandled cuda error", re.IGNORECASE)
-"""The same words where the rank's own GPU has failed."""
+SAID = {name: re.compile(pattern) for name, (pattern, _) in WORDS.items()}
 WORDS_BYTES = 200_000
 """The end of a rank's log that is searched: stacks of all threads may follow an abort's reason."""
-NATIVE_SHORTAGE = re.compile(
-    r"terminate called after throwing an instance of 'std::bad_alloc'|Error out of memory at line \d+ in file \S+"
-)
-"""What C++ says of memory that ran out when it ends the process: the runtime, and bitsandbytes, which exits with 1."""
-SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
-"""Python's word on a single process that was killed by a signal."""
-NODES_MISSING = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined")
-"""torchrun's word where machines did not start their part."""
-PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
-"""torchrun's word where another process took the port between its being chosen and used."""
-HELPER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")
-"""What torch says in a rank of which a loading process was killed."""
 
 Standings = Mapping[str, Mapping[str, Any]]
 """Rank -> what `standing` returns."""
@@ -143,39 +152,36 @@ def outcome_of(
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
         return _seen(run, loss)
     short = [
-        one
-        for one in failed
-        if one.get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(one)))
+        record
+        for record in failed
+        if record.get("cause") == OUT_OF_MEMORY or (memory_kill and SAID["helper"].search(_error(record)))
     ]
     if short and (not permanent or short[0]["time"] <= permanent[0]["time"]):
         return _out_of_memory(run, short[0])
     seen_first = loss.rank if loss and loss.cause == "failed" else None
-    sure = [
-        one for one in failed if one.get("cause") == "not_joined" and one.get("blames") in silent and not memory_kill
-    ]
-    sure += [one for one in permanent if one["code"] not in (1, 3) or one["rank"] == seen_first]
+    absent = [] if memory_kill else [r for r in failed if r.get("cause") == "not_joined" and r.get("blames") in silent]
+    sure = [*absent, *(r for r in permanent if r["code"] not in (1, 3) or r["rank"] == seen_first)]
     if sure:  # torchrun ended the others
         return _recorded(run, sure[0])
     words = {rank: tail(run.rank_log(rank), WORDS_BYTES, since=(log_starts or {}).get(rank, 0)) for rank in silent}
     peers = {rank: said for rank, text in words.items() if (said := _lost_its_peer(text))}
     alone = [rank for rank in silent if rank not in peers]
-    if abrupt := _ended_abruptly(run, ranks, words, alone, agent_log, loss, memory_kill):
-        return abrupt
+    shortages = [(rank, shortage[0]) for rank, text in words.items() if (shortage := SAID["native"].search(text))]
+    if shortages:
+        return _vanished(run, shortages[0][0], "ended", f"its log says `{shortages[0][1]}`")
+    if killed := _killed(ranks, alone, agent_log, loss):
+        return _vanished(run, *killed, memory_kill)
     asked = bool(failed) and failed[0]["code"] in (130, 143) and not (loss and loss.rank in silent)
     if asked and (
         seen_first is not None or not peers
     ):  # one worker, or their parent; a rank without a word would be the cause
         return Outcome(code=failed[0]["code"], stop=stop_facts(run, (), failed))
-    if permanent:
-        return _recorded(run, permanent[0])
-    if alone and (failed or agent_code < 0):
+    if not permanent and alone and (failed or agent_code < 0):
         return _vanished(run, alone[0], "vanished without a word", memory_kill)
-    if peers and all(one["code"] in (130, 143) for one in failed):  # torchrun asked the others to leave
+    if not permanent and peers and all(r["code"] in (130, 143) for r in failed):  # torchrun asked the others to leave
         rank, said = next(iter(peers.items()))
         return _recorded(run, {"rank": rank, "code": LOST, "error": said, "cause": PEER})
-    if failed:
-        return _recorded(run, failed[0])
-    return _never_began(run, ranks, agent_code, agent_log)
+    return _recorded(run, (permanent or failed)[0]) if failed else _never_began(run, ranks, agent_code, agent_log)
 
 
 Records = Sequence[Mapping[str, Any]]
@@ -192,48 +198,28 @@ def _asked_to_stop(
     return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, failed))
 
 
-def _ended_abruptly(
-    run: RunFolder,
-    ranks: range,
-    words: Mapping[int, str],
-    alone: Sequence[int],
-    agent_log: str,
-    loss: Loss | None,
-    memory_kill: str | None,
-) -> Outcome | None:
-    """What became of a rank that had no time for a record: its memory ran out in C++, or a signal killed it.
-
-    `words`: the logs of the ranks without a record; `alone`: those of them that NCCL's watchdog did not end.
-    """
-    for rank, text in words.items():
-        if shortage := NATIVE_SHORTAGE.search(text):
-            return _vanished(run, rank, "ended", f"its log says `{shortage[0]}`")
-    killed = _killed(ranks, alone, agent_log)
-    if killed is None and loss and loss.rank is not None and loss.rank in alone and not SUMMARY.search(agent_log):
-        killed = loss.rank, "a signal"  # the others did not leave in time, so torchrun never said which
-    return _vanished(run, killed[0], f"was killed by {killed[1]}", memory_kill) if killed else None
-
-
-def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, str] | None:
-    """Return a rank that a signal killed before it could record anything, and the signal's name, from the agent's
-    log.
-    """
-    others, _, root_cause = agent_log.partition("Root Cause")  # torchrun lists what it saw first last
-    for rank, code in SUMMARY.findall(root_cause) + SUMMARY.findall(others):
-        if (
-            int(rank) in silent and int(code) < 0 and -int(code) != signal.SIGTERM
-        ):  # SIGTERM is how torchrun ends the others
-            return int(rank), signal.Signals(-int(code)).name
-    death = SIMPLE_DEATH.search(agent_log)
-    return (ranks.start, death[1]) if death and ranks.start in silent else None
+def _killed(ranks: range, alone: Sequence[int], agent_log: str, loss: Loss | None) -> tuple[int, str] | None:
+    """Return a rank without a record that a signal killed, and what the signal was."""
+    others, _, root_cause = agent_log.partition("Root Cause")
+    codes = [(int(rank), int(code)) for rank, code in SAID["exit"].findall(root_cause) + SAID["exit"].findall(others)]
+    for rank, code in codes:
+        if rank in alone and code < 0 and -code != signal.SIGTERM:  # with that torchrun ends the others
+            return rank, f"was killed by {signal.Signals(-code).name}"
+    if (death := SAID["death"].search(agent_log)) and ranks.start in alone:
+        return ranks.start, f"was killed by {death[1]}"
+    if (
+        not codes and loss and loss.rank is not None and loss.rank in alone
+    ):  # the others did not leave in time, so torchrun never said which
+        return loss.rank, "was killed by a signal"
+    return None
 
 
 def _lost_its_peer(log: str) -> str | None:
     """Return the words of NCCL's watchdog where it ended the rank of a log for what another rank did; `None`
     otherwise.
     """
-    found = WATCHDOG.search(log)
-    return None if found is None or OWN_FAULT.search(log, found.start(), found.end() + 1000) else found[0]
+    found = SAID["watchdog"].search(log)
+    return None if found is None or SAID["own fault"].search(log, found.start(), found.end() + 1000) else found[0]
 
 
 def _error(record: Mapping[str, Any]) -> str:
@@ -291,7 +277,7 @@ def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> O
 
 
 def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) -> Outcome:
-    missing = NODES_MISSING.search(agent_log)
+    missing = SAID["missing"].search(agent_log)
     if missing:
         seconds, joined, all_of_them = missing.groups()
         text = (
@@ -300,7 +286,7 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
         )
         hint = "the launchers have met, but not their ranks: open the ports from MASTER_PORT on between the nodes"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
-    if PORT_TAKEN.search(agent_log):
+    if SAID["port"].search(agent_log):
         text = "error: the port on which the workers meet was taken by another process after it had been found free"
         hint = "type the same command again; a MASTER_PORT of your own may need to be another"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="port")

@@ -38,7 +38,7 @@ def everything(said: Sequence[Facts]) -> Facts:
 class Nodes:
     """Machines of one run, each in a thread: what each returned or raised."""
 
-    def __init__(self, count: int = 3, patience: float = 20.0, silent: float = 60.0) -> None:
+    def __init__(self, count: int = 3, patience: float = 120.0, silent: float = 60.0) -> None:
         self.port, self.count, self.patience, self.silent = free_port(), count, patience, silent
         self.ended: dict[str, Any] = {}
         self.threads: list[threading.Thread] = []
