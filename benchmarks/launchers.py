@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.harness import options_of
 from sft_play.config.load import load_config
 from sft_play.errors import UserError
-from sft_play.launch.agreement import NodeFacts, compare_facts, config_here, versions_here
+from sft_play.launch.agreement import compare_facts, config_here, versions_here
 from sft_play.launch.environment import Node, free_port
 from sft_play.launch.machines import Facts
 from sft_play.launch.machines import Machines as Launcher
@@ -58,19 +58,17 @@ class Machines:
 
     def facts(self, ours: Launcher) -> Facts:
         """Return a machine's facts, as large as real ones."""
-        facts = NodeFacts(
-            rank=ours.node.rank,
-            host=ours.host,
-            num_nodes=self.count,
-            resumed=False,
-            checkpoint=None,
-            command={},
-            config=self.config,
-            versions=self.versions,
-            kind="cuda",
-            devices=CARDS,
-        )
-        return asdict(facts)
+        return {
+            "node": ours.name,
+            "num_nodes": self.count,
+            "resumed": False,
+            "checkpoint": None,
+            "command": {},
+            "config": self.config,
+            "versions": self.versions,
+            "kind": "cuda",
+            "devices": [asdict(card) for card in CARDS],
+        }
 
     def meet(self, ours: Launcher) -> None:
         """Meet and share, as before each attempt."""

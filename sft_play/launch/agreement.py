@@ -12,14 +12,13 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sft_play.config.call import flatten
 from sft_play.config.load import LoadedConfig
-from sft_play.config.reader import record_of
 from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.launch.environment import FETCH, MAKE_ONE, VARIABLE, interface_of
@@ -27,7 +26,6 @@ from sft_play.launch.job import Job
 from sft_play.launch.machines import Facts, Machines
 from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
 from sft_play.launch.store import print_line
-from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import devices_for
@@ -80,27 +78,25 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
     """Return the job of an attempt, which knows the devices of all machines. Raise as `join_machines` does."""
     machines = job.machines
     assert machines is not None, "one machine has nobody to meet"
-    mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[NodeFacts]()
+    mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[tuple[Device, ...]]()
 
     def facts() -> Facts:
         nonlocal checkpoint
         checkpoint = choose() if choose else None
-        return asdict(_facts(job, resumed=choose is not None, checkpoint=checkpoint))
+        return _facts(job, machines.name, resumed=choose is not None, checkpoint=checkpoint)
 
     def answer(said: Sequence[Facts]) -> Facts:
-        nodes[:] = map(NodeFacts.from_json, said)
-        here = [
-            f"{one.name} with {plural(len(one.devices), 'GPU' if one.kind == 'cuda' else 'process')}" for one in nodes
-        ]
+        nodes[:] = [tuple(map(_device, facts["devices"])) for facts in said]
+        what = "GPU" if job.hardware.kind == "cuda" else "process"
+        here = [f"{facts['node']} with {plural(len(facts['devices']), what)}" for facts in said]
         day = day_of(run.prepared) if choose else date.today().isoformat()
-        return {"mark": mark, "processes": sum(len(one.devices) for one in nodes), "here": here, "day": day}
+        return {"mark": mark, "processes": sum(map(len, nodes)), "here": here, "day": day}
 
     common = machines.meet(facts, compare_facts, answer)
     print_line(f"all {len(common['here'])} nodes are here: {', '.join(common['here'])}")
-    request = replace(job.options.request, node_devices=tuple(one.devices for one in nodes))
+    request = replace(job.options.request, node_devices=tuple(nodes))
     return replace(
         job,
-        measured=tuple(one.measured for one in nodes),
         processes=common["processes"],
         node=replace(job.node, interface=_interface(machines.addresses(), job.node.interface)),
         options=replace(job.options, request=request),
@@ -197,72 +193,29 @@ def _interface(addresses: Sequence[str], known: str | None) -> str | None:
 # ---- What a machine says of itself
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFacts:
-    """What a node says of itself when the nodes of a run meet."""
-
-    rank: int
-    """Of the node: `NODE_RANK`."""
-    host: str
-    num_nodes: int
-    resumed: bool
-    """Whether it continues a run rather than starting one."""
-    checkpoint: str | None
-    """Name and manifest of the checkpoint that it continues from; `None` for the run's start."""
-    command: Mapping[str, Any]
-    """What was typed in addition to the configuration: command, DeepSpeed and FSDP settings."""
-    config: Mapping[str, Any]
-    """Key -> value, as text."""
-    versions: Mapping[str, str]
-    kind: str
-    """`cpu` or `cuda`."""
-    devices: tuple[Device, ...]
-    """Of its ranks, in order."""
-    measured: tuple[Calibration, ...] = ()
-    """What `make bench` measured there on these devices, one for each of their names; without the links, which are that
-    machine's own.
-    """
-
-    @property
-    def name(self) -> str:
-        """How messages call the node."""
-        return f"node {self.rank} ({self.host})"
-
-    @staticmethod
-    def from_json(value: Facts) -> NodeFacts:
-        """Return what another node sent."""
-        devices = [
-            Device(
-                **{**one, "compute_capability": tuple(one["compute_capability"]) if one["compute_capability"] else None}
-            )
-            for one in value["devices"]
-        ]
-        measured = [record_of(one, Calibration) for one in value["measured"]]
-        return NodeFacts(**{**value, "devices": tuple(devices), "measured": tuple(measured)})
-
-
-def _facts(job: Job, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
+def _facts(job: Job, name: str, *, resumed: bool, checkpoint: Path | None) -> Facts:
+    """Return what must be the same on all machines, and the devices of this one's ranks, in order."""
     request, options, kind = job.options.request, job.options, job.hardware.kind
     command: dict[str, Any] = {
         "command": request.command_strategy,
         "DEEPSPEED_CONFIG": dict(options.deepspeed.settings) if options.deepspeed else None,
         "FSDP settings": dict(options.fsdp),
     }
-    devices = devices_for(job.hardware, request, False)[1]
-    measured = [read_calibration(name) for name in {same_name(device.name): device.name for device in devices}.values()]
-    return NodeFacts(
-        rank=job.node.rank,
-        host=socket.gethostname()[:255],
-        num_nodes=job.node.count,
-        resumed=resumed,
-        checkpoint=f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None,
-        command={name: json.dumps(value, sort_keys=True) for name, value in command.items()},
-        config=config_here(job.loaded),
-        versions=versions_here(kind),
-        kind=kind,
-        devices=devices,
-        measured=tuple(replace(one, links={}) for one in measured if one is not None and one.kind == kind),
-    )
+    return {
+        "node": name,
+        "num_nodes": job.node.count,
+        "resumed": resumed,
+        "checkpoint": f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None,
+        "command": {name: json.dumps(value, sort_keys=True) for name, value in command.items()},
+        "config": config_here(job.loaded),
+        "versions": versions_here(kind),
+        "kind": kind,
+        "devices": [asdict(device) for device in devices_for(job.hardware, request, False)[1]],
+    }
+
+
+def _device(facts: Facts) -> Device:
+    return Device(**facts | {"compute_capability": tuple(facts["compute_capability"] or ()) or None})
 
 
 OWN_CHOICE = frozenset(
@@ -334,38 +287,27 @@ LONGEST_VALUE, MOST_DIFFERENCES = 120, 20
 
 
 def compare_facts(said: Sequence[Facts]) -> list[UserError]:
-    """Return what is wrong with what these nodes say of themselves."""
-    try:
-        return compare([NodeFacts.from_json(one) for one in said])
-    except (TypeError, LookupError, ValueError) as error:  # another version's
-        return [
-            HardwareError(
-                f"a node sent facts of another version: {error}", hint="install the same SFT-Play on every node"
-            )
-        ]
-
-
-def compare(nodes: Sequence[NodeFacts]) -> list[UserError]:
-    """Return what is wrong with these nodes, all at once."""
+    """Return what is wrong with what these machines say of themselves, all at once."""
     shared = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
     gpus = "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"
     same_command, same_file = "type the same command on every node", "give every node the same file and variables"
-    resumed = [node.resumed for node in nodes]
-    counts = {node.name: str(node.num_nodes) for node in nodes}
-    kinds = {node.name: "GPUs" if node.kind == "cuda" else "no GPU" for node in nodes}
-    ways = {node.name: "continues the run" if node.resumed else "starts it" for node in nodes}
-    starts = {node.name: node.checkpoint or "its start" for node in nodes if all(resumed)}
+    resumed = [facts["resumed"] for facts in said]
+
+    def all_of(key: str, words: Mapping[Any, str] | None = None) -> dict[str, Any]:
+        return {facts["node"]: words.get(facts[key], facts[key]) if words else facts[key] for facts in said}
+
+    kinds = all_of("kind", {"cuda": "GPUs", "cpu": "no GPU"})
+    ways = all_of("resumed", {True: "continues the run", False: "starts it"})
+    starts = all_of("checkpoint", {None: "its start"}) if all(resumed) else {}
+    command = {} if any(resumed) else all_of("command")
+    counts, versions, same_versions = all_of("num_nodes"), all_of("versions"), "install the same on every node"
     return [
         *_unlike(counts, "`NUM_NODES` is not the same on every node", UserError, "give every node the same NUM_NODES"),
         *_unlike(ways, "some nodes start the run, others continue it", CheckpointError, shared),
         *_unlike(kinds, "some nodes have GPUs and some have none", HardwareError, gpus),
-        *_differing(
-            {n.name: n.versions for n in nodes}, "versions differ", HardwareError, "install the same on every node"
-        ),
-        *_differing(
-            {n.name: n.command for n in nodes if not any(resumed)}, "the command differs", UserError, same_command
-        ),
-        *_differing({n.name: n.config for n in nodes}, "the configuration differs", UserError, same_file),
+        *_differing(versions, "versions differ", HardwareError, same_versions),
+        *_differing(command, "the command differs", UserError, same_command),
+        *_differing(all_of("config"), "the configuration differs", UserError, same_file),
         *_unlike(starts, "the nodes would continue from different checkpoints", CheckpointError, shared),
     ]
 
@@ -391,7 +333,7 @@ def compare_prepared(said: Sequence[Facts], *, strategy: str, save_strategy: str
     return found
 
 
-def _unlike(words: Mapping[str, str], what: str, kind: type[UserError], hint: str) -> list[UserError]:
+def _unlike(words: Mapping[str, Any], what: str, kind: type[UserError], hint: str) -> list[UserError]:
     """Return one error with what each node has, where that is not the same."""
     told = ", ".join(f"{name}: {word}" for name, word in words.items())
     return [kind(f"{what}: {told}", hint=hint)] if len(set(words.values())) > 1 else []

@@ -41,7 +41,7 @@ from sft_play.launch.settings import (
     refuse_unknown_layers,
 )
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import Calibration, load_calibration, of_all_nodes
+from sft_play.plan.calibration import load_calibration, of_all_nodes
 from sft_play.plan.detect import all_hidden, detect, require_usable
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
@@ -280,8 +280,6 @@ class Job:
     """This machine's part among several, from the first hello to the last exit."""
     checkpoint: Path | None = None
     """What this attempt continues from."""
-    measured: tuple[tuple[Calibration, ...], ...] = ()
-    """On node 0, of each node: what `make bench` measured there; empty until they have met."""
     processes: int | None = None
     """Of all nodes, where several have met."""
     shared: bool = False
@@ -292,7 +290,7 @@ class Job:
     @property
     def has_met(self) -> bool:
         """Whether this is node 0 and the other machines have come."""
-        return bool(self.measured)
+        return self.node.rank == 0 and self.processes is not None
 
     def environment(self, plan: Plan, more: Mapping[str, str] = {}) -> WorkerEnvironment:
         """Return the environment of this node's workers, with what this run needs `more`."""
@@ -310,7 +308,7 @@ class Job:
             typed=self.loaded.typed,
             prepared=prepared,
             launch=replace(self.options.request, early=prepared is None),
-            calibration=of_all_nodes(load_calibration(self.hardware), self.measured),
+            calibration=of_all_nodes(load_calibration(self.hardware), ()),
         )
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):

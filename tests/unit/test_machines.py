@@ -9,17 +9,16 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.launch.agreement import NodeFacts, compare, compare_prepared, config_here, versions_here
+from sft_play.launch.agreement import compare_facts, compare_prepared, config_here, versions_here
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.plan import LaunchRequest
 from sft_play.plan.request import ranks_of
 from tests.documents import on_page
 
 
-def facts(rank: int, **changes: Any) -> NodeFacts:
+def facts(rank: int, **changes: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
-        "rank": rank,
-        "host": "abc"[rank],
+        "node": f"node {rank} ({'abc'[rank]})",
         "num_nodes": 3,
         "resumed": False,
         "checkpoint": None,
@@ -27,9 +26,9 @@ def facts(rank: int, **changes: Any) -> NodeFacts:
         "config": {"train.seed": "1"},
         "versions": {"torch": "2.13.0"},
         "kind": "cuda",
-        "devices": (),
+        "devices": [],
     }
-    return NodeFacts(**{**known, **changes})
+    return {**known, **changes}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def facts(rank: int, **changes: Any) -> NodeFacts:
     ],
 )
 def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], said: str) -> None:
-    (error,) = compare([facts(0), facts(1, **change)])
+    (error,) = compare_facts([facts(0), facts(1, **change)])
     assert type(error) is kind and said in error.render(), error.render()
     assert "versions" not in change or on_page("different-versions-on-machines", error.render())
 
