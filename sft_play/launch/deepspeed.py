@@ -10,17 +10,18 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.config.yaml_files import Node, parse_yaml, read_text
 from sft_play.errors import UserError, raise_all
-from sft_play.files import read_json, text_sha256, write_text
+from sft_play.files import text_sha256, write_text
 from sft_play.plan.plan import Plan, Precision
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.text import plural
@@ -48,6 +49,12 @@ NOT_OURS: Mapping[str, str] = {
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
 
+REMOVED = frozenset({
+    "amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
+    "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients",
+})  # fmt: skip
+"""Keys that DeepSpeed 0.19 refuses itself, once workers have started."""
+
 GATHERED = "stage3_gather_16bit_weights_on_model_save"
 OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     "bfloat16": ("bf16", None),
@@ -68,23 +75,8 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Keys that may have no other value, and why."""
 ON_GPUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 """Keys of `zero_optimization` for which DeepSpeed has no code on a CPU."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": (
-        "an integer",
-        lambda value: _is_number(value) and float(value).is_integer(),
-    ),  # 5e8 is how people write bucket sizes
-    "number": ("a number", _is_number),
-    "string": ("a text", lambda value: isinstance(value, str)),
-    "object": ("an object", lambda value: isinstance(value, dict)),
-    "any": ("a value", lambda _: True),
-}
+SECTIONS = ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization")
+OFFLOAD = ("offload_optimizer", "offload_param")
 BATCH_KEYS: Mapping[str, str] = {
     "batch_size": "train_micro_batch_size_per_gpu",
     "grad_accum": "gradient_accumulation_steps",
@@ -99,8 +91,6 @@ OURS_UNLESS_TYPED = (
 )
 SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 WITH_DEFAULTS = ("zero_optimization.", "fp16.", "bf16.", "activation_checkpointing.")
-FREE = {"type": "string", "params": "object", "legacy_fusion": "bool"}
-"""Keys of `optimizer` and `scheduler`, which DeepSpeed does not check."""
 MODELS = "sft_play.training.deepspeed_models"
 MODELS_SECONDS = 120.0
 COMMENT, COMMA = r"//[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])"
@@ -218,12 +208,6 @@ def deepspeed_settings(
     }
 
 
-@cache
-def known_keys() -> Any:
-    """The table of `scripts/render_deepspeed_keys.py`."""
-    return read_json(Path(__file__).with_name("deepspeed_keys.json"))
-
-
 def read_user_json(path: Path) -> UserDeepSpeed:
     """Read and check a user's DeepSpeed JSON. Raise `UserError` with every problem, each with `file:line`."""
     user = load_user_json(path)
@@ -275,19 +259,16 @@ def settings_from_run(
 
 
 def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDeepSpeed:
-    """The same of settings that were read from `path`; `source` knows their lines."""
-    problems = _check_keys(settings, source, path)
-    zero = settings.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    if zero is None:
+    """The same of settings that were read from `path`; `source` knows their lines. DeepSpeed's own models look at the
+    values later (`ask_deepspeed`).
+    """
+    problems = [
+        UserError(text, place=source.place(path, key), hint=hint) for key, text, hint in _refused_keys(settings)
+    ]
+    if "zero_optimization" not in settings:
         hint = 'add "zero_optimization": {"stage": 2}'
         problems.append(UserError("`zero_optimization` is missing", place=str(path), hint=hint))
-    elif (stage not in (1, 2, 3) or stage is True) and (stage in ("auto", None) or KINDS["int"][1](stage)):
-        hint = "`make train-distributed` trains without sharding" if stage == 0 else ""
-        text = f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3"
-        problems.append(UserError(text, place=source.place(path, "zero_optimization.stage"), hint=hint))
-    sections = [*known_keys()["sections"], "optimizer", "scheduler"]
-    if stage not in (1, 2, 3) or not all(isinstance(_at(settings, name), Mapping | None) for name in sections):
+    if any(key.split(".")[0] in SECTIONS for key, *_ in _misshapen(settings)) or "zero_optimization" not in settings:
         raise_all(problems)
     notices = _translate(settings, source, path)
     return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(notices), problems=tuple(problems))
@@ -317,42 +298,36 @@ def _blank(found: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", found[0]) if found[1] else found[0]
 
 
-def _check_keys(settings: Mapping[str, Any], source: Node, path: Path) -> list[UserError]:
-    """Return what is wrong with keys and kinds of values."""
-    sections = {**known_keys()["sections"], "optimizer": FREE, "scheduler": FREE}
-    unwanted = {key: f"`{key}`: {why}" for key, why in known_keys()["removed"].items()}
-    unwanted |= {key: f"`{key}` is not supported here: {why}" for key, why in NOT_OURS.items()}
-    problems: list[UserError] = []
-    for section, keys in {"": {key: "object" if key in sections else "any" for key in TOP_LEVEL}, **sections}.items():
-        part = _at(settings, section)
-        for key, value in part.items() if isinstance(part, Mapping) else ():
-            dotted = f"{section}.{key}" if section else key
-            hint = "take the key out"
-            if dotted in unwanted:
-                text = unwanted[dotted]
-            elif key not in keys:
-                close = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
-                text = f"unknown DeepSpeed key `{dotted}`"
-                hint = (
-                    f"did you mean `{dotted.removesuffix(key)}{close[0]}`?"
-                    if close
-                    else f"DeepSpeed 0.19 has none; {hint}"
-                )
-            elif value not in ("auto", None) and not KINDS[keys[key]][1](value):
-                text, hint = f"`{dotted}` is `{value}`; expected {KINDS[keys[key]][0]}", ""
-            elif key == "device" and value == "nvme":
-                text, hint = f"`{dotted}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
-            else:
-                continue
-            problems.append(UserError(text, place=source.place(path, dotted), hint=hint))
-    for dotted, (values, why) in ONLY.items():
-        if (value := _at(settings, dotted)) not in (None, "auto", *values):
-            problems.append(
-                UserError(
-                    f"`{dotted}` is `{_json(value)}`: {why}", place=source.place(path, dotted), hint="take the key out"
-                )
-            )
-    return problems
+def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each key that is not taken, why, and a hint."""
+    yield from _misshapen(settings)
+    for key in settings.keys() - TOP_LEVEL:  # DeepSpeed ignores them in silence
+        if key in NOT_OURS:
+            yield key, f"`{key}` is not supported here: {NOT_OURS[key]}", "take the key out"
+        elif key in REMOVED:
+            yield key, f"`{key}` is no longer in DeepSpeed, which would end with it", "take the key out"
+        else:
+            close = difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.7)
+            hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has none; take the key out"
+            yield key, f"unknown DeepSpeed key `{key}`", hint
+    for part in OFFLOAD:
+        if _at(settings, f"zero_optimization.{part}.device") == "nvme":
+            key = f"zero_optimization.{part}.device"
+            yield key, f"`{key}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
+    for key, (values, why) in ONLY.items():
+        if (value := _at(settings, key)) not in (None, "auto", *values):
+            yield key, f"`{key}` is `{_json(value)}`: {why}", "take the key out"
+
+
+def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield what the plan could not read."""
+    for key in (*SECTIONS, *(f"zero_optimization.{part}" for part in OFFLOAD)):
+        if not isinstance(value := _at(settings, key), Mapping | None):
+            yield key, f"`{key}` is `{_json(value)}`; expected an object", ""
+    stage = _at(settings, "zero_optimization.stage")
+    if "zero_optimization" in settings and (stage not in (1, 2, 3) or stage is True):
+        hint = "`make train-distributed` trains without sharding" if stage in (0, None) else ""
+        yield "zero_optimization.stage", f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3", hint
 
 
 def _translate(settings: dict[str, Any], source: Node, path: Path) -> list[str]:
@@ -369,14 +344,6 @@ def _translate(settings: dict[str, Any], source: Node, path: Path) -> list[str]:
             raise UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place)
         part[new] = given if value is None else {**value, **({"pin_memory": pin} if isinstance(pin, bool) else {})}
         notices.append(f"{place}: `{old}` is the old spelling of `{new}`, and is read as `{_json(part[new])}`")
-    zero = settings["zero_optimization"]
-    for key in [key for key in zero if f"stage3_{key}" in known_keys()["sections"]["zero_optimization"]]:
-        if f"stage3_{key}" in zero:
-            place = source.place(path, f"zero_optimization.{key}")
-            raise UserError(
-                f"`{key}` and `stage3_{key}` are one key, and both are given", place=place, hint=f"keep `stage3_{key}`"
-            )
-        zero[f"stage3_{key}"] = zero.pop(key)
     return notices
 
 
@@ -449,7 +416,9 @@ def ask_deepspeed(user: UserDeepSpeed, settings: Mapping[str, Any]) -> None:
     Where DeepSpeed cannot be imported, or does not answer, the workers say so.
     """
     text = json.dumps(settings, sort_keys=True)
-    accepted = cache_folder() / "deepspeed" / f"{known_keys()['deepspeed']}-{text_sha256(text)[:24]}"
+    if not find_spec("deepspeed"):
+        return
+    accepted = cache_folder() / "deepspeed" / f"{version('deepspeed')}-{text_sha256(text)[:24]}"
     if accepted.is_file():
         return
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):

@@ -38,7 +38,6 @@ from sft_play.launch.settings import (
     AccelerateChoices,
     machines_and_strategy,
     read_accelerate_config,
-    refuse_unknown_layers,
 )
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import load_calibration, of_all_nodes
@@ -378,7 +377,6 @@ def refuse_files(options: LaunchOptions, plan: Plan, config: Config, shape: Mode
     """Raise what a plan refuses of a user's DeepSpeed JSON and accelerate config, before anything is prepared."""
     if options.deepspeed:
         ask_deepspeed(options.deepspeed, resolve(options.deepspeed, plan, config, hidden_size=shape.hidden_size)[0])
-    refuse_unknown_layers(options.accelerate_config, options.fsdp, shape.model_type)
 
 
 def _node(options: LaunchOptions) -> Node:

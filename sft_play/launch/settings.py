@@ -4,16 +4,14 @@ one for this machine.
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from sft_play.config.call import LARGEST_PORT, Call
+from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
 from sft_play.config.yaml_files import Node as YamlNode
 from sft_play.config.yaml_files import dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all
@@ -47,19 +45,22 @@ STRATEGIES: Mapping[str, Literal["single", "ddp", "zero", "fsdp2"]] = {
     "DEEPSPEED": "zero",
     "FSDP": "fsdp2",
 }
-READ = frozenset(
-    {
-        "distributed_type",
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "mixed_precision",
-        "deepspeed_config",
-        "fsdp_config",
-    }
-)
+TAKEN: Mapping[str, Any] = {
+    "distributed_type": Literal["NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP"],
+    "num_processes": Positive | None,
+    "num_machines": Positive | None,
+    "machine_rank": FromZero | None,
+    "main_process_ip": str | None,
+    "main_process_port": Annotated[int, Range(minimum=0, maximum=LARGEST_PORT)] | None,
+    "mixed_precision": Literal["no", "bf16", "fp16"] | bool | None,
+    "deepspeed_config": dict | None,
+    "deepspeed_config.deepspeed_config_file": str | None,
+    "fsdp_config": dict | None,
+    "fsdp_config.fsdp_activation_checkpointing": bool | None,
+    "fsdp_config.fsdp_reshard_after_forward": bool | None,
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": str | None,
+}
+"""Keys that are used, with their types; what they mean to DeepSpeed and FSDP these libraries check."""
 Only = Mapping[str, tuple[tuple[Any, ...], str]]
 """Keys that may be in a section with one meaning only: the values, and the reason why another one is refused."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -87,26 +88,6 @@ ONLY: Only = {
         ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, "TPUs are not supported")
     ),
 }
-KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(
-        ("num_processes", "num_machines"), ("an integer >= 1", lambda value: _is_integer(value) and value >= 1)
-    ),
-    "machine_rank": ("an integer >= 0", lambda value: _is_integer(value) and value >= 0),
-    "main_process_port": ("a port, 0 to 65535", lambda value: _is_integer(value) and 0 <= value <= LARGEST_PORT),
-    "main_process_ip": ("the address of machine 0", lambda value: isinstance(value, str)),
-    "deepspeed_config": ("a mapping, such as `deepspeed_config_file: ds.json`", lambda value: isinstance(value, dict)),
-    "deepspeed_config.deepspeed_config_file": ("the path of a JSON", lambda value: isinstance(value, str)),
-    "fsdp_config": ("a mapping, such as `fsdp_version: 2`", lambda value: isinstance(value, dict)),
-    **dict.fromkeys(
-        ("fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_reshard_after_forward"),
-        ("true or false", lambda value: isinstance(value, bool)),
-    ),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": (
-        "names of classes, with commas between",
-        lambda value: isinstance(value, str),
-    ),
-}
-"""What a key may hold, beside nothing."""
 DEEPSPEED_KEYS: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -121,8 +102,7 @@ DEEPSPEED_ONLY: Only = {
     "deepspeed_multinode_launcher": (("standard",), "every node starts its own processes: expected `standard`"),
     "zero3_init_flag": ((True, False, None), ""),  # the worker decides how weights are first placed
 }
-LAYERS = "fsdp_transformer_layer_cls_to_wrap"
-FSDP_READ = frozenset({"fsdp_activation_checkpointing", "fsdp_reshard_after_forward", LAYERS})
+FSDP_READ = frozenset(key.partition(".")[2] for key in TAKEN if key.startswith("fsdp_config."))
 FSDP_ONLY: Only = {
     "fsdp_version": ((2,), ""),
     "fsdp_auto_wrap_policy": (("TRANSFORMER_BASED_WRAP", None), "layers are wrapped one by one"),
@@ -175,7 +155,7 @@ def machines_and_strategy(path: Path) -> tuple[int, str]:
     if not isinstance(settings, dict):
         return 1, ""
     machines, kind = settings.get("num_machines"), str(settings.get("distributed_type", "NO"))
-    return machines if _is_integer(machines) else 1, "" if STRATEGIES.get(kind) in ("single", "ddp") else kind
+    return machines if type(machines) is int else 1, "" if STRATEGIES.get(kind) in ("single", "ddp") else kind
 
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:
@@ -191,19 +171,14 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     def refuse(key: str, text: str, hint: str | None = None) -> None:
         problems.append(UserError(text, place=source.place(path, key), hint=hint))
 
-    _check_kinds(settings, refuse)
-    kind = str(settings.get("distributed_type", ""))
-    if kind not in STRATEGIES:
-        refuse(
-            "distributed_type",
-            f"`distributed_type` is `{kind}`; expected one of {', '.join(f'`{one}`' for one in STRATEGIES)}",
-        )
+    _check_types(source, settings, refuse)
+    kind = str(settings.get("distributed_type"))
     for old in sorted(settings.keys() & PRECISIONS.keys()):  # accelerate still reads it
         means = old if settings.pop(old) is True else "no"
         refuse(
             old, f"`{old}` is the old spelling of `mixed_precision`", f"write `mixed_precision: '{means}'` in its place"
         )
-    _check(settings, "", ONLY, READ, refuse)
+    _check(settings, "", ONLY, TAKEN.keys(), refuse)
     processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
     if processes is not None and processes % machines:
         text = (
@@ -212,9 +187,6 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         )
         refuse("num_processes", text)
     mixed = settings.get("mixed_precision")
-    if mixed not in (None, False, *PRECISIONS):
-        hint = "fp8 is not supported" if mixed == "fp8" else None
-        refuse("mixed_precision", f"`mixed_precision` is `{mixed}`; expected `no`, `bf16` or `fp16`", hint)
     train: dict[str, Any] = {} if mixed is None else {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
     notices: list[str] = []
     deepspeed, fsdp = None, {}
@@ -246,18 +218,18 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 Refuse = Callable[..., None]
 
 
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_kinds(settings: dict[str, Any], refuse: Refuse) -> None:
-    """Refuse values that a key cannot have, and take them out, so that nothing else has to look."""
-    for dotted, (expected, fits) in KINDS.items():
+def _check_types(source: YamlNode, settings: dict[str, Any], refuse: Refuse) -> None:
+    """Refuse values of another type than a key takes, and take them out, so that nothing else has to look."""
+    for dotted, annotation in TAKEN.items():
         section, _, key = dotted.rpartition(".")
-        part = settings.get(section) if section else settings
-        if isinstance(part, dict) and (value := part.get(key)) is not None and not fits(value):
-            refuse(dotted, f"`{dotted}` is `{value}`; expected {expected}")
-            part[key] = None
+        values: Any = settings.get(section) if section else settings
+        if isinstance(values, dict):
+            holder, problems = source.value[section] if section else source, list[Mismatch]()
+            value = convert(holder.value.get(key, YamlNode(None)), annotation, dotted, problems)
+            for one in problems:
+                refuse(dotted, f"`{one.key}` {one.problem}", one.hint)
+            if key in values:
+                values[key] = None if value is INVALID else value
 
 
 def _check(section: Mapping[str, Any], prefix: str, only: Only, read: Set[str], refuse: Refuse) -> None:
@@ -315,33 +287,6 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
     if "fsdp_activation_checkpointing" in passed:
         train["gradient_checkpointing"] = passed.pop("fsdp_activation_checkpointing")
     return passed
-
-
-def refuse_unknown_layers(path: Path | None, fsdp: Mapping[str, Any], model_type: str) -> None:
-    """Raise `UserError` for classes to wrap that transformers' code of this model does not have; a model's own code is
-    not looked at.
-    """
-    names = [name.strip() for name in str(fsdp.get(LAYERS) or "").split(",") if name.strip()]
-    spec = find_spec("transformers") if names else None  # not imported
-    models = Path(spec.origin).parent / "models" if spec and spec.origin else None
-    own = sorted(models.glob(f"{model_type.replace('-', '_')}/modeling_*.py")) if models else []
-    code = "\n".join(file.read_text(encoding="utf-8") for file in own)
-    if models and "AutoModel.from_config" in code:  # made of other families
-        code = "\n".join(file.read_text(encoding="utf-8") for file in sorted(models.glob("*/modeling_*.py")))
-    classes = re.findall(r"^class (\w+)", code, re.MULTILINE)
-    if unknown := [name for name in names if classes and name not in classes]:
-        close = difflib.get_close_matches(
-            unknown[0], [one for one in classes if one.endswith(("Layer", "Block"))], n=1, cutoff=0.3
-        )
-        raise UserError(
-            f"`fsdp_config.{LAYERS}` is `{fsdp[LAYERS]}`, and a `{model_type}` has no `{unknown[0]}`",
-            place=read_yaml(path).place(path, f"fsdp_config.{LAYERS}") if path else None,
-            hint=(
-                f"did you mean `{close[0]}`? Without the key, layers are found"
-                if close
-                else "without the key, layers are found"
-            ),
-        )
 
 
 def accelerate_settings(

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from scripts.render_launch_files import KEPT, kept_files
+from sft_play.launch.deepspeed import REMOVED
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.slow
@@ -41,13 +42,12 @@ for stage in (1, 2, 3):
                                   batch=batch_numbers(micro_batch=2, accumulation=4, world_size=1), offload=stage == 3)
     config = DeepSpeedConfig(settings)
     assert config.zero_optimization_stage == stage and config.train_batch_size == 8, stage
-sys.path.insert(0, "scripts")
-import render_deepspeed_keys
-print(json.dumps({"accelerate": result, "keys": render_deepspeed_keys.table()}))
+from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+print(json.dumps({"accelerate": result, "removed": sorted(_REMOVED_TOP_LEVEL_CONFIG_KEYS)}))
 """
 
 
-def test_the_libraries_read_them_and_the_table_of_keys_is_fresh() -> None:
+def test_the_libraries_read_them_and_removed_keys_are_known() -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     shown = subprocess.check_output(
         [sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment, text=True, timeout=240
@@ -57,5 +57,4 @@ def test_the_libraries_read_them_and_the_table_of_keys_is_fresh() -> None:
     assert found["accelerate"]["cpu_ddp"] == ["MULTI_GPU", 2, "no", None]
     assert found["accelerate"]["fsdp2"] == ["FSDP", 2, "bf16", 2]
     assert found["accelerate"]["zero3_offload"][0] == "DEEPSPEED"
-    kept = json.loads((ROOT / "sft_play" / "launch" / "deepspeed_keys.json").read_text(encoding="utf-8"))
-    assert found["keys"] == kept, "deepspeed_keys.json is stale: run scripts/render_deepspeed_keys.py"
+    assert set(found["removed"]) == REMOVED

@@ -37,7 +37,6 @@ NO_BENCHMARK = {"harness", "acceptance", "acceptance_model", "acceptance_steps"}
 SCRIPTS = {
     "check_tree.py": ((), "modules"),
     "measure_chunked_loss.py": (("1", "64"), "| trained | 64 |"),
-    "render_deepspeed_keys.py": ((), ""),
     "render_launch_files.py": ((), ""),
     "render_presets.py": ((), ""),
     "render_reference.py": ((), ""),

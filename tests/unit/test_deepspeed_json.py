@@ -13,7 +13,7 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import UserError
-from sft_play.launch.deepspeed import GATHERED, ask_deepspeed, known_keys, read_user_json, resolve
+from sft_play.launch.deepspeed import GATHERED, NOT_OURS, REMOVED, ask_deepspeed, read_user_json, resolve
 from sft_play.plan.plan import Plan
 from tests.plans import rank_plan, simple_plan
 
@@ -62,12 +62,10 @@ def test_what_is_not_json_is_named_with_its_place(tmp_path: Path, text: str, pla
     assert f"ds.json{place}: " in refusal(tmp_path, text)
 
 
-def test_every_removed_key_is_refused_by_name_and_line(tmp_path: Path) -> None:
-    for key in known_keys()["removed"]:
-        section, _, leaf = key.rpartition(".")
-        content: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-        (content[section] if section else content)[leaf] = {"enabled": True}
-        assert re.search(rf"ds.json:\d+: `{key}`: ", refusal(tmp_path, json.dumps(content, indent=1)))
+def test_every_key_that_is_not_taken_is_refused_by_name_and_line(tmp_path: Path) -> None:
+    for key in (*REMOVED, *NOT_OURS):
+        content = {"zero_optimization": {"stage": 2}, key: {"enabled": True}}
+        assert re.search(rf"ds.json:\d+: `{key}` is ", refusal(tmp_path, json.dumps(content, indent=1)))
 
 
 @pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
@@ -229,9 +227,12 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
         ('"zero_optimization": {"stage": 1, "legacy_stage1": true}', "`zero_optimization.legacy_stage1` is `true`"),
         ('"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}', "ratio` is `0.5`"),
         (
-            '"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 2}',
-            "are one key, and both are given",
+            '"zero_optimization": {"stage": 3, "offload_param": "cpu"}',
+            '`zero_optimization.offload_param` is `"cpu"`; expected',
         ),
+        ('"zero_optimization": {"stage": true}', "`zero_optimization.stage` is `True`; expected 1, 2 or 3"),
+        ('"fp16": true', "`fp16` is `true`; expected an object"),
+        ('"gradient_cliping": 1.0', "unknown DeepSpeed key `gradient_cliping`"),
     ],
 )
 def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
@@ -253,11 +254,6 @@ def test_a_file_that_contradicts_itself_is_told_of_its_own_keys(tmp_path: Path) 
         resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), CONFIG, hidden_size=64)
     product = "`train_micro_batch_size_per_gpu` 2 x `gradient_accumulation_steps` 8 x 2 processes"
     assert f"ds.json:3: `train_batch_size` is `10`, but the run uses `32` ({product})" in caught.value.render()
-
-
-def test_a_short_name_of_a_key_is_the_key(tmp_path: Path) -> None:
-    user = read_user_json(write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 3, "max_live_parameters": 7}}'))
-    assert user.settings["zero_optimization"] == {"stage": 3, "stage3_max_live_parameters": 7}
 
 
 def test_gradients_are_fp32_in_a_users_own_file_too_unless_it_says_otherwise(tmp_path: Path) -> None:

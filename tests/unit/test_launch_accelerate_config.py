@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.launch.settings import LAYERS, AccelerateChoices, read_accelerate_config, refuse_unknown_layers
+from sft_play.launch.settings import AccelerateChoices, read_accelerate_config
 
 BASE = """\
 compute_environment: LOCAL_MACHINE
@@ -91,7 +91,7 @@ def test_fsdp2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "kind", "words"),
     [
-        ("", "XLA", ("acc.yaml:3: ", "`distributed_type` is `XLA`; expected one of `NO`")),
+        ("", "XLA", ("acc.yaml:3: ", "`distributed_type` is `XLA`; expected `NO`")),
         ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "FSDP", ("only FSDP2 is supported",)),
         (FSDP.replace("offload_params: false", "offload_params: true"), "FSDP", ("zero3_offload",)),
         (FSDP + "  fsdp_new_thing: 1\n", "FSDP", ("not understood: `fsdp_config.fsdp_new_thing`",)),
@@ -117,23 +117,21 @@ def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[st
 @pytest.mark.parametrize(
     ("line", "kind", "said"),
     [
-        ("deepspeed_config: ds.json", "DEEPSPEED", "`deepspeed_config` is `ds.json`; expected a mapping, such as `deepspeed_config_file: ds.json`"),
+        ("deepspeed_config: ds.json", "DEEPSPEED", "`deepspeed_config` is `ds.json`; expected a mapping"),
         ("deepspeed_config: [1]", "MULTI_GPU", "`deepspeed_config` is `[1]`; expected a mapping"),
         ("fsdp_config: full_shard auto_wrap", "FSDP", "`fsdp_config` is `full_shard auto_wrap`; expected a mapping"),
-        ("deepspeed_config: {deepspeed_config_file: 5}", "DEEPSPEED", "`deepspeed_config.deepspeed_config_file` is `5`; expected the path of a JSON"),
         ("deepspeed_config: {deepspeed_config_file: gone.json}", "DEEPSPEED", "`deepspeed_config_file` is `gone.json`, and there is no such file"),
         ("deepspeed_config: {zero_stage: two}", "DEEPSPEED", "`zero_optimization.stage` is `two`"),
-        ("main_process_ip: 2333", "MULTI_GPU", "`main_process_ip` is `2333`; expected the address of machine 0"),
-        ("main_process_ip: [10.0.0.1]", "MULTI_GPU", "`main_process_ip` is `['10.0.0.1']`; expected the address of machine 0"),
-        ("main_process_port: 70000", "MULTI_GPU", "`main_process_port` is `70000`; expected a port, 0 to 65535"),
-        ("main_process_port: '29500'", "MULTI_GPU", "`main_process_port` is `29500`; expected a port"),
+        ("main_process_ip: [10.0.0.1]", "MULTI_GPU", "`main_process_ip` is `[10.0.0.1]`; expected text"),
+        ("main_process_port: 70000", "MULTI_GPU", "`main_process_port` is `70000`; expected an integer >= 0 and <= 65535"),
+        ("main_process_port: '29500'", "MULTI_GPU", "`main_process_port` is `29500`; expected an integer"),
         ("num_machines: 0", "MULTI_GPU", "`num_machines` is `0`; expected an integer >= 1"),
         ("num_processes: 0", "MULTI_GPU", "`num_processes` is `0`; expected an integer >= 1"),
-        ("num_processes: true", "MULTI_GPU", "`num_processes` is `True`; expected an integer >= 1"),
+        ("num_processes: true", "MULTI_GPU", "`num_processes` is `true`; expected an integer >= 1"),
         ("machine_rank: -1", "MULTI_GPU", "`machine_rank` is `-1`; expected an integer >= 0"),
         ("use_cpu: 'yes'", "MULTI_GPU", "`use_cpu` is `yes`"),
-        ("fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: [A]}", "FSDP", "expected names of classes, with commas between"),
-        ("fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD}", "FSDP", "is `FULL_SHARD`; expected true or false"),
+        ("fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: [A]}", "FSDP", "cls_to_wrap` is `[A]`; expected text"),
+        ("fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD}", "FSDP", "is `FULL_SHARD`; expected `true`, `false` or null"),
         ("1: 2\ncolour: blue", "MULTI_GPU", "keys that are not understood: `1`, `colour`"),
     ],
 )  # fmt: skip
@@ -171,28 +169,3 @@ def test_a_file_may_ask_for_the_cpu(tmp_path: Path, line: str, kind: str, cpu: b
     path = tmp_path / "acc.yaml"
     path.write_text(BASE.format(kind=kind).replace("use_cpu: false\n", f"{line}\n"))
     assert read_accelerate_config(path).cpu is cpu
-
-
-@pytest.mark.parametrize(
-    ("family", "names", "said"),
-    [
-        ("llama", "LlamaDecoderLayer", None),
-        ("llama", None, None),
-        ("gemma3", "Gemma3DecoderLayer,SiglipEncoderLayer", None),
-        ("of-mine", "Mine", None),
-        ("llama", "NoSuchLayer", "a `llama` has no `NoSuchLayer`"),
-        ("llama", "LlamaDecoderLayer, GPT2Block", "a `llama` has no `GPT2Block`"),
-        ("qwen3", "LlamaDecoderLayer", "did you mean `Qwen3DecoderLayer`?"),
-    ],
-)
-def test_classes_to_wrap_are_those_of_the_model(
-    tmp_path: Path, family: str, names: str | None, said: str | None
-) -> None:
-    path = tmp_path / "acc.yaml"
-    path.write_text(f"fsdp_config:\n  fsdp_version: 2\n  {LAYERS}: {names}\n")
-    if said is None:
-        refuse_unknown_layers(path, {LAYERS: names} if names else {}, family)
-        return
-    with pytest.raises(UserError) as caught:
-        refuse_unknown_layers(path, {LAYERS: names}, family)
-    assert f"{path}:3: " in caught.value.render() and said in caught.value.render(), caught.value.render()
