@@ -37,7 +37,8 @@ from sft_play.errors import HardwareError, Problems, UserError, raise_all
 from sft_play.files import lock, text_sha256, typed_path
 from sft_play.launch.attempt import DELIVERED, day_words, run_preparation
 from sft_play.launch.deepspeed import read_user_json
-from sft_play.launch.environment import FETCH, next_free_port, require_free_port
+from sft_play.launch.environment import next_free_port, require_free_port
+from sft_play.launch.machines import FETCH
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started, names_from
 from sft_play.launch.settings import NO_DEFAULT_FILE

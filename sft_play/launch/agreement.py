@@ -21,9 +21,9 @@ from sft_play.config.call import flatten
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import text_sha256
-from sft_play.launch.environment import FETCH, MAKE_ONE, VARIABLE, interface_of
+from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
 from sft_play.launch.job import Job
-from sft_play.launch.machines import Facts, Machines
+from sft_play.launch.machines import FETCH, Facts, Machines
 from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
 from sft_play.launch.store import print_line
 from sft_play.plan.hardware import Device

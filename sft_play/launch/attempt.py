@@ -1,4 +1,6 @@
-"""One attempt of a launch: the preparation, probes of the plan, the run's files, and the workers from start to end."""
+"""The attempts of a launch: what follows each, its files, the workers from start to end; before them the preparation
+and probes of the plan.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +11,140 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
-from sft_play.errors import HardwareError, RetryableError
+from sft_play.errors import CheckpointError, HardwareError, RetryableError, UserError
 from sft_play.files import read_json, write_json, write_text
+from sft_play.launch import recovery
+from sft_play.launch.agreement import agree, meet
 from sft_play.launch.deepspeed import resolve, settings_of
-from sft_play.launch.environment import DROPPED, FETCH, Node, WorkerEnvironment, dump_variables, ranks_of
+from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, indices_of, ranks_of
 from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
+from sft_play.launch.machines import FETCH
 from sft_play.launch.node import WORKER_MODULE, supervise
 from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
-from sft_play.launch.resume import launch_facts
-from sft_play.launch.run_folder import record_event
+from sft_play.launch.recovery import Following, Restarts
+from sft_play.launch.resume import launch_facts, newest_checkpoint
+from sft_play.launch.run_folder import explain_disk_errors, record_event
 from sft_play.launch.settings import accelerate_yaml
-from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, record_stop
 from sft_play.launch.watch import is_terminal, show_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.plan import Plan, describe_batches
 from sft_play.plan.show import show_plan
 from sft_play.plan.sources import Probed, load_probe, memory_of, save_probe
+from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import OWN, RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.progress import PANEL
+from sft_play.runs.progress import PANEL, notify
+
+
+def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
+    """Start the workers and wait for them; start them again after a lost rank, or with less at a time when memory ran
+    out. Return how it ended at last.
+    """
+    prepared = Prepared.load(job.home(run).prepared)
+    if job.call.options.get("SOURCE") == "probe":
+        probe(job, run, prepared)
+    job, plan = agree(job, prepared, run, recovery.recoveries(run))
+    budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
+    with explain_disk_errors(run):
+        outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
+    try:
+        with record_stop(run, job.node.rank), explain_disk_errors(run):
+            while outcome.code == LOST:
+                newest = cache(partial(newest_checkpoint, run))  # every byte is read, which an end does not wait for
+                following, alone = _follow(job, partial(_decide, job, prepared, plan, outcome, budget, newest))
+                if not following.again:
+                    return following.outcome or outcome
+                job = _begin_again(job, run, following, alone=alone)
+                if job.machines or following.less:
+                    recoveries = (*plan.recoveries, following.recovered) if following.recovered else plan.recoveries
+                    job, plan = agree(job, prepared, run, recoveries)
+                if plan.device == "cuda":
+                    wait_until_free(job.hardware, indices_of(plan, job.node))
+                start = job.checkpoint if job.machines else newest()
+                outcome = run_attempt(job, plan, run, event=None, checkpoint=start)
+    except UserError as error:
+        outcome = Outcome(code=error.exit_code, message=error.render())
+        if job.machines:
+            job.machines.fail(error)
+    return outcome
+
+
+def _follow(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
+    """Return what follows, the same on all machines, and whether this one decided by itself because node 0 has gone."""
+    decided = job.machines.follow(lambda: decide().to_json()) if job.machines else None
+    return (Following.from_json(decided), False) if decided else (decide(), job.machines is not None)
+
+
+def _begin_again(job: Job, run: RunFolder, following: Following, *, alone: bool) -> Job:
+    """Say, record and notify what follows, and return the job of the next attempt, for which machines meet anew; where
+    this one is `alone`, node 0 may come back.
+    """
+    print(f"\n{following.said}", file=sys.stderr, flush=True)
+    if following.less:
+        job = job.with_request(replace(job.options.request, **following.less))
+    if following.event:
+        facts = {**({"launch": launch_facts(job.options)} if following.less else {}), **following.facts}
+        with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
+            record_event(run, following.event, node_rank=job.node.rank, **facts)
+        if job.node.rank == 0:
+            notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.said}")
+    time.sleep(following.pause)
+    if (machines := job.machines) is None:
+        return job.with_fresh_port()
+    if alone:
+        machines.close()
+        machines.open()
+    return meet(job, run, partial(newest_here, run, job.node.rank))
+
+
+def newest_here(run: RunFolder, node_rank: int) -> Path | None:
+    """Return the newest valid checkpoint, which is brought first where it has to be."""
+    if node_rank:
+        fetch_checkpoint(run, node_rank)
+    return newest_checkpoint(run)
+
+
+def _decide(
+    job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts, newest: Callable[[], Path | None]
+) -> Following:
+    """Return what follows the end of an attempt."""
+    if outcome.cause != OUT_OF_MEMORY and not budget.limit:
+        return Following()
+    try:
+        checkpoint = newest()
+    except CheckpointError as error:
+        message = f"{error.render()}\n\nwhy it had ended: {outcome.first_line}"
+        return Following(outcome=Outcome(code=error.exit_code, rank=outcome.rank, message=message))
+    if outcome.cause == OUT_OF_MEMORY:
+        return _with_less(job, prepared, plan, outcome, checkpoint, budget) if job.node.rank == 0 else Following()
+    return budget.following(outcome, checkpoint)
+
+
+def _with_less(
+    job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, budget: Restarts
+) -> Following:
+    """Return what follows when memory ran out."""
+    config, request = job.loaded.config, job.options.request
+    found = recovery.remedy(config, job.shape, before, request, outcome, budget.retries)
+    if isinstance(found, str):
+        return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{found}"))
+    budget.retries += 1
+    job = job.with_request(found)
+    plan = job.plan(prepared)
+    changed = recovery.facts(before, plan, outcome, checkpoint)
+    said = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
+    less = {name: getattr(found, name) for name in recovery.LESS}
+    return Following(again=True, said=said, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
 
 
 def worker_arguments(

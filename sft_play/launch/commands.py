@@ -6,24 +6,18 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
-from sft_play.errors import CheckpointError, UserError
 from sft_play.files import is_gone, remove_half_written
 from sft_play.launch import recovery
-from sft_play.launch.agreement import agree, join_machines, meet, remove_own_part
-from sft_play.launch.attempt import fetch_checkpoint, obtain_prepared, probe, run_attempt, wait_until_free
-from sft_play.launch.environment import FETCH, indices_of
+from sft_play.launch.agreement import join_machines, remove_own_part
+from sft_play.launch.attempt import newest_here, obtain_prepared, run_attempts
 from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
+from sft_play.launch.machines import FETCH
 from sft_play.launch.process import end_by_signals
-from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
     as_resume,
     check_overrides,
@@ -32,8 +26,6 @@ from sft_play.launch.resume import (
     compare_fully,
     existing_run,
     is_longer,
-    launch_facts,
-    newest_checkpoint,
     options_of_run,
     refuse_fewer_steps,
     restore_on_error,
@@ -41,7 +33,6 @@ from sft_play.launch.resume import (
 )
 from sft_play.launch.run_folder import (
     choose_name,
-    explain_disk_errors,
     find_named_run,
     is_finished,
     last_plan,
@@ -50,10 +41,9 @@ from sft_play.launch.run_folder import (
     remove_left,
     reserve_folder,
 )
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, record_stop, tell_cause
-from sft_play.plan.plan import Plan
+from sft_play.launch.verdict import LOST, Outcome, describe_stop, tell_cause
 from sft_play.plan.show import beside_forecast
-from sft_play.runs.checkpoints import newest_valid, step_of
+from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, wait_until_sent
@@ -106,7 +96,7 @@ def start_run(
         obtain_prepared(job.home(run), day=job.day)
         if before_launch:
             before_launch(job, run)
-        outcome = run_attempts(job, run, event="started", checkpoint=None)
+        outcome = end_run(job, run, run_attempts(job, run, event="started", checkpoint=None))
     return run, outcome
 
 
@@ -142,7 +132,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
     choices = iter([first])  # the first meeting takes that checkpoint, later ones the newest
-    with join_machines(alone, run, choose=lambda: next(choices, None) or _newest(run, alone.node.rank)) as together:
+    with join_machines(alone, run, choose=lambda: next(choices, None) or newest_here(run, alone.node.rank)) as together:
         job, checkpoint = together, together.checkpoint
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
@@ -166,27 +156,11 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
-        return run_attempts(job, run, event="resumed", checkpoint=checkpoint)
+        return end_run(job, run, run_attempts(job, run, event="resumed", checkpoint=checkpoint))
 
 
-def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
-    """Start the workers and wait for them; start them again after a lost rank, or with less at a time when memory ran
-    out.
-    """
-    prepared = Prepared.load(job.home(run).prepared)
-    if job.call.options.get("SOURCE") == "probe":
-        probe(job, run, prepared)
-    job, plan = agree(job, prepared, run, recovery.recoveries(run))
-    budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
-    with explain_disk_errors(run):
-        outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
-    try:
-        with record_stop(run, job.node.rank), explain_disk_errors(run):
-            outcome = _run_further_attempts(job, run, prepared, plan, outcome, budget)
-    except UserError as error:
-        outcome = Outcome(code=error.exit_code, message=error.render())
-        if job.machines:
-            job.machines.fail(error)
+def end_run(job: Job, run: RunFolder, outcome: Outcome) -> Outcome:
+    """Record how a run ended, notify, and write its page; return the same."""
     ended, removed = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed"), is_gone(run.config)
     if not removed:  # else nothing new is written: it would look like a run
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
@@ -206,101 +180,6 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
             _write_report(run)
         wait_until_sent()
     return outcome
-
-
-def _run_further_attempts(
-    job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts
-) -> Outcome:
-    """Start again as often as what happened allows; return how it ended at last. Raise `UserError` where an attempt
-    cannot be made.
-
-    Of several machines node 0 decides, and all do the same.
-    """
-    while outcome.code == LOST:
-        newest = cache(
-            partial(newest_checkpoint, run)
-        )  # every byte is read, which a run that only ends does not wait for
-        following, alone = _ask_node_0(job, partial(_decide, job, prepared, plan, outcome, budget, newest))
-        if not following.again:
-            return following.outcome or outcome
-        print(f"\n{following.said}", file=sys.stderr, flush=True)
-        job = (
-            job.with_request(replace(job.options.request, **following.less))
-            if following.less
-            else job.with_fresh_port()
-        )
-        if following.event:
-            asked = {"launch": launch_facts(job.options)} if following.less else {}
-            with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
-                record_event(run, following.event, node_rank=job.node.rank, **asked, **following.facts)
-            if job.node.rank == 0:
-                notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.said}")
-        time.sleep(following.pause)
-        if job.machines or following.less:
-            recoveries = (*plan.recoveries, following.recovered) if following.recovered else plan.recoveries
-            job, plan = _meet_again(job, run, prepared, recoveries, alone=alone)
-        if plan.device == "cuda":
-            wait_until_free(job.hardware, indices_of(plan, job.node))
-        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.machines else newest())
-    return outcome
-
-
-def _newest(run: RunFolder, node_rank: int) -> Path | None:
-    """Return the newest valid checkpoint, which is brought first where it has to be."""
-    if node_rank:
-        fetch_checkpoint(run, node_rank)
-    return newest_checkpoint(run)
-
-
-def _ask_node_0(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
-    """Return what follows, and whether this machine had to decide by itself because node 0 has gone."""
-    following = job.machines.follow(lambda: decide().to_json()) if job.machines else None
-    return (Following.from_json(following), False) if following else (decide(), job.machines is not None)
-
-
-def _decide(
-    job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, budget: Restarts, newest: Callable[[], Path | None]
-) -> Following:
-    """Return what follows the end of an attempt."""
-    if outcome.cause != OUT_OF_MEMORY and not budget.limit:
-        return Following()
-    try:
-        checkpoint = newest()
-    except CheckpointError as error:
-        message = f"{error.render()}\n\nwhy it had ended: {outcome.first_line}"
-        return Following(outcome=Outcome(code=error.exit_code, rank=outcome.rank, message=message))
-    if outcome.cause == OUT_OF_MEMORY:
-        return _with_less(job, prepared, plan, outcome, checkpoint, budget) if job.node.rank == 0 else Following()
-    return budget.following(outcome, checkpoint)
-
-
-def _meet_again(
-    job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], *, alone: bool
-) -> tuple[Job, Plan]:
-    """Return job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
-    if (machines := job.machines) is None:
-        return agree(job, prepared, run, recoveries)
-    if alone:
-        machines.close()
-        machines.open()
-    return agree(meet(job, run, lambda: _newest(run, job.node.rank)), prepared, run, recoveries)
-
-
-def _with_less(
-    job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, budget: Restarts
-) -> Following:
-    """Return what follows when memory ran out."""
-    config, request = job.loaded.config, job.options.request
-    found = recovery.remedy(config, job.shape, before, request, outcome, budget.retries)
-    if isinstance(found, str):
-        return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{found}"))
-    budget.retries += 1
-    job = job.with_request(found)
-    plan = job.plan(prepared)
-    changed = recovery.facts(before, plan, outcome, checkpoint)
-    said = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
-    less = {name: getattr(found, name) for name in recovery.LESS}
-    return Following(again=True, said=said, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
 
 
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:

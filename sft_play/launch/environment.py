@@ -28,10 +28,6 @@ from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import visible_names
 
-FETCH = "SFT_PLAY_FETCH"
-"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is
-asked.
-"""
 VARIABLE = "MASTER_KEY"
 LEAST = 16
 """Characters that a key must have: a shorter one is guessed."""

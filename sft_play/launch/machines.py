@@ -46,6 +46,10 @@ Judge = Callable[[Sequence[Facts]], list[UserError]]
 """What the machines, in order, are refused for."""
 Answer = Callable[[Sequence[Facts]], Facts]
 """What node 0 makes of what they said, for all."""
+FETCH = "SFT_PLAY_FETCH"
+"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is
+asked.
+"""
 LEAVE_SECONDS = 60.0
 """How long node 0 keeps the store for the others once its own part is done."""
 PEER_SECONDS = 10.0
