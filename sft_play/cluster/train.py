@@ -1,7 +1,7 @@
 """`make train-cluster`: one run on all machines of an inventory, started, watched and stopped from here.
 
 On every machine the command that a person would type there is started over SSH. The launchers meet in the store that
-node 0's serves on this machine (`launch.rendezvous`): who takes part, what came first, whether all start again, with
+node 0's serves on this machine (`launch.machines`): who takes part, what came first, whether all start again, with
 how many and with how much, is settled there. This command prepares and brings what the machines lack, shows what they
 say, starts a launcher where one is missing, and ends as node 0's does.
 """

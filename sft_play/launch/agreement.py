@@ -85,10 +85,10 @@ def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> 
         checkpoint = choose() if choose else None
         return _facts(job, machines.name, resumed=choose is not None, checkpoint=checkpoint)
 
-    def answer(said: Sequence[Facts]) -> Facts:
-        nodes[:] = [tuple(map(_device, facts["devices"])) for facts in said]
+    def answer(of_all: Sequence[Facts]) -> Facts:
+        nodes[:] = [tuple(map(_device, facts["devices"])) for facts in of_all]
         what = "GPU" if job.hardware.kind == "cuda" else "process"
-        here = [f"{facts['node']} with {plural(len(facts['devices']), what)}" for facts in said]
+        here = [f"{facts['node']} with {plural(len(facts['devices']), what)}" for facts in of_all]
         day = day_of(run.prepared) if choose else date.today().isoformat()
         return {"mark": mark, "processes": sum(map(len, nodes)), "here": here, "day": day}
 
@@ -130,11 +130,11 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
     common = machines.share(
         "prepared",
         mine,
-        lambda said: compare_prepared(said, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
-        lambda said: {
+        lambda of_all: compare_prepared(of_all, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
+        lambda of_all: {
             "plan": planned[0].to_json(),
             "port": machines.workers_port(),
-            "alone": [one["node"] for one in said if one["alone"]],
+            "alone": [facts["node"] for facts in of_all if facts["alone"]],
         },
     )
     _remove_marks(job, run)
@@ -186,8 +186,8 @@ def _remove_marks(job: Job, run: RunFolder) -> None:
 
 def _interface(addresses: Sequence[str], known: str | None) -> str | None:
     """Return the interface that really carries the connections to other nodes: a host's name may lead to 127.0.1.1."""
-    found = [name for address in addresses if (name := interface_of(address))]
-    return next((name for name in found if not name.startswith("lo")), next(iter(found), known))
+    names = [name for address in addresses if (name := interface_of(address))]
+    return next((name for name in names if not name.startswith("lo")), next(iter(names), known))
 
 
 # ---- What a machine says of itself
@@ -236,11 +236,10 @@ def versions_here(kind: str) -> dict[str, str]:
     """Return the versions that must be the same on every node: Python, packages, CUDA of torch's build, our own
     source.
     """
-    found = dict(versions())
-    found["python"] = ".".join(found["python"].split(".")[:2])
-    if kind == "cuda":
-        found["torch's CUDA"] = torch_cuda() or "none"
-    return found | {"source of sft_play": code_sha256()[:12]}
+    here = versions()
+    cuda = {"torch's CUDA": torch_cuda() or "none"} if kind == "cuda" else {}
+    python = ".".join(here["python"].split(".")[:2])
+    return {**here, "python": python, **cuda, "source of sft_play": code_sha256()[:12]}
 
 
 def config_here(loaded: LoadedConfig) -> dict[str, str]:
@@ -272,11 +271,16 @@ def _drop_folders(key: str, value: Any) -> Any:
 def _content(prepared: Prepared) -> dict[str, str]:
     """Return what must be the same on every node, in words that end with a hash."""
     model = prepared.model
-    found = {"base model": model.fingerprint[:12], "tokenizer and template": model.tokenizer_fingerprint[:12]}
-    for name, split in (("training data", prepared.train), ("validation data", prepared.validation)):
-        if split:
-            found[name] = f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
-    return found
+    splits = {"training data": prepared.train, "validation data": prepared.validation}
+    return {
+        "base model": model.fingerprint[:12],
+        "tokenizer and template": model.tokenizer_fingerprint[:12],
+        **{
+            name: f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
+            for name, split in splits.items()
+            if split
+        },
+    }
 
 
 # ---- What must be the same
@@ -286,15 +290,15 @@ LONGEST_VALUE, MOST_DIFFERENCES = 120, 20
 """Letters of a value, and differences, that a message shows."""
 
 
-def compare_facts(said: Sequence[Facts]) -> list[UserError]:
+def compare_facts(of_all: Sequence[Facts]) -> list[UserError]:
     """Return what is wrong with what these machines say of themselves, all at once."""
     shared = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
     gpus = "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"
     same_command, same_file = "type the same command on every node", "give every node the same file and variables"
-    resumed = [facts["resumed"] for facts in said]
+    resumed = [facts["resumed"] for facts in of_all]
 
     def all_of(key: str, words: Mapping[Any, str] | None = None) -> dict[str, Any]:
-        return {facts["node"]: words.get(facts[key], facts[key]) if words else facts[key] for facts in said}
+        return {facts["node"]: words.get(facts[key], facts[key]) if words else facts[key] for facts in of_all}
 
     kinds = all_of("kind", {"cuda": "GPUs", "cpu": "no GPU"})
     ways = all_of("resumed", {True: "continues the run", False: "starts it"})
@@ -312,7 +316,7 @@ def compare_facts(said: Sequence[Facts]) -> list[UserError]:
     ]
 
 
-def compare_prepared(said: Sequence[Facts], *, strategy: str, save_strategy: str) -> list[UserError]:
+def compare_prepared(of_all: Sequence[Facts], *, strategy: str, save_strategy: str) -> list[UserError]:
     """Return what is wrong with what nodes have prepared, and with run folders in which no checkpoint could be
     complete.
     """
@@ -320,17 +324,20 @@ def compare_prepared(said: Sequence[Facts], *, strategy: str, save_strategy: str
         "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared"
         " folder"
     )
-    found = _differing({one["node"]: one["prepared"] for one in said}, "nodes prepared different data", DataError, hint)
-    apart = [one["node"] for one in said if one["apart"]]
+    prepared = {facts["node"]: facts["prepared"] for facts in of_all}
+    errors = _differing(prepared, "nodes prepared different data", DataError, hint)
+    apart = ", ".join(facts["node"] for facts in of_all if facts["apart"])
     if apart and strategy in SHARDED and save_strategy != "no":
-        found.append(
-            CheckpointError(
-                f"under {strategy} every machine writes a part of each checkpoint, and {', '.join(apart)} cannot see the run folder of node 0",
-                hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
-                " `train.save_strategy: no`",
-            )
+        text = (
+            f"under {strategy} every machine writes a part of each checkpoint, and {apart} cannot see the run folder of"
+            " node 0"
         )
-    return found
+        hint = (
+            "let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy:"
+            " ddp`, or set `train.save_strategy: no`"
+        )
+        errors.append(CheckpointError(text, hint=hint))
+    return errors
 
 
 def _unlike(words: Mapping[str, Any], what: str, kind: type[UserError], hint: str) -> list[UserError]:
@@ -347,8 +354,8 @@ def _differing(tables: Mapping[str, Mapping[str, Any]], what: str, kind: type[Us
         for key in [*mine, *(key for key in theirs if key not in mine)]:
             if mine.get(key) != theirs.get(key):
                 lines.append(f"`{key}` is {_quote(mine.get(key))} on {first}, {_quote(theirs.get(key))} on {name}")
-    more = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
-    return [kind(f"{what}: {'; '.join(lines[:MOST_DIFFERENCES])}{more}", hint=hint)] if lines else []
+    rest = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
+    return [kind(f"{what}: {'; '.join(lines[:MOST_DIFFERENCES])}{rest}", hint=hint)] if lines else []
 
 
 def _quote(value: Any) -> str:

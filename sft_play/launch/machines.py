@@ -171,9 +171,9 @@ class Machines:
 
     def share(self, step: str, mine: Facts, judge: Judge, answer: Answer) -> Facts:
         """Say something and return node 0's answer when all machines have. Raise what they are refused for."""
-        name, store, said = f"{self.attempt}/{step}", self._connection, {"from": self._mine, "said": _plain(mine)}
+        name, store, ours = f"{self.attempt}/{step}", self._connection, {"from": self._mine, "facts": _plain(mine)}
         if self.node.rank:
-            other = store.ask(lambda raw: store.first(raw, f"{name}/{self.node.rank}", said))["from"]
+            other = store.ask(lambda raw: store.first(raw, f"{name}/{self.node.rank}", ours))["from"]
             if other["session"] != self._mine["session"]:
                 self._takes_part = False
                 text = f"two nodes have `NODE_RANK={self.node.rank}`: {other['host']} and {self._mine['host']}"
@@ -181,8 +181,8 @@ class Machines:
             made = self._wait(f"{name}/all")
             self._here = {int(k): facts for k, facts in made["here"].items()}
         else:
-            found = self._gather(name, said, judge)
-            made = {"here": self._here, "answer": _plain(answer([found[k] for k in sorted(found)]))}
+            of_all = self._gather(name, ours, judge)
+            made = {"here": self._here, "answer": _plain(answer([of_all[k] for k in sorted(of_all)]))}
             store.set(f"{name}/all", made)
         return dict(made["answer"])
 
@@ -200,25 +200,25 @@ class Machines:
 
     def _gather(self, name: str, mine: Facts, judge: Judge) -> dict[int, Facts]:
         """Node 0: return what all machines have said in a step; those that come are compared with this one at once."""
-        said, waiting, meets = {0: mine["said"]}, Waiting(), name.endswith("/facts")
+        of_all, waiting, meets = {0: mine["facts"]}, Waiting(), name.endswith("/facts")
         while True:
             self._raise_end()
-            missing = [k for k in range(self.node.count) if k not in said]
+            missing = [k for k in range(self.node.count) if k not in of_all]
             if not missing:
-                return said
+                return of_all
             came = self._connection.ask(partial(self._read_all, name=name, missing=missing))
             for k, facts in came.items():
-                self._here[k], said[k], self._silent[k] = facts["from"], facts["said"], 0.0  # a sign of life
+                self._here[k], of_all[k], self._silent[k] = facts["from"], facts["facts"], 0.0  # a sign of life
                 if meets:
                     print_line(f"{self.names([k])} has come")
-            if came and (errors := judge([mine["said"], *(said[k] for k in came)])):
+            if came and (errors := judge([mine["facts"], *(of_all[k] for k in came)])):
                 raise self._refuse(errors)
             if not came:
                 self._report(waiting, missing, meets=meets)
                 pause(POLL_SECONDS)
 
     def _read_all(self, raw: Any, name: str, missing: Sequence[int]) -> dict[int, Facts]:
-        return {k: said for k in missing if (said := self._connection.read(raw, f"{name}/{k}"))}
+        return {k: facts for k in missing if (facts := self._connection.read(raw, f"{name}/{k}"))}
 
     def _report(self, waiting: Waiting, missing: list[int], *, meets: bool) -> None:
         """Say who is waited for. Raise `RetryableError` for machines that have not come in time."""

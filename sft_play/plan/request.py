@@ -1,7 +1,7 @@
 """What a plan is asked for: configuration, machines with their devices and network, model, data; and what of it fits
 into a rank's memory. Pure.
 
-Nodes that have met (`launch/rendezvous.py`) plan from the same list of all their devices, and all train by node 0's
+Nodes that have met (`launch/machines.py`) plan from the same list of all their devices, and all train by node 0's
 plan; without it each takes the others to be like itself.
 """
 

@@ -2,7 +2,7 @@
 its signs of life.
 
 A daemon thread tells the launcher of this machine every second where the training thread stands. Ranks are judged by
-their own launcher, which can look into `/proc`, and machines by each other's (`launch.rendezvous`). A launcher that is
+their own launcher, which can look into `/proc`, and machines by each other's (`launch.machines`). A launcher that is
 gone is a reason to leave with code 75; nothing is left half-done by leaving at once, since checkpoints and models are
 published by rename.
 """

@@ -1,0 +1,88 @@
+"""What the machines of a run must agree on, and the errors that say where they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
+from sft_play.launch.agreement import compare_facts, compare_prepared, config_here, versions_here
+from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.plan import LaunchRequest
+from sft_play.plan.request import ranks_of
+from tests.documents import on_page
+
+
+def facts(rank: int, **changes: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "node": f"node {rank} ({'abc'[rank]})",
+        "num_nodes": 3,
+        "resumed": False,
+        "checkpoint": None,
+        "command": {"command": "x"},
+        "config": {"train.seed": "1"},
+        "versions": {"torch": "2.13.0"},
+        "kind": "cuda",
+        "devices": [],
+    }
+    return {**known, **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"num_nodes": 2}, UserError, "`NUM_NODES` is not the same on every node: node 0 (a): 3, node 1 (b): 2"),
+        ({"versions": {"torch": "2.12.0"}}, HardwareError, "`torch` is `2.13.0` on node 0 (a), `2.12.0` on node 1 (b)"),
+        ({"config": {}}, UserError, "`train.seed` is `1` on node 0 (a), `not there` on node 1 (b)"),
+        ({"command": {"command": "y"}}, UserError, "the command differs"),
+        ({"kind": "cpu"}, HardwareError, "node 0 (a): GPUs, node 1 (b): no GPU"),
+        ({"resumed": True}, CheckpointError, "node 1 (b): continues the run"),
+    ],
+)
+def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], said: str) -> None:
+    (error,) = compare_facts([facts(0), facts(1, **change)])
+    assert type(error) is kind and said in error.render(), error.render()
+    assert "versions" not in change or on_page("different-versions-on-machines", error.render())
+
+
+def given(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
+    return {"node": f"node {rank} ({'abc'[rank]})", "prepared": {"base model": "m", **prepared}, "apart": apart}
+
+
+def test_nodes_that_do_not_see_the_run_folder() -> None:
+    apart = [given(0), given(1, apart=True), given(2, apart=True)]
+    for strategy, save in (("ddp", "steps"), ("fsdp2", "no")):
+        assert not compare_prepared(apart, strategy=strategy, save_strategy=save)
+    (error,) = compare_prepared(apart, strategy="zero2", save_strategy="steps")
+    assert isinstance(error, CheckpointError)
+    assert "node 1 (b), node 2 (c) cannot see the run folder of node 0" in error.message
+
+
+def test_nodes_that_prepared_different_data() -> None:
+    here = [given(0, data="8 rows, 90 tokens, abc"), given(1, data="9 rows, 95 tokens, def"), given(2)]
+    (error,) = compare_prepared(here, strategy="ddp", save_strategy="steps")
+    assert isinstance(error, DataError)
+    assert "`data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
+    assert "`not there` on node 2 (c)" in error.message
+
+
+def test_a_full_gpu_is_named_with_its_node() -> None:
+    free, full = (Device(name="L4", memory_bytes=24 * GIB, free_bytes=count * GIB, bf16=True) for count in (23, 1))
+    request = LaunchRequest(command_strategy="auto", num_nodes=2, node_devices=((free,), (free, full)))
+    with pytest.raises(HardwareError, match=r"GPU 1 of node 1 \(L4\) is full: 1.0 of 24.0 GiB free"):
+        ranks_of(Hardware(kind="cuda", devices=(free,), cpu_threads=8, ram_bytes=GIB), request)
+
+
+def test_what_a_node_compares(tmp_path: Path) -> None:
+    def here(folder: str, extra: str = "") -> dict[str, str]:
+        path = tmp_path / "x.yaml"
+        path.write_text(f"model:\n  name: {folder}/tiny\ndata:\n  train_path: {folder}/rows.jsonl\n{extra}")
+        return config_here(load_config(path))
+
+    one = here("/home/ann")
+    assert one == here("/home/bob", "launch:\n  join_seconds: 7\n"), "the content is compared after the preparation"
+    assert here("/home/ann", "train:\n  seed: 7\n")["train.seed"] == "7" != one["train.seed"]
+    assert {"python", "torch", "sft_play", "deepspeed", "source of sft_play"} <= versions_here("cpu").keys()
