@@ -192,7 +192,7 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
     "a strategy": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`", "plan: fsdp2"),
     "a section that is refused": ("distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""),
-    "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected one of", ""),
+    "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected `NO`", ""),
     "plain": ("distributed_type: 'NO'\nmixed_precision: fp16\n", ["plan"], "to use it: ACCELERATE_CONFIG=", ""),
     "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
 }  # fmt: skip
