@@ -73,7 +73,7 @@ class Machines:
     def meet(self, ours: Launcher) -> None:
         """Meet and share, as before each attempt."""
         assert (
-            ours.meet(lambda: self.facts(ours), compare_facts, lambda found: {"processes": len(found)})["processes"]
+            ours.meet(lambda _: self.facts(ours), compare_facts, lambda found: {"processes": len(found)})["processes"]
             == self.count
         )
         ours.share(

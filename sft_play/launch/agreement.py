@@ -36,17 +36,20 @@ from sft_play.runs.origin import code_sha256, torch_cuda, versions
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.text import plural
 
+Choose = Callable[[bool], Path | None]
+
 
 @contextlib.contextmanager
-def join_machines(job: Job, run: RunFolder, *, choose: Callable[[], Path | None] | None = None) -> Iterator[Job]:
+def join_machines(job: Job, run: RunFolder, *, choose: Choose | None = None) -> Iterator[Job]:
     """Yield the job that knows the devices of all machines, with its part among them; of one machine the same job.
 
-    `choose` returns the checkpoint that a resumed run continues from. Whatever the body raises is reported to the
+    `choose` returns the checkpoint that a resumed run continues from, told whether the others have trained while this
+    machine waited for them. Whatever the body raises is reported to the
     others. Raise `UserError` for machines that do not agree, the same on each, and `RetryableError` for those that do
     not come within `launch.join_seconds`.
     """
     if job.node.count == 1:
-        yield replace(job, checkpoint=choose() if choose else None)
+        yield replace(job, checkpoint=choose(False) if choose else None)
         return
     if job.call.options.get("SOURCE") == "probe":
         text = "`SOURCE=probe` measures on one machine, and `NUM_NODES` is more"
@@ -74,15 +77,15 @@ def join_machines(job: Job, run: RunFolder, *, choose: Callable[[], Path | None]
         machines.close()
 
 
-def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> Job:
+def meet(job: Job, run: RunFolder, choose: Choose | None) -> Job:
     """Return the job of an attempt, which knows the devices of all machines. Raise as `join_machines` does."""
     machines = job.machines
     assert machines is not None, "one machine has nobody to meet"
     mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[tuple[Device, ...]]()
 
-    def facts() -> Facts:
+    def facts(late: bool) -> Facts:
         nonlocal checkpoint
-        checkpoint = choose() if choose else None
+        checkpoint = choose(late) if choose else None
         return _facts(job, machines.name, resumed=choose is not None, checkpoint=checkpoint)
 
     def answer(of_all: Sequence[Facts]) -> Facts:

@@ -104,7 +104,7 @@ def _begin_again(job: Job, run: RunFolder, following: Following, *, alone: bool)
     if alone:
         machines.close()
         machines.open()
-    return meet(job, run, partial(newest_here, run, job.node.rank))
+    return meet(job, run, lambda _: newest_here(run, job.node.rank))
 
 
 def newest_here(run: RunFolder, node_rank: int) -> Path | None:

@@ -131,8 +131,9 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if first:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
-    choices = iter([first])  # the first meeting takes that checkpoint, later ones the newest
-    with join_machines(alone, run, choose=lambda: next(choices, None) or newest_here(run, alone.node.rank)) as together:
+    with join_machines(
+        alone, run, choose=lambda late: newest_here(run, alone.node.rank) if late else first
+    ) as together:
         job, checkpoint = together, together.checkpoint
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))

@@ -158,16 +158,16 @@ class Machines:
 
     # ---- Before the workers start
 
-    def meet(self, facts: Callable[[], Facts], judge: Judge, answer: Answer) -> Facts:
+    def meet(self, facts: Callable[[bool], Facts], judge: Judge, answer: Answer) -> Facts:
         """Say this machine's facts and return node 0's answer to those of all.
 
-        A launcher that was started again while the others train waits until they meet again. Raise what node 0 refuses
+        A launcher that was started again while the others train waits until they meet again; `facts` is told whether it
+        had to. Raise what node 0 refuses
         them for, the same on each, and `RetryableError` for machines that do not come, or leave.
         """
-        if self.node.rank:
-            self._wait_for_a_meeting()
+        late = self.node.rank > 0 and self._wait_for_a_meeting()
         self._takes_part = True
-        return self.share("facts", facts(), judge, answer)
+        return self.share("facts", facts(late), judge, answer)
 
     def share(self, step: str, mine: Facts, judge: Judge, answer: Answer) -> Facts:
         """Say something and return node 0's answer when all machines have. Raise what they are refused for."""
@@ -239,14 +239,16 @@ class Machines:
             )
             raise self._refuse([RetryableError(text, hint=hint)])
 
-    def _wait_for_a_meeting(self) -> None:
-        """Wait until the others, which may train without this machine, meet. Raise that they did not."""
-        waiting, store = Waiting(), self._connection
+    def _wait_for_a_meeting(self) -> bool:
+        """Wait until the others, which may train without this machine, meet; return whether they did. Raise that they do
+        not meet.
+        """
+        waiting, store, late = Waiting(), self._connection, False
         while True:
             self.attempt = store.get("attempt") or 0
             if store.get(f"{self.attempt}/facts/all") is None:
-                return
-            self._takes_part = False
+                return late
+            self._takes_part, late = False, True
             if waiting.seconds > self.patience:
                 raise RetryableError(
                     f"the run has begun without {self.name}, and did not start again within {self.patience:g} s",

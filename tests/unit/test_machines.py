@@ -80,7 +80,7 @@ class Nodes:
 
 
 def meet(ours: Machines) -> list[str]:
-    return [one["who"] for one in ours.meet(lambda: {"who": ours._mine["host"]}, agree, everything)["all"]]
+    return [one["who"] for one in ours.meet(lambda _: {"who": ours._mine["host"]}, agree, everything)["all"]]
 
 
 def vanish(ours: Machines) -> str:
@@ -95,7 +95,7 @@ def test_a_late_machine_is_waited_for_and_all_get_the_same(capfd: pytest.Capture
     nodes = Nodes()
 
     def act(ours: Machines) -> Any:
-        first = ours.meet(lambda: {"who": ours._mine["host"]}, agree, everything)
+        first = ours.meet(lambda _: {"who": ours._mine["host"]}, agree, everything)
         return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree, everything)
 
     nodes.start(2, act, key=KEY)  # comes before there is anybody
@@ -120,7 +120,7 @@ def test_all_that_differs_is_one_error_on_all() -> None:
     def judge(said: Sequence[Facts]) -> list[UserError]:
         return [UserError(f"{len(said)} are here, and differ"), HardwareError("so do their versions")]
 
-    a, b = Nodes(count=2).run(lambda ours: ours.meet(dict, judge, everything)).values()
+    a, b = Nodes(count=2).run(lambda ours: ours.meet(lambda _: {}, judge, everything)).values()
     assert a.render() == b.render() and "2 are here, and differ" in a.render() and "so do their versions" in a.render()
 
 
@@ -145,7 +145,7 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     nodes, over = Nodes(count=2), threading.Event()
 
     def train(ours: Machines) -> Any:
-        ours.meet(lambda: {"who": ours._mine["host"]}, agree, everything)
+        ours.meet(lambda _: {"who": ours._mine["host"]}, agree, everything)
         while not over.wait(0.1):
             assert ours.ended_elsewhere() is None
         return sorted(ours._here)
@@ -216,7 +216,7 @@ def test_a_machine_that_is_lost_between_the_steps_ends_all(vanishes: bool) -> No
     nodes = Nodes(silent=3.0)
 
     def act(ours: Machines) -> Any:
-        ours.meet(dict, agree, everything)
+        ours.meet(lambda _: {}, agree, everything)
         if ours.node.rank == 1:
             if vanishes:
                 return vanish(ours)
@@ -239,7 +239,7 @@ def test_a_machine_that_vanishes_from_a_training_is_named(gone: int) -> None:
     nodes = Nodes(silent=3.0)
 
     def act(ours: Machines) -> Any:
-        ours.meet(dict, agree, everything)
+        ours.meet(lambda _: {}, agree, everything)
         ours.ranks_by_node = (1, 2, 1)
         if ours.node.rank == gone:
             time.sleep(0.5)
@@ -269,7 +269,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
     alone = threading.Event()
 
     def act(ours: Machines) -> Any:
-        ours.meet(dict, agree, everything)
+        ours.meet(lambda _: {}, agree, everything)
         mine = {str(ours.node.rank): {"at": [1, 0, 0], "host": ours._mine["host"]}}
         if ours.node.rank == 0:
             for _ in range(15):
@@ -305,11 +305,12 @@ def test_a_machine_that_comes_while_the_others_train_waits_for_the_next_attempt(
         nodes.start(rank, train)
     assert trains.wait(60)
     until(lambda: nodes.ended.pop("c", None) == "vanished")
-    nodes.start(2, meet)
+    nodes.start(2, lambda ours: ours.meet(lambda late: {"who": f"c, late: {late}"}, agree, everything)["all"][2]["who"])
     time.sleep(1.0)
     waits.set()
     ended = nodes.end()
-    assert ended["a"] == ended["b"] == [["a", "b", "c"]] * 2 and ended["c"] == ["a", "b", "c"], ended
+    assert ended["a"] == ended["b"] == [["a", "b", "c"], ["a", "b", "c, late: True"]], ended
+    assert ended["c"] == "c, late: True"
 
 
 def test_a_machine_whose_link_was_cut_joins_the_restart() -> None:
