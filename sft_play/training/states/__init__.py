@@ -36,10 +36,10 @@ from sft_play.training.ranks import Ranks, TrainContext, outline
 from sft_play.training.slow_network import LocalSteps
 from sft_play.training.states.facts import (
     ELEMENTWISE,
+    RandomStates,
     engine_of,
     from_plain,
     groups_of,
-    random_states,
     restore_random_states,
     scaler_of,
     scheduler_of,
@@ -125,7 +125,7 @@ def collect(
         pieces=tuple(collector.pieces) if layout.sharded or first or local is not None else None,
         tensors=collector.tensors,
         values=collector.values,
-        random=random_states(),
+        random=RandomStates.now().as_tensors(),
         facts=_facts(context, trainer, layout, collector, own, counters) if first else None,
     )
 

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -197,49 +197,66 @@ def set_engine(trainer: Trainer, kept: dict[str, Any] | None) -> None:
         engine.micro_steps = kept["global_steps"] * engine.gradient_accumulation_steps()
 
 
-def random_states() -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return copies of the states as tensors, and what belongs to them as metadata."""
-    version, inner, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    tensors = {
-        "python": torch.tensor(inner, dtype=torch.int64),
-        "numpy": torch.from_numpy(numpy.array(keys, dtype=numpy.uint32)),
-        "torch": torch.random.get_rng_state().clone(),
-    }
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state().clone()
-    facts = {
-        "python": [version, gauss],
-        "numpy": [str(name), int(position), int(has_gauss), float(cached)],
-    }
-    return tensors, {"facts": json.dumps(facts)}
+class RandomStates(NamedTuple):
+    """The states of this process's random number generators."""
 
+    python: Any
+    numpy: Any
+    torch: Tensor
+    cuda: Tensor | None
 
-def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Put states back that `random_states` returned."""
-    facts = json.loads(metadata["facts"])
-    version, gauss = facts["python"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    name, position, has_gauss, cached = facts["numpy"]
-    numpy.random.set_state((name, tensors["numpy"].numpy(), position, has_gauss, cached))
-    torch.random.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+    @classmethod
+    def now(cls) -> RandomStates:
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return cls(random.getstate(), numpy.random.get_state(), torch.random.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        """Put these states back."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.random.set_rng_state(self.torch)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
+
+    def as_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return copies of the states as tensors, and what belongs to them as metadata."""
+        version, inner, gauss = self.python
+        name, keys, position, has_gauss, cached = self.numpy
+        tensors = {
+            "python": torch.tensor(inner, dtype=torch.int64),
+            "numpy": torch.from_numpy(numpy.array(keys, dtype=numpy.uint32)),
+            "torch": self.torch.clone(),
+        }
+        if self.cuda is not None:
+            tensors["cuda"] = self.cuda.clone()
+        facts = {
+            "python": [version, gauss],
+            "numpy": [str(name), int(position), int(has_gauss), float(cached)],
+        }
+        return tensors, {"facts": json.dumps(facts)}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> RandomStates:
+        """The opposite of `as_tensors`."""
+        facts = json.loads(metadata["facts"])
+        version, gauss = facts["python"]
+        name, *numbers = facts["numpy"]
+        return cls(
+            (version, tuple(tensors["python"].tolist()), gauss),
+            (name, tensors["numpy"].numpy(), *numbers),
+            tensors["torch"],
+            tensors.get("cuda"),
+        )
 
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
     """Put the random states back afterwards."""
-    python, numbers, on_cpu = random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    states = RandomStates.now()
     try:
         yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        torch.random.set_rng_state(on_cpu)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
+        states.restore()
 
 
 def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:
@@ -254,7 +271,7 @@ def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> Non
         return
     with readable(path), safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-        set_random_states(tensors, file.metadata())
+        RandomStates.of_tensors(tensors, file.metadata()).restore()
 
 
 def fresh_seed(seed: int, rank: int, step: int) -> int:
