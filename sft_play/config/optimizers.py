@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from sft_play.config.metrics import VALIDATE, never_evaluated
@@ -24,26 +25,6 @@ OPTIM, SCHEDULE, SETTINGS, ARGUMENTS = (
     "train.optim_args",
 )
 
-BITSANDBYTES = frozenset({
-    "paged_adamw_8bit", "paged_adamw_32bit", "adamw_8bit", "adamw_bnb_8bit", "paged_lion_8bit", "paged_lion_32bit", "lion_8bit", "lion_32bit",
-    "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit", "ademamix", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
-})  # fmt: skip
-"""Optimizers of bitsandbytes, which has kernels for CPUs too; there all states are fp32."""
-LOW_RANK = ("galore_", "apollo_")
-TWO_FACED = "schedule_free_"
-"""Prefix of optimizers that train at other weights than those that are evaluated and saved."""
-PACKAGES: Mapping[str, tuple[str, str]] = {
-    "galore_": ("galore_torch", "galore-torch==1.0"),
-    "apollo_": ("apollo_torch", "apollo-torch==1.0.3"),
-    "grokadamw": ("grokadamw", "grokadamw==0.1.2"),
-    TWO_FACED: ("schedulefree", "schedulefree==1.4.1"),
-    "stable_adamw": ("optimi", "torch-optimi==0.3.3"),
-}
-"""How a word of `train.optim` begins -> the module that it needs, and what pip calls it."""
-WHOLE_PARAMETERS = (*PACKAGES,)
-"""Beginnings of optimizers that need every parameter in one piece on each rank."""
-UNSAVED = ("galore_", "apollo_", "grokadamw")
-"""Beginnings of optimizers that keep Python objects among their states."""
 IN_BACKWARD = (
     "which updates weights inside the backward pass of each micro-batch: the update would depend on the micro-batch,"
     " and nothing is clipped"
@@ -52,40 +33,119 @@ SUBCLASSES = (
     "whose states are tensors of torchao's own, which no checkpoint here can hold; `adamw_bnb_8bit` keeps about as"
     " little"
 )
-REFUSED: Mapping[str, str] = {
-    "adamw_torch_4bit": SUBCLASSES,
-    "adamw_torch_8bit": SUBCLASSES,
-    "lomo": IN_BACKWARD,
-    "adalomo": IN_BACKWARD,
-    "galore_adamw_layerwise": IN_BACKWARD,
-    "galore_adamw_8bit_layerwise": IN_BACKWARD,
-    "galore_adafactor_layerwise": IN_BACKWARD,
-    "apollo_adamw_layerwise": IN_BACKWARD,
-    "adamw_torch_xla": "which runs on TPUs only",
-    "adamw_torch_npu_fused": "which runs on Ascend NPUs only",
-    "adamw_anyprecision": "which needs `torchdistx`, and that has no release for today's torch",
-}
-"""Words of `train.optim` that are never run, and why."""
-WITHOUT_BETAS = ("adafactor", "sgd", "adagrad", "rmsprop", "galore_", "grokadamw", "schedule_free_sgd")
-"""Beginnings of optimizers to which transformers gives neither `train.adam_beta1` nor its siblings."""
+MISREAD = (
+    "which gives today's bitsandbytes arguments of an older one (`percentile_clipping` arrives as `max_unorm`), and"
+    " so would train otherwise than it says; `galore_adamw` does not"
+)
 
 FromZero = Annotated[float, Range(minimum=0)]
 Count = Annotated[int, Range(minimum=0)]
 Positive = Annotated[int, Range(minimum=1)]
 Factor = Annotated[float, Range(above=0, below=1)]
 Shape = Literal["linear", "cosine", "1-sqrt"]
-ARGUMENTS_OF: Mapping[str, Mapping[str, Any]] = {
-    "ademamix": {"beta1": float, "beta2": float, "beta3": float, "alpha": float, "eps": float, "t_alpha": int, "t_beta3": int},
-    "sgd": {"momentum": float, "dampening": float, "nesterov": bool},
-    "adagrad": {"lr_decay": float, "eps": float},
-    "rmsprop": {"momentum": float, "alpha": float, "eps": float, "centered": bool},
-    "galore_": {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str},
-    "apollo_": {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str, "proj": str, "scale_type": str},
-    "grokadamw": {"alpha_init": float, "lamb": float, "gamma": float, "grokking_signal_decay_rate": float, "gradient_clipping": float},
-    TWO_FACED: {"weight_lr_power": float, "r": float},
-    "stable_adamw": {"max_lr": float},
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """What becomes of a word of `train.optim`."""
+
+    refused: str = ""
+    """Why it is never run, as it follows on the word and a comma."""
+    module: str = ""
+    """A package's that it needs."""
+    pip: str = ""
+    """What pip calls that package."""
+    bitsandbytes: bool = False
+    """Of bitsandbytes, which has kernels for CPUs too; there all states are fp32."""
+    low_rank: bool = False
+    """Projects the gradients of `train.optim_target_modules`; its package imports bitsandbytes."""
+    two_faced: bool = False
+    """Trains at other weights than those that are evaluated and saved."""
+    saved: bool = True
+    """Its states are tensors and numbers, which a checkpoint can hold; else some are Python objects."""
+    betas: bool = True
+    """transformers gives it `train.adam_beta1` and its siblings."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of `train.optim_args` that reach it as they are meant."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it needs every parameter in one piece on each rank."""
+        return bool(self.module)
+
+
+def _each(*words: str, **facts: Any) -> dict[str, Optimizer]:
+    return dict.fromkeys(words, Optimizer(**facts))
+
+
+_LOW_RANK = {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str}
+_GALORE: dict[str, Any] = {
+    "module": "galore_torch",
+    "pip": "galore-torch==1.0",
+    "low_rank": True,
+    "saved": False,
+    "betas": False,
+    "arguments": _LOW_RANK,
+}
+_APOLLO: dict[str, Any] = {
+    "module": "apollo_torch",
+    "pip": "apollo-torch==1.0.3",
+    "low_rank": True,
+    "saved": False,
+    "arguments": _LOW_RANK | {"proj": str, "scale_type": str},
+}
+_SCHEDULE_FREE: dict[str, Any] = {
+    "module": "schedulefree",
+    "pip": "schedulefree==1.4.1",
+    "two_faced": True,
+    "arguments": {"weight_lr_power": float, "r": float},
+}
+_ADEMAMIX = {
+    "beta1": float,
+    "beta2": float,
+    "beta3": float,
+    "alpha": float,
+    "eps": float,
+    "t_alpha": int,
+    "t_beta3": int,
+}
+_GROK = {
+    "alpha_init": float,
+    "lamb": float,
+    "gamma": float,
+    "grokking_signal_decay_rate": float,
+    "gradient_clipping": float,
+}
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    **_each("auto", "adamw_torch", "adamw_torch_fused"),
+    **_each("adafactor", betas=False),
+    **_each("sgd", betas=False, arguments={"momentum": float, "dampening": float, "nesterov": bool}),
+    **_each("adagrad", betas=False, arguments={"lr_decay": float, "eps": float}),
+    **_each("rmsprop", betas=False, arguments={"momentum": float, "alpha": float, "eps": float, "centered": bool}),
+    **_each(
+        "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit",
+        "paged_lion_32bit", bitsandbytes=True,
+    ),
+    **_each("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", bitsandbytes=True, betas=False),
+    **_each("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit", bitsandbytes=True, arguments=_ADEMAMIX),
+    **_each("schedule_free_adamw", "schedule_free_radam", **_SCHEDULE_FREE),
+    **_each("schedule_free_sgd", **_SCHEDULE_FREE, betas=False),
+    **_each("stable_adamw", module="optimi", pip="torch-optimi==0.3.3", arguments={"max_lr": float}),
+    **_each("galore_adamw", "galore_adafactor", **_GALORE),
+    **_each("apollo_adamw", **_APOLLO),
+    **_each("grokadamw", module="grokadamw", pip="grokadamw==0.1.2", saved=False, betas=False, arguments=_GROK),
+    **_each("adamw_torch_4bit", "adamw_torch_8bit", refused=SUBCLASSES),
+    **_each(
+        "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise",
+        refused=IN_BACKWARD,
+    ),
+    **_each("galore_adamw_8bit", refused=MISREAD),
+    **_each("adamw_torch_xla", refused="which runs on TPUs only"),
+    **_each("adamw_torch_npu_fused", refused="which runs on Ascend NPUs only"),
+    **_each("adamw_anyprecision", refused="which needs `torchdistx`, and that has no release for today's torch"),
 }  # fmt: skip
-"""How a word of `train.optim` begins -> the entries of `train.optim_args` that reach it as they are meant."""
+"""The outcome of every word of `train.optim`: it runs, is refused with the package that it needs, or by name."""
+
 _PLATEAU = {
     "mode": Literal["min", "max"],
     "factor": Factor,
@@ -115,21 +175,15 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 WITHOUT_WARMUP = ("constant", *BY_METRIC)
 
 
-def begins(word: str, table: Mapping[str, Any] | tuple[str, ...]) -> str | None:
-    """Return the first entry of `table` that `word` begins with."""
-    return next((start for start in table if word.startswith(start)), None)
-
-
 def missing_optimizer(config: Config) -> list[HardwareError]:
     """Return what is wrong with this environment: the package of `train.optim` is not installed."""
-    start = begins(config.train.optim, PACKAGES)
-    if start is None or config.train.optim in REFUSED or importlib.util.find_spec(PACKAGES[start][0]):
+    chosen = OPTIMIZERS[config.train.optim]
+    if chosen.refused or not chosen.module or importlib.util.find_spec(chosen.module):
         return []
-    module, package = PACKAGES[start]
     return [
         HardwareError(
-            f"`{OPTIM}` is `{config.train.optim}`, which needs `{module}`, and that is not installed here",
-            hint=f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}",
+            f"`{OPTIM}` is `{config.train.optim}`, which needs `{chosen.module}`, and that is not installed here",
+            hint=f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {chosen.pip}",
         )
     ]
 
@@ -137,39 +191,40 @@ def missing_optimizer(config: Config) -> list[HardwareError]:
 def optimizer(config: Config) -> Iterator[Conflict]:
     """Words that cannot run, cannot be saved, or would ignore what else was typed."""
     train, word = config.train, config.train.optim
-    if why := REFUSED.get(word):
-        yield Conflict(OPTIM, f", {why}", "`adafactor` keeps the least memory; `auto` chooses by mode and hardware")
+    chosen = OPTIMIZERS[word]
+    if chosen.refused:
+        hint = "`adafactor` keeps the least memory; `auto` chooses by mode and hardware"
+        yield Conflict(OPTIM, f", {chosen.refused}", hint)
         return
-    if begins(word, UNSAVED) and train.save_strategy != "no":
+    if not chosen.saved and train.save_strategy != "no":
         yield Conflict(
             OPTIM,
             ", whose states are Python objects, so no checkpoint can hold them",
             "set `train.save_strategy: no` (the model is written at the end, and nothing can be resumed), or take another optimizer",
         )
-    low_rank, targets = begins(word, LOW_RANK), train.extra.get("optim_target_modules")
-    if low_rank and not targets:
+    targets = train.extra.get("optim_target_modules")
+    if chosen.low_rank and not targets:
         yield Conflict(
             OPTIM, ", but `train.optim_target_modules` is not given", "TRAIN_OPTIM_TARGET_MODULES=all-linear"
         )
-    if targets and not low_rank:
+    if targets and not chosen.low_rank:
         hint = "leave it out; it is for GaLore and APOLLO"
         yield Conflict(
             "train.optim_target_modules", f"`train.optim_target_modules` is given, but `{OPTIM}` is `{word}`", hint
         )
-    if low_rank and train.weight_decay:
+    if chosen.low_rank and train.weight_decay:
         yield Conflict(
             "train.weight_decay", f", which `{word}` does not apply as transformers calls it", "leave it out"
         )
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-        if name in train.extra and begins(word, WITHOUT_BETAS):
+        if name in train.extra and not chosen.betas:
             yield Conflict(f"train.{name}", f"`train.{name}` is given, but `{word}` does not take it", "leave it out")
     yield from _arguments(word, train.extra.get("optim_args"))
 
 
 def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
     """`train.optim_args`, as transformers reads them: `name=value,name=value`."""
-    start = None if word.startswith("rmsprop_bnb") else begins(word.removeprefix("paged_"), ARGUMENTS_OF)
-    taken = ARGUMENTS_OF[start] if start else {}
+    taken = OPTIMIZERS[word].arguments
     for part in text.replace(" ", "").split(",") if text else ():
         name, equals, value = part.partition("=")
         if not equals or "=" in value:
@@ -235,7 +290,7 @@ def schedule(config: Config) -> Iterator[Conflict]:
             SCHEDULE, f", which follows evaluations, but nothing is evaluated while training: {why}", VALIDATE
         )
     # Schedule-free optimizers have a warm-up of their own.
-    if word not in WITHOUT_WARMUP or begins(train.optim, (TWO_FACED,)):
+    if word not in WITHOUT_WARMUP or OPTIMIZERS[train.optim].two_faced:
         return
     given_ratio = train.warmup_ratio not in (0, TrainConfig().warmup_ratio)
     for key in (["train.warmup_steps"] if train.warmup_steps else []) + (["train.warmup_ratio"] if given_ratio else []):

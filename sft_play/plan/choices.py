@@ -9,12 +9,9 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from sft_play.config.optimizers import (
-    BITSANDBYTES,
     OPTIM,
-    TWO_FACED,
-    WHOLE_PARAMETERS,
+    OPTIMIZERS,
     WITHOUT_WARMUP,
-    begins,
     lr_settings,
 )
 from sft_play.config.schema import Config
@@ -232,7 +229,7 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
     # without FSDP2.
     fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
     chosen, why = "adamw_torch_fused" if fused else "adamw_torch", "AdamW"
-    if wanted != "auto" and (replicas or wanted not in BITSANDBYTES):
+    if wanted != "auto" and (replicas or not OPTIMIZERS[wanted].bitsandbytes):
         _check_optimizer(config, setup)
         return wanted
     if wanted != "auto":
@@ -248,22 +245,20 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
 
 
 def _check_optimizer(config: Config, setup: Setup) -> None:
-    """Raise `UserError` or `HardwareError` for a typed optimizer that this strategy or device does not allow."""
+    """Raise `UserError` for a typed optimizer that this strategy does not allow."""
     wanted, whole = config.train.optim, setup.strategy in ("single", "ddp") and setup.tensor_parallel == 1
-    if begins(wanted, WHOLE_PARAMETERS) and not whole:
+    if OPTIMIZERS[wanted].whole and not whole:
         raise UserError(
             f"`{OPTIM}` is `{wanted}`, which needs every parameter in one piece, and {setup.strategy} shares parameters out",
             place=OPTIM,
             hint="`make train` or `make train-distributed`, or `train.optim: auto`",
         )
-    if begins(wanted, (TWO_FACED,)) and config.launch.local_steps > 1:
+    if OPTIMIZERS[wanted].two_faced and config.launch.local_steps > 1:
         raise UserError(
             f"`{OPTIM}` is `{wanted}`, which averages weights itself, and so does `launch.local_steps: {config.launch.local_steps}`",
             place=OPTIM,
             hint="omit one of the two",
         )
-    if wanted == "galore_adamw_8bit" and setup.device == "cpu":
-        raise HardwareError(f"`{OPTIM}` is `{wanted}`, which needs a GPU", place=OPTIM, hint="TRAIN_OPTIM=galore_adamw")
 
 
 def choose_learning_rate(config: Config, reasons: Reasons) -> float:
@@ -310,7 +305,7 @@ def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons:
 def warmup(config: Config, steps: int | None) -> int | None:
     """Return the steps over which the learning rate rises. Raise `UserError` for more than there are."""
     train, schedule = config.train, config.train.lr_scheduler_type
-    if schedule in WITHOUT_WARMUP and not begins(train.optim, (TWO_FACED,)):
+    if schedule in WITHOUT_WARMUP and not OPTIMIZERS[train.optim].two_faced:
         return 0
     spare = schedule == "polynomial"  # it divides by the steps that are left
     if train.warmup_steps is None:

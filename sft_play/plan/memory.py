@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from importlib.metadata import distributions
 
-from sft_play.config.optimizers import BITSANDBYTES
+from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.plan.plan import Setup
 from sft_play.plan.shape import BY_LENGTHS, ModelShape, fuses_adapters, quantises_experts
@@ -184,7 +184,9 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
     step_width = 4 if setup.zero else width
     each = OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
     optimizer = trained * (
-        4 * round(each) if setup.device == "cpu" and setup.optim in BITSANDBYTES and "8bit" in setup.optim else each
+        4 * round(each)
+        if setup.device == "cpu" and OPTIMIZERS[setup.optim].bitsandbytes and "8bit" in setup.optim
+        else each
     )
     if setup.zero:
         optimizer += trained * 4

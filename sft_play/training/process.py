@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
-from sft_play.config.optimizers import BITSANDBYTES, LOW_RANK, begins
+from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.files import is_gone, open_own, write_json
@@ -247,7 +247,7 @@ def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
     return (
         config.tuning.mode == "qlora"
         or config.tuning.backend == "unsloth"
-        or plan.optim in BITSANDBYTES
-        or begins(plan.optim, LOW_RANK) is not None  # their packages import it
+        or OPTIMIZERS[plan.optim].bitsandbytes
+        or OPTIMIZERS[plan.optim].low_rank
         or quantisation_of(Path(prepared.model.path)) is not None
     )

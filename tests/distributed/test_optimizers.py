@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 
 from sft_play.config.keys import table
-from sft_play.config.optimizers import BITSANDBYTES, LOW_RANK, PACKAGES, REFUSED, SETTINGS_OF, UNSAVED, begins
+from sft_play.config.optimizers import OPTIMIZERS, SETTINGS_OF
 from sft_play.data.batches import Collator, GlobalBatchSampler
 from sft_play.data.store import Rows
 from sft_play.runs.prepared import Prepared
@@ -38,7 +38,7 @@ from tests.training_runs import (
 )
 
 QUIET = ("train.save_strategy: 'no'", "train.eval_strategy: 'no'", "train.eval_steps: null")
-OPTIMIZERS, SCHEDULES = table()["optim"]["choices"], table()["lr_scheduler_type"]["choices"]
+WORDS, SCHEDULES = table()["optim"]["choices"], table()["lr_scheduler_type"]["choices"]
 NEEDED: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr": 1e-5},
     "cosine_warmup_with_min_lr": {"min_lr": 1e-5, "warmup_lr_rate": 0.1},
@@ -51,17 +51,18 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 def outcome(word: str) -> str:
     """Returns what docs/training.md must say of an optimizer."""
-    if word in REFUSED:
+    chosen = OPTIMIZERS[word]
+    if chosen.refused:
         return "refused"
-    start = begins(word, PACKAGES)
-    return f"needs `{PACKAGES[start][1]}`" if start else "bitsandbytes" if word in BITSANDBYTES else "runs"
+    return f"needs `{chosen.pip}`" if chosen.pip else "bitsandbytes" if chosen.bitsandbytes else "runs"
 
 
-def test_the_page_has_the_outcome_of_every_word() -> None:
+def test_every_word_has_an_outcome_and_the_page_has_it() -> None:
+    assert OPTIMIZERS.keys() == {"auto", *WORDS}
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
     said = {word: cells[2] for cells in rows for word in re.findall(r"`(\w+)`", cells[1])}
-    for word in OPTIMIZERS:
+    for word in WORDS:
         assert outcome(word) in said[word], word
     for word in SCHEDULES:
         assert set(re.findall(r"`(\w+)`", said[word])) >= set(SETTINGS_OF[word]), word
@@ -107,7 +108,7 @@ def test_a_schedule_runs_on_transformers_curve(word: str, tiny: Path, tmp_path: 
     assert column(run, "learning_rate") == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("word", [word for word in OPTIMIZERS if word in REFUSED or begins(word, PACKAGES)])
+@pytest.mark.parametrize("word", [word for word in WORDS if OPTIMIZERS[word].refused or OPTIMIZERS[word].pip])
 def test_an_optimizer_is_refused_by_name_or_with_its_package(
     word: str, tiny: Path, tmp_path: Path, in_process: Program
 ) -> None:
@@ -116,20 +117,20 @@ def test_an_optimizer_is_refused_by_name_or_with_its_package(
     config.write_text(
         f"model: {{name: {tiny}, max_seq_len: 64}}\ntuning: {{task: cpt}}\ndata: {{train_path: {rows}}}\n"
         f"train:\n  optim: {word}\n  save_strategy: 'no'\n"
-        + ("  optim_target_modules: all-linear\n" if begins(word, LOW_RANK) else "")
+        + ("  optim_target_modules: all-linear\n" if OPTIMIZERS[word].low_rank else "")
     )
-    start = begins(word, PACKAGES)
-    if word in REFUSED:
+    chosen = OPTIMIZERS[word]
+    if chosen.refused:
         in_process("train", f"CONFIG={config}").refused(2, f"x.yaml:5: `train.optim` is `{word}`, wh")
-    elif start and importlib.util.find_spec(PACKAGES[start][0]):
-        assert in_process("plan", f"CONFIG={config}").code == (3 if word == "galore_adamw_8bit" else 0)
+    elif importlib.util.find_spec(chosen.module):
+        assert in_process("plan", f"CONFIG={config}").code == 0
     else:
-        said = f"install -c constraints.txt {PACKAGES[start or ''][1]}"
+        said = f"install -c constraints.txt {chosen.pip}"
         in_process("train", f"CONFIG={config}").refused(3, f"`train.optim` is `{word}`, which needs", said)
     assert not (tmp_path / "runs").exists()
 
 
-RUNNING = [word for word in OPTIMIZERS if word not in REFUSED and word != "galore_adamw_8bit"]
+RUNNING = [word for word in WORDS if not OPTIMIZERS[word].refused]
 
 
 @pytest.mark.parametrize(
@@ -140,18 +141,17 @@ RUNNING = [word for word in OPTIMIZERS if word not in REFUSED and word != "galor
     ],
 )
 def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path) -> None:
-    start = begins(word, PACKAGES)
-    if start and not importlib.util.find_spec(PACKAGES[start][0]):
-        pytest.skip(f"{PACKAGES[start][1]} is not installed")
-    saved = not begins(word, UNSAVED)
-    settings = ("train.save_steps: 2", *QUIET[1:]) if saved else QUIET
-    settings += ("train.optim_target_modules: all-linear", "train.optim_args: rank=4") if begins(word, LOW_RANK) else ()
+    chosen = OPTIMIZERS[word]
+    if chosen.module and not importlib.util.find_spec(chosen.module):
+        pytest.skip(f"{chosen.pip} is not installed")
+    settings = ("train.save_steps: 2", *QUIET[1:]) if chosen.saved else QUIET
+    settings += ("train.optim_target_modules: all-linear", "train.optim_args: rank=4") if chosen.low_rank else ()
     steps = 8 if word == "schedule_free_radam" else 4  # it makes no update before the sixth
     trial = Trial(steps=steps, settings=(f"train.optim: {word}", *settings), plan=(("optim", word),))
     run = must_train(make_run(tmp_path / "run", tiny, trial))
     before, after = load_file(tiny / "model.safetensors"), weights(run)
     assert all(not torch.equal(before[name], after[name]) for name in after)
-    if saved:
+    if chosen.saved:
         same_to_the_bit(resume_from(run, tmp_path / "again", steps - 2, trial), run)
 
 
