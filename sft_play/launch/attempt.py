@@ -189,13 +189,15 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     console = sys.stderr if job.call.json else sys.stdout
     launched = show_launch(arguments, environment)
     if event:
-        why = job.call.flag("WHY")
+        why, saves = job.call.flag("WHY"), job.loaded.config.train.save_strategy != "no"
+        stops = "saves and stops it" if saves else "stops it and saves nothing (`train.save_strategy: no`)"
         print("\n".join([show_plan(plan, why=why), *([launched] if why else [])]), file=console)
         for notice in (*job.options.notices, *notices):
             print(f"note: {notice}", file=console)
         print(
-            f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} saves and"
-            " stops it" + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them") + "\n",
+            f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} {stops}"
+            + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them")
+            + "\n",
             file=console,
             flush=True,
         )

@@ -43,7 +43,7 @@ from sft_play.launch.run_folder import (
 )
 from sft_play.launch.verdict import LOST, Outcome, describe_stop, tell_cause
 from sft_play.plan.show import beside_forecast
-from sft_play.runs.checkpoints import newest_valid
+from sft_play.runs.checkpoints import list_checkpoints, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, wait_until_sent
@@ -193,7 +193,10 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     if outcome.code in (LOST, 130, 143) and not os.environ.get(recovery.CONTROLLED):
         elsewhere = bool(call.integer("NODE_RANK", minimum=0)) and not run.checkpoints.is_dir()
         where = f"; its checkpoints are on node 0 ({call.options.get('MASTER_ADDR')})" if elsewhere else ""
-        print(f"hint: continue with: make resume RUN={run.typed}{where}", file=sys.stderr)
+        how = (
+            "continue with:" if elsewhere or list_checkpoints(run) else "it has no checkpoint; train it from its start:"
+        )
+        print(f"hint: {how} make resume RUN={run.typed}{where}", file=sys.stderr)
     report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}

@@ -224,6 +224,17 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
     assert launch.events()[-1]["event"] == "stopped"
 
 
+def test_a_stop_without_checkpoints_says_that_nothing_is_kept(single: Place) -> None:
+    launch = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")
+    assert stop(launch, stepping, signal.SIGTERM) == 143
+    said = launch.output.read_text()
+    assert "make stop RUN=unsaved stops it and saves nothing (`train.save_strategy: no`)" in said
+    assert "hint: it has no checkpoint; train it from its start: make resume RUN=unsaved" in said
+    assert not checkpoints(launch.run)
+    again = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")  # as the hint says
+    assert again.end()[0] == 0 and figures(launch.run) == figures(launch.run.parent / "whole")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
