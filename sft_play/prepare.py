@@ -130,9 +130,15 @@ def prepare(
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)
-    prepared, manifests = prepare_data(
-        config, model, functools.cache(lambda: _tokenizer(model, trust=trust)), day, before
-    )
+
+    @functools.cache
+    def tokenizer() -> Any:  # the first that must be loaded where rows are not in the cache
+        from sft_play.model.published import refuse_other_weights
+
+        refuse_other_weights(Path(model.path))
+        return _tokenizer(model, trust=trust)
+
+    prepared, manifests = prepare_data(config, model, tokenizer, day, before)
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     remember(config, prepared)

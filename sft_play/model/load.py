@@ -19,10 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     BitsAndBytesConfig,
     PreTrainedConfig,
     set_seed,
@@ -34,11 +31,12 @@ from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora, published
 from sft_play.model.parallel import all_layers, freeze_others, keep_outline, stage_class
+from sft_play.model.published import model_class
 from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisation_of, refuse_embedded_adapter, runs_code
 from sft_play.model.rope import choose_factors_by_row
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
-from sft_play.plan.shape import TEXT_WITHIN, WITHOUT_SDPA, fuses_adapters
+from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
 from sft_play.plan.strategies import conflict_for
 from sft_play.runs.origin import has_unsloth
 from sft_play.runs.prepared import Prepared
@@ -179,21 +177,6 @@ def settings_of(architecture: dict[str, Any]) -> Any:
     for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
         values.pop(own, None)
     return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
-
-
-def model_class(settings: Any) -> Any:
-    """Return transformers' class for a model whose text part is trained. Raise `DataError` for a family that has
-    none.
-    """
-    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or not type(settings).__module__.startswith("transformers."):
-        return AutoModelForCausalLM
-    if settings.model_type in TEXT_WITHIN:
-        return AutoModelForImageTextToText
-    raise DataError(
-        f"`{settings.model_type}` is not a language model of transformers, nor one of the image and text models whose"
-        f" text part is trained here ({', '.join(sorted(TEXT_WITHIN))})",
-        hint="take the text model of the same family, where there is one",
-    )
 
 
 def read_model(

@@ -8,6 +8,7 @@ generation and of processors follow.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import shutil
@@ -21,14 +22,23 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import load_state_dict
 
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, DataError
 from sft_play.files import read_json, read_object, write_json
+from sft_play.model.resolve import quantisation_of
 from sft_play.model.tokenizer import ends_of_answers
+from sft_play.plan.shape import TEXT_WITHIN
 
 ALONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TRAINED, CARRIED = "model-trained.safetensors", "model-carried.safetensors"
@@ -129,6 +139,40 @@ def _read(names: Iterable[str], files: Mapping[str, Path]) -> dict[str, Tensor]:
 
 
 # Which tensors a class takes.
+
+
+def model_class(settings: Any) -> Any:
+    """Return transformers' class for a model whose text part is trained. Raise `DataError` for a family that has
+    none.
+    """
+    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or not type(settings).__module__.startswith("transformers."):
+        return AutoModelForCausalLM
+    if settings.model_type in TEXT_WITHIN:
+        return AutoModelForImageTextToText
+    raise DataError(
+        f"`{settings.model_type}` is not a language model of transformers, nor one of the image and text models whose"
+        f" text part is trained here ({', '.join(sorted(TEXT_WITHIN))})",
+        hint="take the text model of the same family, where there is one",
+    )
+
+
+def refuse_other_weights(folder: Path) -> None:
+    """Raise `CheckpointError` as `note_base`, by the headers of a base's files alone, before anything is loaded.
+
+    Of one that comes quantised, has a class of its own code or cannot be outlined, loading tells.
+    """
+    files = tensor_files(folder)
+    if (
+        not files
+        or quantisation_of(folder)
+        or read_json(folder / "config.json").get("model_type") not in CONFIG_MAPPING
+    ):
+        return
+    with contextlib.suppress(ImportError, OSError, ValueError, RuntimeError, KeyError):
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        with torch.device("meta"):
+            outline = model_class(config).from_config(config, attn_implementation="eager")
+        _refuse(outline, _untaken(outline, outline, files), folder)
 
 
 def _untaken(model: Any, outline: Any, files: Mapping[str, Path]) -> dict[str, str]:

@@ -20,8 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import LoraSettings
 from sft_play.files import text_sha256
 from sft_play.model import kernels, lora
-from sft_play.model.load import model_class, settings_of
+from sft_play.model.load import settings_of
 from sft_play.model.parallel import Skipped, Slicer, list_of_layers
+from sft_play.model.published import model_class
 from sft_play.plan.shape import LAYER_OUTPUTS
 from sft_play.plan.sources import Case
 from sft_play.runs.prepared import ResolvedModel

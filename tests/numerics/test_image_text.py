@@ -11,7 +11,8 @@ import torch
 
 from sft_play.config.schema import ModelConfig
 from sft_play.model import lora
-from sft_play.model.load import model_class, read_model
+from sft_play.model.load import read_model
+from sft_play.model.published import model_class
 from sft_play.plan.shape import TEXT_WITHIN
 from tests import families
 

@@ -5,6 +5,7 @@ is refused.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError
 from sft_play.model.load import read_model
+from sft_play.model.published import refuse_other_weights
 from sft_play.model.use import merge
 from tests.carried_bases import (
     build_with,
@@ -28,7 +30,8 @@ from tests.carried_bases import (
     predicting_part,
     weights,
 )
-from tests.families import tiny_config
+from tests.conftest import Program
+from tests.families import FAMILIES, build_family, tiny_config
 from tests.family_runs import travel
 from tests.tiny_models import build_tiny_llama, save_model
 from tests.trained_runs import make_run
@@ -114,14 +117,36 @@ def test_tensors_of_pickled_and_divided_bases_are_carried(tmp_path: Path) -> Non
 def test_a_base_with_weights_that_would_change_its_answers_is_refused(kind: str, tmp_path: Path) -> None:
     family, more, said = REFUSED[kind]
     base = build_with(tmp_path, family, more)
-    with pytest.raises(CheckpointError) as caught:
-        read(base)
-    import re
-
-    assert re.search(said, caught.value.render())
+    for refused in (refuse_other_weights, read):
+        with pytest.raises(CheckpointError) as caught:
+            refused(base)
+        assert re.search(said, caught.value.render())
     if layer_again is more:
         change_config(base, **({"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3, "layer_types": None}))
+        refuse_other_weights(base)
         read(base)  # the hint, followed
+
+
+def test_such_a_base_is_refused_before_data_are_prepared(in_process: Program, tmp_path: Path) -> None:
+    base, rows, config = tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "x.yaml"
+    build_with(base, "llama", layer_again)
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 5}\n')
+    config.write_text(f"model: {{name: {base}, max_seq_len: 64}}\ndata: {{train_path: {rows}}}\n")
+    done = in_process("data", f"CONFIG={config}")
+    done.refused(
+        5, "for which the model that `config.json` describes has no place", "it says 2 layers and the files hold 3"
+    )
+    assert "rows.jsonl:2" not in done.err
+
+
+QUICK = ("gemma3", "gpt_oss", "qwen3_5")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_no_family_is_refused_by_its_headers(family: str, tmp_path: Path) -> None:
+    refuse_other_weights(build_family(tmp_path, family))
 
 
 def test_full_tuning_and_a_merge_publish_a_layer_that_predicts(cache: Path, tmp_path: Path) -> None:
