@@ -45,8 +45,9 @@ from sft_play.plan.shape import VARLEN
 from sft_play.runs.folder import PREDICTIONS, SCORES, RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.text import Show, bar, tell
+from sft_play.training.faults import ran_out_of_memory
 from sft_play.training.loss import label_tokens, token_loss_sum
-from sft_play.training.ranks import Ranks
+from sft_play.training.ranks import PeerError, Ranks, named
 from sft_play.training.stopping import StopOnRequest
 
 
@@ -283,7 +284,8 @@ def score_by_generation(
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a
     forward pass is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is called with the batches of this
     rank, `alive` of every forward pass. `stop` may end it on all ranks with an exception. All ranks must call this
-    together and get the same result. Raise `ValueError` when there are no rows.
+    together and get the same result. Raise `ValueError` when there are no rows, and `PeerError` on all ranks for what
+    failed on some, but inside of a pass that is a collective operation, and for want of memory.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -291,6 +293,7 @@ def score_by_generation(
     prompts = [list(row["prompt_ids"]) for row in rows]
     spread_by = None if budget.seconds is None else budget.seed
     answers: list[tuple[int, Answer]] = []
+    failure: Exception | None = None
     together_only = synced or budget.seconds is not None  # ranks meet before each batch, so that none may leave alone
     started = budget.clock()
     enough = stop.asked_here if stop else None
@@ -312,19 +315,33 @@ def score_by_generation(
                 break
             if budget.over(started, turn, ranks):
                 break
-            batch = mine[turn] if turn < len(mine) else []
+            batch = mine[turn] if turn < len(mine) and failure is None else []
             if not batch and not synced:
                 continue
             # Ranks that have run out of batches keep the others company: every forward pass is a collective.
             asked = [prompts[index] for index in batch] or [prompts[0][:1]]
-            given = answer_batch(
-                ready, tokenizer, asked, settings, device=ranks.device, synced=synced and ranks.world > 1, enough=enough
-            )
+            try:
+                given = answer_batch(
+                    ready,
+                    tokenizer,
+                    asked,
+                    settings,
+                    device=ranks.device,
+                    synced=synced and ranks.world > 1,
+                    enough=enough,
+                )
+            except Exception as error:
+                if ranks.world == 1 or synced or ran_out_of_memory(error):
+                    raise
+                failure = error
+                continue
             answers += zip(batch, given[: len(batch)], strict=True)
             if progress:
                 progress(turn + 1, rounds)
     if stop:
         stop.after_batches()
+    if problem := ranks.first_problem(named(failure) if failure else None):
+        raise PeerError(problem) from failure
     told = ranks.gather([(index, asdict(answer)) for index, answer in answers])[:: ranks.copies]
     everywhere = sorted(
         ((index, Answer(**answer)) for part in told for index, answer in part), key=lambda part: part[0]
@@ -332,7 +349,7 @@ def score_by_generation(
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
     assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
-    pairs = [compare_parts(tokenizer, rows[index], answer.said) for index, answer in everywhere]
+    pairs = ranks.attempt(lambda: [compare_parts(tokenizer, rows[index], answer.said) for index, answer in everywhere])
     scored = _score(metrics, pairs, ranks)
     predictions = tuple(
         Prediction(
@@ -363,10 +380,7 @@ def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ra
     """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the
     next. Collective.
     """
-    found: dict[str, Any] = {}
-    if ranks.first:
-        found = asdict(score_said(metrics, pairs))
-    found = ranks.broadcast(found)
+    found = ranks.broadcast(ranks.attempt(lambda: asdict(score_said(metrics, pairs)) if ranks.first else {}))
     intervals = {name: Interval(**interval) for name, interval in found["intervals"].items()}
     return Scored(each=tuple(found["each"]), intervals=intervals, warnings=tuple(found["warnings"]))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from sft_play.data.batches import Batch
-from sft_play.errors import DataError, first_line
+from sft_play.errors import DataError
 from sft_play.evaluation.held_out import (
     GenerationResult,
     HeldOut,
@@ -26,7 +26,7 @@ from sft_play.files import side_file
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.text import tell
 from sft_play.training.faults import ran_out_of_memory
-from sft_play.training.ranks import TrainContext
+from sft_play.training.ranks import PeerError, TrainContext, named
 from sft_play.training.states.layout import ShardProof
 from sft_play.training.stopping import EvaluationStopped, StopOnRequest
 
@@ -107,36 +107,39 @@ class WhileTraining:
         return found
 
     def _try_answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult | None:
-        """Return the answers and their scores; `None`, with a warning, where they failed: nothing that only scores ends
-        a training.
+        """Return the answers and their scores; `None`, with a warning, where they failed on any rank: nothing that only
+        scores ends a training.
 
-        Of several ranks one alone may have failed, and the others wait for it; a shortage of memory has its own remedy.
+        A shortage of memory has its own remedy. What one rank alone meets inside of a pass that is a collective
+        operation leaves the others waiting for it.
         """
+        ranks, step = self.context.ranks, trainer.state.global_step
         try:
-            return self._answers(trainer, rows, ready, held_out)
+            result = self._answers(trainer, rows, ready)
+            ranks.attempt(lambda: self._write(trainer, held_out, result) if ranks.first else None)
         except EvaluationStopped:
             raise
         except Exception as error:
-            if self.context.ranks.world > 1 or ran_out_of_memory(error):
+            if ran_out_of_memory(error) or (ranks.world > 1 and not isinstance(error, PeerError)):
                 raise
-            said = f"{type(error).__name__}: {first_line(error)}"
-            tell(
-                f"evaluation: the answers after step {trainer.state.global_step} are not scored: {said}; training"
-                " continues"
-            )
+            count = min(self.context.config.eval.samples, len(ready))
+            said = str(error) if isinstance(error, PeerError) else named(error)
+            tell(f"evaluation: none of {count} answers after step {step} is scored: {said}; training continues")
             return None
+        return result
 
-    def _answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
-        context, config, step = self.context, self.context.config, trainer.state.global_step
-        context.activity.enter("evaluating", step=step)  # an error names no rows of the loss any more
+    def _answers(self, trainer: Trainer, rows: Any, ready: list[int]) -> GenerationResult:
+        context, config = self.context, self.context.config
+        context.activity.enter(
+            "evaluating", step=trainer.state.global_step
+        )  # an error names no rows of the loss any more
         size = trainer.args.per_device_eval_batch_size
         # `generate` of adapters calls the base below the forward pass that accelerate put under autocast.
         narrow = contextlib.nullcontext() if config.tuning.mode == "full" else trainer.accelerator.autocast()
         with narrow, trainer.pipeline.answering() if trainer.pipeline else contextlib.nullcontext():
-            result = answer_rows(
-                trainer.accelerator.unwrap_model(
-                    trainer.model_wrapped
-                ),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
+            return answer_rows(
+                # Hooks of ZeRO-3 and FSDP2 sit in the model itself.
+                trainer.accelerator.unwrap_model(trainer.model_wrapped),
                 trainer.processing_class,
                 rows,
                 ready,
@@ -147,17 +150,18 @@ class WhileTraining:
                 stop=self.stop,
                 alive=context.activity.get_on,
             )
-        if context.ranks.first:
-            settings = {
-                "max_new_tokens": config.train.generation_max_new_tokens,
-                "num_beams": config.train.generation_num_beams,
-                "batch_size": size,
-                "max_seconds": config.eval.max_seconds,
-                "during": "training",
-            }
-            folder = context.run.evaluation(step)
-            with side_file(
-                folder, "the answers of an evaluation"
-            ):  # its scores go to `metrics.jsonl`, which waits for room
-                write_evaluation(folder, held_out, result, step=step, settings=settings)
-        return result
+
+    def _write(self, trainer: Trainer, held_out: HeldOut, result: GenerationResult) -> None:
+        config, step = self.context.config, trainer.state.global_step
+        settings = {
+            "max_new_tokens": config.train.generation_max_new_tokens,
+            "num_beams": config.train.generation_num_beams,
+            "batch_size": trainer.args.per_device_eval_batch_size,
+            "max_seconds": config.eval.max_seconds,
+            "during": "training",
+        }
+        folder = self.context.run.evaluation(step)
+        with side_file(
+            folder, "the answers of an evaluation"
+        ):  # its scores go to `metrics.jsonl`, which waits for room
+            write_evaluation(folder, held_out, result, step=step, settings=settings)

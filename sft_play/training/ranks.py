@@ -11,18 +11,18 @@ import contextlib
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, HardwareError
+from sft_play.errors import CheckpointError, HardwareError, first_line
 from sft_play.launch.environment import VARIABLE, key_here, new_word, proof, proves
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -52,6 +52,18 @@ Outline = list[tuple[str, list[int], str]]
 def outline(tensors: Mapping[str, Tensor]) -> Outline:
     """Return what a rank must know of tensors that it receives."""
     return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+
+
+T = TypeVar("T")
+
+
+class PeerError(Exception):
+    """What some rank met is known to all, none of which waits for another."""
+
+
+def named(error: BaseException) -> str:
+    """Return an error in a line."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +158,22 @@ class Ranks:
         found = self.gather(problem)
         rank, reason = next((rank, reason) for rank, reason in enumerate(found) if reason is not None)
         return reason if all(found) else f"rank {rank}: {reason}"
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Return what `work`, which holds no collective operation, gives here. Raise `PeerError` on every rank where it
+        failed on any; a single rank raises what it met.
+        """
+        if self.world == 1:
+            return work()
+        result: T | None = None
+        problem: str | None = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            problem = named(error)
+        if found := self.first_problem(problem):
+            raise PeerError(found)
+        return cast("T", result)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors to rank 0, which calls `receive` with their `outline`. As bytes, which every backend sends."""

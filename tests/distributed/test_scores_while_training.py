@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.carried_bases import change_config
 from tests.conftest import metrics
 from tests.library_metric import library_metric
 from tests.places import WORDS, Place, question_rows
@@ -142,3 +143,43 @@ def test_a_metric_that_cannot_score_the_answers_ends_nothing(place: Place) -> No
     assert [row["kind"] for row in rows if row["kind"] != "train"] == ["save", "eval"] * 2
     assert all("eval_rougeL" in row and "eval_flaky" not in row for row in rows if row["kind"] == "eval")
     assert (run / "model" / "stamp.json").is_file() and not (run / "checkpoints" / "best").exists()
+
+
+FAILING = """
+import os
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class MyConfig(LlamaConfig):
+    model_type = "mine"
+
+
+class MyModel(LlamaForCausalLM):
+    config_class = MyConfig
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **others):
+        if os.environ.get("RANK") == "1":
+            raise ValueError("this machine lacks a kernel")
+        return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **others)
+"""
+
+
+def test_answers_that_fail_on_one_of_two_ranks_end_nothing(place: Place) -> None:
+    """The model's own code fails on rank 1; the other answers all of its own, and waits for nobody."""
+    model = build_tiny_llama(place.folder / "mine")
+    (model / "code_of_mine.py").write_text(FAILING)
+    classes = {"AutoConfig": "code_of_mine.MyConfig", "AutoModelForCausalLM": "code_of_mine.MyModel"}
+    change_config(model, model_type="mine", auto_map=classes)
+    words = (f"MODEL_NAME={model}", "MODEL_TRUST_REMOTE_CODE=true", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
+    name, quiet = "fails-on-one", ("TRAIN_EARLY_STOPPING_THRESHOLD=0", "NUM_GPUS=2")
+    done = place.run("train-distributed", f"CONFIG={place.config}", f"RUN_NAME={name}", *words, *quiet, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = done.stdout + done.stderr
+    assert (
+        "evaluation: none of 9 answers after step 4 is scored: rank 1: ValueError: this machine lacks a kernel" in said
+    )
+    run = place.folder / "runs" / name
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows if row["kind"] != "train"] == ["save", "eval"] * 2
+    assert all("eval_loss" in row and "eval_rougeL" not in row for row in rows if row["kind"] == "eval")
