@@ -156,6 +156,26 @@ def tiny_config(name: str, **own: Any) -> Any:
     )
 
 
+LONG_ROPE_SWITCH = 24
+
+
+def long_rope(name: str) -> dict[str, Any]:
+    """Returns LongRoPE's settings, as Phi-3.5's, for rows of more than `LONG_ROPE_SWITCH` tokens."""
+    half = COMMON["head_dim"] // 2
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * half,
+        "original_max_position_embeddings": LONG_ROPE_SWITCH,
+        "long_factor": [1.0 + index for index in range(half)],
+        "factor": 8.0,
+    }
+    if name == "phimoe":
+        rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
+    own = {} if name == "phimoe" else {"original_max_position_embeddings": LONG_ROPE_SWITCH}
+    return {"rope_parameters": rope, "max_position_embeddings": 8 * LONG_ROPE_SWITCH, **own}
+
+
 def tiny_model(name: str, device: str = "cpu", *, attention: str | None = None, **own: Any) -> Any:
     """Returns the causal model of `tiny_config`, for a family that has none the image-text model; weights by seed 0."""
     import torch

@@ -18,6 +18,7 @@ from sft_play.data.turns import Message
 from sft_play.errors import DataError
 from sft_play.model.rope import switch_length, switches_within
 from sft_play.model.tokenizer import ends_of_answers, write_chat
+from sft_play.plan.shape import PROMPTED_ALONE
 from sft_play.text import Show
 
 
@@ -121,9 +122,14 @@ def answer_all(
 
 def settings_for(model: Any, settings: AnswerSettings, *, longest: int) -> AnswerSettings:
     """Return the settings for prompts of at most `longest` tokens: one at a time where rotary factors may change within
-    an answer.
+    an answer, or padding before a prompt changes it.
     """
-    return replace(settings, batch_size=1) if switches_within(model, longest + settings.max_new_tokens) else settings
+    alone = model.config.get_text_config().model_type in PROMPTED_ALONE
+    return (
+        replace(settings, batch_size=1)
+        if alone or switches_within(model, longest + settings.max_new_tokens)
+        else settings
+    )
 
 
 def answer_batch(

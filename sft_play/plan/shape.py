@@ -379,6 +379,10 @@ TEXT_WITHIN = frozenset({
 LAYER_OUTPUTS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "gptj": 2, "mpt": 2}
 """How long a tuple a layer returns, by model type; the layers of all others return the hidden states alone."""
 
+PROMPTED_ALONE = frozenset({"deepseek_v4", "minimax"})
+"""Families whose answers depend on padding before a prompt (compressed keys are counted from the line's beginning; a
+cached state decays otherwise): they are prompted one at a time. `tests/numerics/test_row_alone.py` tries all families.
+"""
 CHANGED_LOGITS: Mapping[str, str] = {
     **dict.fromkeys(
         ("gemma2", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "nanochat"), "final_logit_softcapping"

@@ -1,5 +1,5 @@
-"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, for every key
-and family that could.
+"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, nor on a micro-batch
+that is halved on the way; for every key and family by which a row may be changed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.families import build_family
-from tests.numerics.test_row_alone import long_rope
-from tests.training_runs import Trial, column, make_run, must_train, same_curves
+from sft_play.plan.shape import FLATTENED_MODEL_TYPES
+from tests.families import build_family, long_rope
+from tests.training_runs import Trial, column, make_run, must_train, resume_from, same_curves
 
 PACK = (("pack_tokens", 64),)
 SPLITS: dict[str, dict[str, Any]] = {
@@ -24,20 +24,37 @@ SPLITS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "neftune": ("llama", ("train.neftune_noise_alpha: 15",)),
     "longrope": ("phi3", ()),
+    "clipping": ("llama", ("train.max_grad_norm: 0.05",)),
+    "adafactor": ("llama", ("train.optim: adafactor", "train.weight_decay: 0.1")),
+    "spikes": ("llama", ("train.spike_guard: skip",)),
+    "recomputation": ("llama", ("train.gradient_checkpointing: true", "train.kernels: 'off'")),
+    "experts": ("qwen3_moe", ()),
+    "states": ("mamba2", ()),
 }
+QUICK = ("neftune",)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+)
 def test_every_split_gives_the_same_losses(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     base = build_family(tmp_path / "base", family, **(long_rope(family) if case == "longrope" else {}))
-    common = ("train.save_strategy: 'no'", *settings)
-    runs = {}
-    for name, split in SPLITS.items():
-        trial = Trial(steps=4, settings=common, learning_rate=1e-2, **split)
-        runs[name] = must_train(make_run(tmp_path / name.replace(" ", "-"), base, trial))
+    optim = next((line.split(": ")[1] for line in settings if "optim" in line), "adamw_torch")
+    fields = (("optim", optim), ("gradient_checkpointing", case == "recomputation"))
+
+    in_lines = family in FLATTENED_MODEL_TYPES
+
+    def trial(split: str) -> Trial:
+        own = SPLITS[split] | ({} if in_lines else {"layout": "padded"})
+        own["plan"] = (*fields, *own.get("plan", ()))
+        return Trial(steps=4, settings=("train.save_steps: 2", *settings), learning_rate=1e-2, **own)
+
+    splits = [name for name in SPLITS if in_lines or name != "packed"]
+    runs = {name: must_train(make_run(tmp_path / name.replace(" ", "-"), base, trial(name))) for name in splits}
+    runs["halved"] = resume_from(runs["all rows"], tmp_path / "halved", 2, trial("one row"))
     for run in runs.values():
         same_curves(run.path, runs["one row"].path)
     if case == "neftune":
-        quiet = must_train(make_run(tmp_path / "quiet", base, Trial(steps=4, settings=common[:1], learning_rate=1e-2)))
+        quiet = must_train(make_run(tmp_path / "quiet", base, Trial(steps=4, learning_rate=1e-2)))
         assert column(quiet, "loss")[0] != pytest.approx(column(runs["one row"], "loss")[0], rel=1e-5)

@@ -1,119 +1,173 @@
-"""A row computes the same in every company: alone, in micro-batches, in one line, padded, evaluated and prompted in
-batches.
+"""A row computes the same in every company: alone, in micro-batches of any size, in one line, padded, evaluated and
+prompted in batches. Whole runs are `tests/distributed/test_update_alone.py`'s.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
+from sft_play.config.keys import extra_keys, schema_keys
 from sft_play.data.batches import Collator
 from sft_play.evaluation.generation import AnswerSettings, answer_all
+from sft_play.evaluation.held_out import loss_and_tokens
+from sft_play.model import kernels
 from sft_play.model.rope import choose_factors_by_row, switch_length
+from sft_play.plan.shape import FLATTENED_MODEL_TYPES, UNMASKED_MODEL_TYPES, WITHOUT_SDPA
 from sft_play.training.loss import token_loss_sum
 from sft_play.training.noise import RowNoise
-from tests.families import VOCAB, tiny_model
+from tests.distributed.test_update_alone import CASES as RUNS
+from tests.families import FAMILIES, LONG_ROPE_SWITCH, VOCAB, long_rope, tiny_model
 
-SWITCH = 24
-HALF = 8
-"""Rotary frequencies of a tiny model's head."""
-
-
-def long_rope(name: str) -> dict[str, Any]:
-    """Returns LongRoPE's settings, as Phi-3.5's, for rows of more than `SWITCH` tokens."""
-    rope: dict[str, Any] = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "short_factor": [1.0] * HALF,
-        "original_max_position_embeddings": SWITCH,
-        "long_factor": [1.0 + index for index in range(HALF)],
-        "factor": 8.0,
-    }
-    if name == "phimoe":
-        rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
-    own = {} if name == "phimoe" else {"original_max_position_embeddings": SWITCH}
-    return {"rope_parameters": rope, "max_position_embeddings": 8 * SWITCH, **own}
+COMPANIES: dict[str, list[list[int]]] = {
+    "alone": [[0], [1], [2], [3], [4], [5], [6], [7]],
+    "all": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "threes": [[0, 1, 2], [3, 4, 5], [6, 7]],
+    "halved": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "packed": [[1, 4], [0, 3, 5], [2, 7], [6]],
+}
+"""Which rows share a micro-batch."""
+SPARSE = {"index_topk": 8, "index_n_heads": 64}
+"""As many indexing heads as are published: of few, all may score 0, and what is selected depends on what lies behind."""
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+    "max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, SPARSE if name in ("deepseek_v32", "glm_moe_dsa") else {}) for name in FAMILIES},
+    "phi3 with two sets of factors": ("phi3", long_rope("phi3")),
+    "phimoe with two sets of factors": ("phimoe", long_rope("phimoe")),
+    "llama with dynamic factors": ("llama", DYNAMIC),
+}
+QUICK = (
+    "llama",
+    "bloom",
+    "gemma2",
+    "gpt_oss",
+    "mamba2",
+    "qwen3_next",
+    "deepseek_v3",
+    *[name for name in CASES if " " in name],
+)
 
 
 def large(name: str) -> Any:
     """Returns a random model with weights large enough to show where a token stands."""
-    model = tiny_model(name, attention="sdpa", **long_rope(name)).eval()
+    family, own = CASES[name]
+    model = tiny_model(family, attention="eager" if family in WITHOUT_SDPA else "sdpa", **own).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
-                weight.mul_(4)
+                weight.mul_(4 if own else 3)
     return model
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """Rows of 8 to 44 tokens, on both sides of the switch and at it."""
+    """Rows of 8 to 44 tokens, on both sides of windows, chunks and LongRoPE's switch, and at it."""
     chance = random.Random(5)
-    made = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
+    made = [[chance.randrange(4, 1024) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
+    assert {8, 44} < {len(ids) for ids in made} > {LONG_ROPE_SWITCH, LONG_ROPE_SWITCH + 1}
     return [
         {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i}
         for i, ids in enumerate(made)
     ]
 
 
-def losses(model: Any, layout: str, batches: list[list[dict[str, Any]]]) -> list[float]:
-    collate = Collator(layout, 0)
-    with torch.no_grad():
-        return [float(token_loss_sum(model, collate(batch))) for batch in batches]
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
+def test_a_row_computes_the_same_in_every_company(name: str, rows: list[dict[str, Any]], tiny: Any) -> None:
+    from transformers import AutoTokenizer
 
-
-@pytest.mark.parametrize("name", ["phi3", "phimoe"])
-def test_longrope_factors_go_by_each_row(name: str, rows: list[dict[str, Any]]) -> None:
-    plain = large(name)
+    model, family = large(name), CASES[name][0]
+    tokenizer, prompts = AutoTokenizer.from_pretrained(tiny), [row["input_ids"][:22] for row in rows]
     with torch.no_grad():  # transformers' own, each row in a pass of its own
-        wanted = sum(
+        expected = [
             float(
-                torch.nn.functional.cross_entropy(
-                    plain(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].float(),
+                cross_entropy(
+                    model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1].float(),
                     torch.tensor(row["labels"][1:]),
                     reduction="sum",
                 )
             )
             for row in rows
-        )
-    model = large(name)
-    assert switch_length(model) == SWITCH
-    apart = abs(sum(losses(model, "flattened", [rows])) - wanted)
+        ]
+        written = [written_alone(model, tokenizer, prompt) for prompt in prompts]
+    kernels.keep_rows_apart(model)
     choose_factors_by_row(model)
-    for layout in ("flattened", "padded"):
-        for micro in (1, 3, 8):
-            cut = [rows[start : start + micro] for start in range(0, len(rows), micro)]
-            assert sum(losses(model, layout, cut)) == pytest.approx(wanted, rel=1e-5), (layout, micro)
-    assert apart > 1e-4 * wanted, "the factors of these rows make a difference"
-
-
-def test_longrope_answers_do_not_depend_on_their_batch(rows: list[dict[str, Any]], tiny: Any) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    model = large("phi3")
-    prompts = [row["input_ids"][:22] for row in rows]  # answers cross the switch
-    alone = [
-        model.generate(
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=8,
-            do_sample=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-    choose_factors_by_row(model)
+    layouts = ["padded", *(["flattened"] if family in FLATTENED_MODEL_TYPES else [])]
+    if family in UNMASKED_MODEL_TYPES and switch_length(model) is None:
+        layouts.append("unmasked")
+    for layout in layouts:
+        collate = Collator(layout, 0)
+        for company, groups in COMPANIES.items():
+            for group in groups:
+                with torch.no_grad():
+                    measured = loss_and_tokens(model, collate([rows[index] for index in group]))
+                counts = [sum(label >= 0 for label in rows[index]["labels"][1:]) for index in group]
+                wanted = [sum(expected[index] for index in group), sum(counts)]
+                assert measured.tolist() == pytest.approx(wanted, rel=1e-5), (layout, company, group)
     together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=8, num_beams=1, batch_size=8), prompts)
-    assert [answer.tokens for answer in together] == [
-        len([t for t in one if t != tokenizer.eos_token_id]) for one in alone
-    ]
-    texts = [tokenizer.decode(one, skip_special_tokens=True).strip() for one in alone]
-    assert [answer.text.strip() for answer in together] == texts
+    assert [answer.text.strip() for answer in together] == [said for said, _ in written]
+    assert [answer.tokens for answer in together] == [count for _, count in written]
+
+
+def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, int]:
+    """Returns what transformers' own `generate` answers a prompt that is alone, and how many tokens."""
+    ids = torch.tensor([prompt])
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    made = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )[0, len(prompt) :].tolist()
+    tokens = [token for token in made if token != end]
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens)
+
+
+def test_the_factors_of_these_rows_make_a_difference(rows: list[dict[str, Any]]) -> None:
+    model, collate = large("phi3 with two sets of factors"), Collator("flattened", 0)
+    assert switch_length(model) == LONG_ROPE_SWITCH
+    with torch.no_grad():
+        alone = sum(float(token_loss_sum(model, collate([row]))) for row in rows)
+        assert abs(float(token_loss_sum(model, collate(rows))) - alone) > 1e-4 * alone
+
+
+# Every key says how it meets the split of a step's rows; `CASES` of whole runs are those by which a row may be changed.
+
+SPLIT = {
+    "batch_size", "grad_accum", "packing", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "torch_empty_cache_steps", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
+    "ddp_static_graph",
+}  # fmt: skip
+"""They decide the split, or how it is carried out."""
+WHOLE = {
+    "global_batch_size", "loss_on", "epochs", "max_steps", "seed", "learning_rate", "learning_rate_scaling", "lr_scheduler_type",
+    "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules",
+    "spike_factor", "full_determinism", "tf32", "bf16", "fp16",
+}  # fmt: skip
+"""The same for all rows of a step, whatever the split; narrow types round otherwise for each."""
+BESIDE = re.compile(
+    r"(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async|debug|skip_memory|include_num"
+    r"|disable|load_best)"
+)
+"""What is written, scored and kept."""
+
+
+def test_every_key_of_training_says_how_it_meets_the_split() -> None:
+    names = {name.split(".")[1] for name in (*schema_keys(), *extra_keys()) if name.startswith("train.")}
+    tried = {line.split(":")[0].removeprefix("train.") for _, settings in RUNS.values() for line in settings}
+    open_keys = {name for name in names if not BESIDE.match(name)} - SPLIT - WHOLE - {"extra"}
+    assert open_keys == {name for name in tried if name in names and not BESIDE.match(name)}
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded"])
