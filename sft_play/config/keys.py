@@ -173,7 +173,6 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
         "it would change the global batch; `auto` finds what fits and keeps it",
     ),
     "average_tokens_across_devices": (None, "it is always on: the loss is exact over all tokens of the global batch"),
-    "label_smoothing_factor": (None, "the loss is the cross entropy of the label tokens"),
     "use_cache": (None, "it is off in training and on when answers are generated"),
     "bf16_full_eval": ("train.bf16", "evaluation computes as training does"),
     "fp16_full_eval": ("train.fp16", "evaluation computes as training does"),

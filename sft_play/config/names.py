@@ -31,6 +31,8 @@ ELSEWHERE: Mapping[str, str] = {
     "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
     "model.vocab_size": "num_words vocabulary_size",
     "model.init": "from_scratch",
+    "train.loss": "loss_type loss_function",
+    "train.label_smoothing_factor": "label_smoothing",
     "model.attn_implementation": "attention_implementation use_flash_attention_2 flash_attention flash_attn",
     "tuning.task": "stage task",
     "tuning.quantization": "bnb_4bit_quant_type quantization_method tuning.bits",

@@ -156,6 +156,17 @@ def precision(config: Config) -> Iterator[Conflict]:
         )
 
 
+def loss(config: Config) -> Iterator[Conflict]:
+    """Losses that no one has defined together."""
+    train = config.train
+    if train.loss != "nll" and train.label_smoothing_factor:
+        yield Conflict(
+            "train.label_smoothing_factor",
+            f", which goes with `train.loss: nll`, and that is `{train.loss}`",
+            "leave one out",
+        )
+
+
 def profile(config: Config) -> Iterator[Conflict]:
     asked = config.train.profile
     if not asked.steps and asked != ProfileSettings():
@@ -315,6 +326,6 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    names, precision, profile, notify, evaluation, launch, warmup, slow_network, stages, layers, slices, paths, tokens, code, *data_rules.RULES,
+    names, precision, loss, profile, notify, evaluation, launch, warmup, slow_network, stages, layers, slices, paths, tokens, code, *data_rules.RULES,
     *metrics.RULES, *optimizers.RULES, trackers.known_trackers,
 )  # fmt: skip

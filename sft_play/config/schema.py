@@ -195,6 +195,10 @@ class TrainConfig:
     """
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Trained tokens: all answers, the last one, or everything."""
+    loss: Literal["nll", "dft"] = "nll"
+    """What is minimised: cross-entropy, or [DFT](training.md#losses)."""
+    label_smoothing_factor: Annotated[float, Range(minimum=0, below=1)] = 0.0
+    """Share of each target that is spread over the vocabulary."""
     epochs: AboveZero = 3.0
     """Passes over the training rows."""
     max_steps: Annotated[int, Range(minimum=1, also=-1)] = -1

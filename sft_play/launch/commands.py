@@ -43,7 +43,7 @@ from sft_play.launch.run_folder import (
 )
 from sft_play.launch.verdict import LOST, Outcome, describe_stop, tell_cause
 from sft_play.plan.show import beside_forecast
-from sft_play.runs.checkpoints import list_checkpoints, newest_valid, step_of
+from sft_play.runs.checkpoints import list_checkpoints, newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, wait_until_sent

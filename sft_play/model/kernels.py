@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from sft_play.data import IGNORED
+from sft_play.model.objective import Objective
 from sft_play.plan.shape import CHANGED_LOGITS, VARLEN
 
 
@@ -169,8 +169,9 @@ class Labels:
 
     targets: Tensor
     """Next tokens [B, P] or [K], `IGNORED` where there is none."""
+    objective: Objective
     total: Tensor | None = None
-    """Summed cross-entropy (nats, fp32, a scalar without a graph), once the head ran; `None` when no head is chunked.
+    """Summed loss (nats, fp32, a scalar without a graph), once the head ran; `None` when no head is chunked.
     """
     upstream: Tensor | None = None
     """Gradient of the sum, once the backward pass began."""
@@ -180,9 +181,9 @@ _LABELS: ContextVar[Labels | None] = ContextVar("labels", default=None)
 
 
 @contextlib.contextmanager
-def labels_for_head(targets: Tensor) -> Iterator[Labels]:
+def labels_for_head(targets: Tensor, objective: Objective) -> Iterator[Labels]:
     """Let a chunked head that runs inside compute the loss of these targets in place of logits."""
-    labels = Labels(targets=targets)
+    labels = Labels(targets=targets, objective=objective)
     token = _LABELS.set(labels)
     try:
         yield labels
@@ -274,7 +275,9 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.set_grad_enabled(wanted):
                 part_CH = hidden_KH[part].detach().requires_grad_(grad_KH is not None)
                 logits_CV = head(part_CH)
-            losses, slope_CV = _losses_and_slope(logits_CV, targets_K[part], change, unscaled if wanted else None)
+            losses, slope_CV = _losses_and_slope(
+                logits_CV, targets_K[part], labels.objective, change, unscaled if wanted else None
+            )
             total += losses
             if slope_CV is None:
                 continue
@@ -318,9 +321,9 @@ class _Total(torch.autograd.Function):
 
 
 def _losses_and_slope(
-    logits_CV: Tensor, targets_C: Tensor, change: _Change, unscaled: float | None
+    logits_CV: Tensor, targets_C: Tensor, objective: Objective, change: _Change, unscaled: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the chunk's summed cross-entropy and, times `unscaled` where that is given, its gradient for the head's
+    """Return the chunk's summed loss and, times `unscaled` where that is given, its gradient for the head's
     logits.
 
     Everything that can happen in place does: one fp32 buffer, and the logits themselves where they are narrower.
@@ -328,14 +331,11 @@ def _losses_and_slope(
     with torch.no_grad():
         changed, slope = change.apply(logits_CV.detach().float())
         logs = functional.log_softmax(changed, dim=-1)
-        counted = targets_C != IGNORED
-        index = targets_C.clamp(min=0)[:, None]
-        total = -(logs.gather(-1, index)[:, 0] * counted).sum()
-        if unscaled is None:
-            return total, None
         del changed
-        grad = logs.exp_().scatter_add_(-1, index, torch.full_like(index, -1, dtype=logs.dtype))
-        grad = grad.mul_((counted * unscaled)[:, None])
+        total, grad = objective.total_and_slope(logs, targets_C, slope=unscaled is not None)
+        if grad is None or unscaled is None:
+            return total, None
+        grad = grad if unscaled == 1.0 else grad.mul_(unscaled)
         grad = grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
         return total, grad.to(logits_CV.dtype)
 

@@ -130,6 +130,11 @@ def _decide(request: Request) -> Plan:
         warnings.append(notice)
     if shape.router_loss:
         warnings.append(ROUTER_LOSS)
+    if config.train.loss != "nll" or config.train.label_smoothing_factor:
+        smoothed = (
+            f", smoothed by {config.train.label_smoothing_factor:g}" if config.train.label_smoothing_factor else ""
+        )
+        warnings.append(f"what is minimised is `{config.train.loss}`{smoothed}; evaluation measures the cross-entropy")
     if config.train.optim not in ("auto", setup.optim):
         warnings.append(
             f"`train.optim: {config.train.optim}` does not run: its states cannot be sharded by {setup.strategy};"

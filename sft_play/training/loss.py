@@ -1,4 +1,4 @@
-"""The loss: cross-entropy summed over label tokens, of this rank's micro-batches."""
+"""The loss, summed over the label tokens of this rank's micro-batches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
-from torch.nn import functional
 from transformers import TrainingArguments
 
 from sft_play.data import IGNORED
 from sft_play.data.batches import Batch, Collator, GlobalBatchSampler
 from sft_play.model.kernels import labels_for_head, total_of
+from sft_play.model.objective import PLAIN, Objective
 from sft_play.plan.epoch import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
@@ -23,8 +23,9 @@ from sft_play.training.ranks import Ranks, TrainContext
 NOT_FOR_THE_MODEL = ("targets", "rows", "lengths", "tokens")
 
 
-def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Return the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.batches.Collator`.
+def token_loss_sum(model: Any, batch: dict[str, Any], objective: Objective = PLAIN) -> Tensor:
+    """Return the summed loss (nats, fp32, a scalar) of a batch made by `data.batches.Collator`: the cross-entropy, or
+    what a training minimises.
 
     `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and
     never [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.kernels.chunk_head`
@@ -32,13 +33,11 @@ def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
     targets = batch["targets"]
-    with labels_for_head(targets) as labels:
+    with labels_for_head(targets, objective) as labels:
         logits = model(**inputs, use_cache=False).logits
     if labels.total is not None:
         return total_of(labels, logits)
-    return functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
-    )
+    return objective.total(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 
 def label_tokens(batch: dict[str, Any]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 from transformers.utils import ModelOutput
 
 from sft_play.data.batches import Batch
+from sft_play.model.objective import PLAIN, Objective
 from sft_play.model.parallel import Stage
 from sft_play.plan.plan import Plan
 from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
@@ -68,6 +69,7 @@ class Pipeline:
     def train(
         self,
         batches: Sequence[Batch],
+        objective: Objective,
         scale: Tensor,
         at: Callable[[Batch], None],
         enter: Callable[[str], None],
@@ -83,7 +85,7 @@ class Pipeline:
         warm = min(self.behind, len(batches))
         for number, batch in enumerate(batches):
             at(batch)
-            held.append(self._forward(batch, sums))
+            held.append(self._forward(batch, sums, objective))
             if number >= warm:
                 self._backward(*held.popleft(), scale)
         while held:
@@ -103,7 +105,7 @@ class Pipeline:
         self._settle()
         return self._share_sums(sums)
 
-    def _forward(self, batch: Batch, sums: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _forward(self, batch: Batch, sums: Tensor, objective: Objective = PLAIN) -> tuple[Tensor | None, Tensor]:
         self.enter("communication")
         given = self._receive(batch["input_ids"])
         if given is not None:
@@ -111,7 +113,7 @@ class Pipeline:
         self.enter("forward")
         with self.autocast():
             if self.stage.ends:
-                found = token_loss_sum(self.stage.model, self.stage.inputs_of(batch, given))
+                found = token_loss_sum(self.stage.model, self.stage.inputs_of(batch, given), objective)
                 sums += torch.stack([found.detach().double(), label_tokens(batch).double()])
                 return given, found
             inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}

@@ -24,6 +24,7 @@ from transformers import Trainer
 
 from sft_play.config.optimizers import BY_METRIC
 from sft_play.data.batches import Batch, GlobalBatchSampler
+from sft_play.model.objective import objective_of
 from sft_play.model.parallel import Slicer
 from sft_play.training.balance import Balancer, together
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
@@ -119,6 +120,7 @@ class SftTrainer(Trainer):
         super().__init__(**arguments)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
         self.watch = Stopwatch(context.ranks.device)
+        self.objective = objective_of(context.config.train)
         alpha = context.config.train.extra.get(NEFTUNE)
         self.noise = RowNoise(self.model, alpha, self.args.seed, context.ranks.part) if alpha else None
         self.spikes, self.balancer = SpikeGuard(context), Balancer(context, sampler, self.watch)
@@ -215,7 +217,7 @@ class SftTrainer(Trainer):
         at, scale = self.context.activity.next_batch, torch.as_tensor(1 / labels, device=self.args.device)
         if (scaler := self.accelerator.scaler) is not None:
             scale = scaler.scale(scale)
-        sums = pipeline.train(batches, scale, lambda batch: at(batch["rows"]), self.watch.enter)
+        sums = pipeline.train(batches, self.objective, scale, lambda batch: at(batch["rows"]), self.watch.enter)
         self.watch.enter("optimizer")
         counts = [
             torch.full_like(sums[0], sum(count))
@@ -235,7 +237,7 @@ class SftTrainer(Trainer):
         self.context.activity.next_batch(inputs["rows"])
         if self.noise is not None:
             self.noise.begin(inputs, self.state.global_step)
-        total = token_loss_sum(model, inputs)
+        total = token_loss_sum(model, inputs, self.objective)
         self.watch.passed(total)
         sums = [total.detach().double(), label_tokens(inputs).double()]
         # Filled on the device: a copy from the host would wait for it.

@@ -24,6 +24,8 @@ SPLITS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "neftune": ("llama", ("train.neftune_noise_alpha: 15",)),
     "longrope": ("phi3", ()),
+    "dft": ("llama", ("train.loss: dft",)),
+    "smoothing": ("llama", ("train.label_smoothing_factor: 0.1",)),
     "clipping": ("llama", ("train.max_grad_norm: 0.05",)),
     "adafactor": ("llama", ("train.optim: adafactor", "train.weight_decay: 0.1")),
     "spikes": ("llama", ("train.spike_guard: skip",)),

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.trainer_pt_utils import LabelSmoother
 
+from sft_play.config.schema import TrainConfig
 from sft_play.data.batches import Collator
-from sft_play.training.loss import label_tokens, token_loss_sum
+from sft_play.model.kernels import chunk_head
+from sft_play.model.objective import objective_of
+from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
 from tests.families import tiny_model
 
 ROWS = [
@@ -39,6 +43,49 @@ def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) ->
     total, count = by_hand(model)
     assert int(label_tokens(batch)) == count == 1 + 27 + 1 + 20
     assert float(token_loss_sum(model, batch)) == pytest.approx(total, rel=1e-5)
+
+
+def trls_dft(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """TRL 1.16, `SFTTrainer.compute_loss`: `per_token_loss * log_probs.exp().detach()`, summed."""
+    logs = torch.log_softmax(logits, -1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return (-logs * logs.exp().detach() * (targets >= 0)).sum()
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """transformers' own, whose mean over tokens becomes a sum."""
+    smoother = LabelSmoother(epsilon=0.1)
+    return smoother({"logits": logits}, targets.clone(), num_items_in_batch=torch.tensor(1))
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+@pytest.mark.parametrize(
+    ("keys", "reference"),
+    [({"loss": "dft"}, trls_dft), ({"label_smoothing_factor": 0.1}, smoothed)],
+    ids=["dft", "smoothing"],
+)
+def test_losses_and_gradients_are_those_of_their_authors(
+    keys: dict[str, Any], reference: Any, layout: str, chunk: int
+) -> None:
+    batch, found = Collator(layout, pad_token_id=3)(ROWS), []
+    for ours in (True, False):
+        model = tiny_model("llama").train()
+        if ours and chunk:
+            chunk_head(model, chunk)
+        if ours:
+            total = token_loss_sum(model, batch, objective_of(TrainConfig(**keys)))
+        else:
+            inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
+            logits = model(**inputs, use_cache=False).logits.float()
+            total = reference(logits.flatten(0, 1), batch["targets"].flatten())
+        (total / 49).backward()
+        found.append(
+            (float(total.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        )
+    (mine, gradient), (theirs, expected) = found
+    assert mine == pytest.approx(theirs, rel=1e-6)
+    assert float((gradient - expected).norm() / expected.norm()) < 1e-6
+    assert abs(mine - float(token_loss_sum(tiny_model("llama"), batch))) > 0.01, "it is another loss"
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])

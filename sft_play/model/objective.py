@@ -1,0 +1,78 @@
+"""What is minimised for each label token: a new loss is a row of `FACTORS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sft_play.config.schema import TrainConfig
+from sft_play.data import IGNORED
+
+Factor = Callable[[Tensor], Tensor]
+FACTORS: Mapping[str, Factor | None] = {
+    "nll": None,
+    "dft": torch.exp,  # Wu et al. 2025, arXiv 2508.05629
+}
+"""Word of `train.loss` -> what a token's cross-entropy is multiplied by, as a constant: of the log-probability [N] of the
+targets; none is 1.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """The loss of a label token: its cross-entropy with a target that may be smoothed, times a factor."""
+
+    factor: Factor | None = None
+    smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567)."""
+
+    def total(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """Return the sum over all targets but `IGNORED`, with its graph (fp32, a scalar)."""
+        if self == PLAIN:
+            return functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+        total: Tensor = _Total.apply(logits_NV, targets_N, self)
+        return total
+
+    def total_and_slope(self, logs_NV: Tensor, targets_N: Tensor, *, slope: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of log-probabilities without a graph, and its gradient [N, V] for the logits in their place."""
+        index, scale = targets_N.clamp(min=0)[:, None], targets_N != IGNORED
+        picked = logs_NV.gather(-1, index)[:, 0]
+        if self.factor is not None:
+            scale = scale * self.factor(picked)
+        losses = (1 - self.smoothing) * picked + self.smoothing * logs_NV.mean(-1) if self.smoothing else picked
+        total = -(losses * scale).sum()
+        if not slope:
+            return total, None
+        own = torch.full_like(index, self.smoothing - 1, dtype=logs_NV.dtype)
+        grad = logs_NV.exp_().scatter_add_(-1, index, own)
+        if self.smoothing:
+            grad = grad.sub_(self.smoothing / logs_NV.shape[-1])
+        return total, grad.mul_(scale[:, None])
+
+
+class _Total(torch.autograd.Function):
+    """The sum; its gradient takes the place of the log-probabilities, so that it needs no more than cross-entropy does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, objective: Objective) -> Tensor:
+        logs_NV = torch.log_softmax(logits_NV, dim=-1)
+        total, ctx.slope = objective.total_and_slope(logs_NV, targets_N, slope=ctx.needs_input_grad[0])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.slope * gradient, None, None
+
+
+PLAIN = Objective()
+"""What evaluations measure, whatever is minimised."""
+
+
+def objective_of(train: TrainConfig) -> Objective:
+    """Return what a configuration minimises."""
+    return Objective(factor=FACTORS[train.loss], smoothing=train.label_smoothing_factor)
