@@ -104,7 +104,7 @@ COMMANDS: dict[str, Command] = {
         "RUN JSON MODEL CHECKPOINT HOST PORT",
     ),
     "cluster-check": Command(
-        "sft_play.cluster.preflight:main",
+        "sft_play.cluster.check:main",
         "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected",
         "CONFIG RUN JSON CLUSTER MASTER_PORT",
     ),
@@ -120,19 +120,19 @@ COMMANDS: dict[str, Command] = {
         "CONFIG RUN JSON CLUSTER RUN_NAME MASTER_PORT DEEPSPEED_CONFIG",
     ),
     "cluster-status": Command(
-        "sft_play.cluster.status:main",
+        "sft_play.cluster.train:status",
         "what runs on each machine of CLUSTER, and how far it is",
         "RUN JSON CLUSTER",
         overrides=False,
     ),
     "cluster-logs": Command(
-        "sft_play.cluster.status:logs",
+        "sft_play.cluster.train:logs",
         "a rank's log, gathered on the first machine; FOLLOW=1 follows it",
         "RUN JSON CLUSTER FOLLOW RANK",
         overrides=False,
     ),
     "cluster-stop": Command(
-        "sft_play.cluster.status:stop",
+        "sft_play.cluster.train:stop",
         "save and stop RUN on all machines of CLUSTER",
         "RUN JSON CLUSTER",
         overrides=False,

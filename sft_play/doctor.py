@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -26,14 +27,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
-from sft_play.plan.hardware import ram_bytes
+from sft_play.plan.hardware import cpu_only, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
-from sft_play.runs.origin import has_unsloth
+from sft_play.runs.origin import has_unsloth, versions
 from sft_play.text import Finding, finding_lines, plural
 
 if TYPE_CHECKING:
@@ -99,7 +100,12 @@ def report(model: str | None = None, *, as_json: bool) -> int:
     if as_json:
         print(
             json.dumps(
-                {"checks": len(checks), "counts": counts, "findings": [asdict(finding) for finding in findings]},
+                {
+                    "checks": len(checks),
+                    "counts": counts,
+                    "findings": [asdict(finding) for finding in findings],
+                    "machine": machine(),
+                },
                 indent=2,
             )
         )
@@ -109,6 +115,35 @@ def report(model: str | None = None, *, as_json: bool) -> int:
         print(f"{len(checks)} checks: {', '.join(plural(count, severity) for severity, count in counts.items())}")
     sys.stdout.flush()
     return 3 if counts["error"] else 0
+
+
+def machine() -> dict[str, Any]:
+    """Return what `make cluster-check` compares with other machines (`cluster.check.Facts`)."""
+    try:
+        hardware = detect()
+    except HardwareError:  # a finding says it
+        hardware = cpu_only()
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    hub = os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or '~/.cache/huggingface'}/hub"
+    return {
+        "host_name": socket.gethostname(),
+        "identity": f"{boot.read_text().strip()}:{network.readlink()}" if boot.exists() else socket.gethostname(),
+        "system": platform.system(),
+        "versions": dict(versions()),
+        "driver": hardware.driver,
+        "gpus": [
+            {"name": one.name, "memory_bytes": one.memory_bytes, "free_bytes": one.free_bytes}
+            for one in hardware.devices
+            if hardware.kind == "cuda"
+        ],
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "rsync": shutil.which("rsync") is not None,
+        "home": str(Path.home()),
+        "folder": str(Path.cwd()),
+        "runs": str(runs_folder().absolute()),
+        "cache": str(cache_folder().absolute()),
+        "hub": str(Path(hub).expanduser()),
+    }
 
 
 # Python, packages and compilers, and the names that shadow them.

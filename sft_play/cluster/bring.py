@@ -1,9 +1,9 @@
 """Bring code, environment, model, prepared data and checkpoints to the machines of a cluster: only what a machine
 lacks, by rsync over SSH.
 
-Of the code goes what git tracks, as it is in the working tree. A folder that we fill there bears a marker: in one
-without it no file that differs is ever replaced, in one with it rsync sets aside what it replaces. Needs rsync and a
-shell there, no Python: the first call comes before there is an environment.
+Of the code goes what git tracks, as it is in the working tree. A folder that we fill there has a marker: in one without
+it no file that differs is ever replaced, in one with it rsync sets aside what it replaces. Needs rsync and a shell
+there, no Python: the first call comes before there is an environment.
 """
 
 from __future__ import annotations
@@ -13,47 +13,39 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
 import sft_play
-from sft_play.cluster.findings import minor, other_versions, versions_remedy
-from sft_play.cluster.hosts import (
+from sft_play.cluster.check import Facts, ask_doctor, mark_in, other_versions, versions_remedy
+from sft_play.cluster.inventory import Host, inventory_for_call, plain_path
+from sft_play.cluster.ssh import (
     HOME,
-    SSH_FAILED,
-    TIMED_OUT,
+    IN_FOLDER,
     arguments,
     ask,
-    facts_of,
-    in_folder,
+    failed,
     is_here,
     last_word,
     login,
-    mark_in,
     on_all,
     print_line,
+    relay,
+    require_done,
     require_master_here,
     run,
     start,
-    trouble,
 )
-from sft_play.cluster.inventory import Host, inventory_for_call, plain_path
-from sft_play.cluster.remote import Facts, hub_folder
 from sft_play.config.call import Call
-from sft_play.errors import HardwareError, UserError, printable
+from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
-from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder, cache_folder, require_plain, runs_folder
 from sft_play.runs.origin import OPTIONAL
 from sft_play.runs.prepared import Prepared
 from sft_play.text import bar, plural
-
-if TYPE_CHECKING:
-    from sft_play.config.schema import Config
 
 SECONDS = 6 * 3600.0
 """The longest time of one transfer: a large model over a slow network."""
@@ -74,23 +66,19 @@ INVENTORIES = "configs/clusters/"
 RUN_FILES = ("config.json", "plan.json", "events.jsonl", "stamp.json", "deepspeed.json")
 """What another machine needs of a run to continue it, apart from a checkpoint."""
 OPEN = (
-    HOME
-    + 'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; echo; df -Pk . | tail -n 1; if [ -e "$3" ];'
-    ' then echo same; elif [ -e "$m" ]; then echo ours; elif [ -z "$(ls -A)" ]; then echo empty; else echo'
-    " foreign; fi"
+    HOME + 'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; df -Pk . | tail -n 1; if [ -e "$m" ];'
+    ' then echo ours; elif [ -z "$(ls -A)" ]; then echo empty; else echo foreign; fi'
 )
-"""Takes a folder, its marker, and a file that stands in the folder where it is the one of the machine that asks."""
-MARK = HOME + 'm=$(h "$1"); mkdir -p -- "${m%/*}" && : >>"$m"'
-TIDY = (
-    HOME
-    + 'd=$(h "$1"); cd -- "$d" || exit 1; cat >"$2.now" || exit 1; mkdir -p -- "$3" || exit 1; export LC_ALL=C; comm -z'
-    ' -13 <(sort -z "$2.now") <(sort -z "$2") | while IFS= read -r -d "" f; do case "/$f/" in */../*|//*) ;; *) [ -f'
-    ' "./$f" ] && mkdir -p -- "$(dirname -- "$3/$f")" && mv -- "./$f" "$3/$f";; esac; done; mv -f -- "$2.now" "$2";'
-    ' rmdir -- "$3" 2>/dev/null; :'
+"""Takes a folder and its marker; says how much room there is, and whose it is."""
+READ = HOME + 'f=$(h "$1"); if [ -e "$f/.cache/$3" ]; then printf same; elif [ -e "$f/$2" ]; then cat "$f/$2"; fi'
+"""Takes a project's folder, its marker, and the name of a file that is in it where it is this machine's own."""
+MARK = HOME + 'm=$(h "$1"); mkdir -p -- "${m%/*}" && cat >"$m"'
+"""Takes a marker, and on its input what it holds."""
+MOVE = HOME + (
+    'cd -- "$(h "$1")" && mkdir -p -- "$2" && xargs -0 sh -c \'for f; do [ ! -f "$f" ] || { mkdir -p -- "$0/$(dirname'
+    ' -- "$f")" && mv -- "$f" "$0/$f"; }; done\' "$2"'
 )
-"""Takes the project's folder, its marker, and where files that have left the project are set aside; reads the names of
-the project's files.
-"""
+"""Takes a folder and another one inside it, and on its input the names of files to move there."""
 
 
 def deliver(
@@ -101,48 +89,37 @@ def deliver(
     *,
     marker: str = "",
     hint: str = "",
-    seen: str = "",
     aside: str = "",
     options: Sequence[str] = (),
-) -> bool:
+) -> None:
     """Bring files of `source` (`names`, relative to it) to the folder `there` where they are missing or others there.
 
     With a `marker` (a path there) a folder that has none, and files of other content, is refused with their names and
     `hint`: `UserError`, and nothing is sent. What is replaced in a marked folder is set aside in `aside`, where that is
-    given. `seen` names a file in `source` by which the folder is recognized as `source` itself: then nothing is done,
-    and `False` returned. Raise `HardwareError` for a host that cannot be asked, or has no room.
+    given. Raise `HardwareError` for a host that cannot be asked, or has no room.
     """
     if not names:
-        return True
-    lines = _ask(host, ["sh", "-c", OPEN, "sh", there, marker, seen or "/dev/null/none"], f"`{there}` cannot be made")
-    disk, state = lines[-2:]
-    if state == "same":
-        return False
-    foreign = bool(marker) and state == "foreign"
-    words = [
-        "--from0",
-        "--files-from=-",
-        *(["--checksum"] if foreign else []),
-        *options,
-        f"{source}/",
-        remote(host, f"{there}/"),
+        return
+    disk, state = ask(host, ["sh", "-c", OPEN, "sh", there, marker or "/"], f"`{there}` cannot be made").splitlines()[
+        -2:
     ]
+    foreign = state == "foreign"
+    words = ["--from0", "--files-from=-", *(["--checksum"] if foreign else []), *options]
+    words += [f"{source}/", remote(host, f"{there}/")]
     size, new, replaced = changes(rsync(host, ["-n", "--out-format=%i %l %n", *words], names=names))
     if foreign and replaced:
-        text = (
-            f"host `{host.name}`: `{there}` has {plural(len(replaced), 'file')} that this command did not bring, and"
-            " others than here"
-        )
-        raise UserError(f"{text}: {_shown(replaced)}", place=host.place, hint=hint)
+        count = plural(len(replaced), "file")
+        text = f"host `{host.name}`: `{there}` has {count} that this command did not bring, and others than here"
+        raise UserError(f"{text}: {_listed(replaced)}", place=host.place, hint=hint)
     room = re.search(r"(\d+)\s+\d+%\s", disk)  # of `df -P`: available, capacity, mount point
     free = int(room[1]) * 1024 if room else 2**62
     if size > free:
         text = f"{size / GIB:.2f} GiB are to be brought to `{there}`, and its disk has {free / GIB:.2f} GiB free"
-        raise _failed(
+        raise failed(
             host, text, "make room there (RUNS_DIR, SFT_PLAY_CACHE and HF_HOME of that machine move its folders)"
         )
     if marker and state != "ours":
-        _ask(host, ["sh", "-c", MARK, "sh", marker], f"`{marker}` cannot be written")
+        mark(host, marker, ())
     if new or replaced or foreign:  # of the same content: times become ours, so that nothing is read again
         backup = ["--backup", f"--backup-dir={aside}"] if aside else []
         with bar(f"to {host.name}", "MiB") as show:
@@ -153,43 +130,24 @@ def deliver(
 
             rsync(host, ["--partial", "--info=progress2", *backup, *words], names=names, heard=show_bytes)
     if aside and replaced:
-        print_line(f"host `{host.name}`: {_shown(replaced)} replaced; the old files are in `{there}/{aside}`")
-    return True
+        print_line(f"host `{host.name}`: {_listed(replaced)} replaced; the old files are in `{there}/{aside}`")
 
 
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(f"`{name}`" for name in sorted(names)[:MOST_NAMED]) + more
+def mark(host: Host, marker: str, names: Iterable[str]) -> None:
+    """Write a marker, with the names of the files that were brought."""
+    ask(host, ["sh", "-c", MARK, "sh", marker], f"`{marker}` cannot be written", text=join_names(names))
 
 
-def _failed(host: Host, text: str, hint: str | None) -> HardwareError:
-    return HardwareError(f"host `{host.name}`: {text}", place=host.place, hint=hint)
-
-
-def _ask(host: Host, words: Sequence[str], what: str, text: bytes | None = None) -> list[str]:
-    """Run a command on `host` and return the lines that it printed. Raise `HardwareError`, with `what` that means."""
-    code, out, said = run(arguments(host, words), text, 60)
-    _require_done(host, code, said, what)
-    return out.decode(errors="replace").splitlines()
-
-
-def _require_done(host: Host, code: int, said: str, what: str) -> None:
-    if code in (SSH_FAILED, TIMED_OUT):
-        why = trouble(host, code, said)
-        raise _failed(host, why.text, why.remedy)
-    if code:
-        hint = "make room on its disk, and type the same command again" if "No space left" in said else None
-        hint = "on it: sudo apt install rsync" if "rsync" in what and "not found" in said else hint
-        raise _failed(host, f"{what}: {last_word(said) or f'exit code {code}'}", hint)
+def _listed(names: Sequence[str]) -> str:
+    others = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(f"`{name}`" for name in sorted(names)[:MOST_NAMED]) + others
 
 
 # ---- rsync
 
 
 def remote(host: Host, path: str) -> str:
-    """Return a path on `host` as rsync takes it, without `.`, `..` and double slashes; `~/` is where it starts
-    anyway.
-    """
+    """Return a path on `host` as rsync takes it; `~/` is where it starts anyway."""
     name, end = host.ssh or host.address, "/" if path.endswith("/") else ""
     plain = plain_path(path).removeprefix("~/")
     return f"{f'[{name}]' if ':' in name else name}:{plain if plain == '/' else plain + end}"
@@ -204,18 +162,14 @@ def rsync(
     heard: Callable[[bytes], object] | None = None,
 ) -> bytes:
     """Run rsync and return what it prints; `names` are its list of files, in which `#` and `;` begin a comment.
-    `heard`: see `run`.
 
-    Raise `HardwareError` with what it says.
+    `heard`: see `ssh.run`. Raise `HardwareError` with what it says.
     """
     shell = shlex.join(arguments(host, [])[:-3])
     argv = ["rsync", "-a", "--no-owner", "--no-group", "-s", "--timeout=60", "-e", shell, *words]
     text = join_names(f"./{name}" if name[0] in "#;" else name for name in names)
-    try:
-        code, out, said = run(argv, text or None, timeout, heard=heard)
-    except FileNotFoundError:
-        raise HardwareError("there is no `rsync` on this machine", hint="apt install rsync") from None
-    _require_done(host, 0 if code == VANISHED else code, said, "rsync failed")
+    code, out, err = run(argv, text or None, timeout, heard=heard)
+    require_done(host, 0 if code == VANISHED else code, err, "rsync failed")
     return out
 
 
@@ -246,25 +200,19 @@ def project() -> Path:
     return Path(sft_play.__file__).resolve().parent.parent
 
 
-def code_files(*, report: bool = False) -> list[str]:
+def code_files() -> list[str]:
     """Return the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the
     folder of runs.
 
-    With `report` the user is told which files stay behind since they are not tracked, inventories excepted. Raise
-    `UserError` where it is no git checkout, or one in which nothing was added.
+    The user is told which files stay behind since they are not tracked, inventories excepted. Raise `UserError` where
+    it is no git checkout, or one in which nothing was added.
     """
     place, runs = project(), runs_folder().absolute()
-    names = [
-        name
-        for name in _git_files("--cached")
-        if not _is_secret(name)
-        and not (place / name).is_relative_to(runs)
-        and ((place / name).is_file() or (place / name).is_symlink())
-    ]
-    new = _git_files("--others", "--exclude-standard") if report else []
+    paths = {name: place / name for name in _git_files("--cached") if not _is_secret(name)}
+    new = _git_files("--others", "--exclude-standard")
     if behind := [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]:
-        print_line(f"note: git does not track yet, and so does not send: {_shown(behind)}; git add sends them")
-    return names
+        print_line(f"note: git does not track yet, and so does not send: {_listed(behind)}; git add sends them")
+    return [n for n, path in paths.items() if not path.is_relative_to(runs) and (path.is_file() or path.is_symlink())]
 
 
 def _is_secret(name: str) -> bool:
@@ -275,19 +223,11 @@ def _is_secret(name: str) -> bool:
 def _git_files(*options: str) -> list[str]:
     """Return what `git ls-files` lists in the project; a name that is not UTF-8 as the system gives it to Python."""
     place = project()
-    try:
-        code, out, said = run(["git", "-C", str(place), "ls-files", "-z", *options], None, 60)
-    except FileNotFoundError as error:
-        raise HardwareError("there is no `git` on this machine", hint="apt install git") from error
+    code, out, err = run(["git", "-C", str(place), "ls-files", "-z", *options], timeout=60)
     if code or not (out or "--cached" not in options):
-        raise UserError(
-            f"the other machines get the files that git tracks in `{place}`, and it tracks none:"
-            f" {last_word(said) or 'nothing was added'}",
-            hint=(
-                "git clone the project, `make install` in the clone, and type the command there; in a folder of your"
-                " own: git add, git commit"
-            ),
-        )
+        text = f"the other machines get the files that git tracks in `{place}`, and it tracks none"
+        hint = "git clone the project, `make install` in the clone, and type the command there; in your own: git add"
+        raise UserError(f"{text}: {last_word(err) or 'nothing was added'}", hint=hint)
     return sorted({os.fsdecode(name) for name in out.split(b"\0") if name})
 
 
@@ -297,40 +237,34 @@ def send_code(host: Host, files: Sequence[str]) -> None:
     """
     hint = "another `folder` in the inventory; or commit and move them away there, and type the same command again"
     aside, marker = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}", f"{host.folder}/{MARKER}"
-    with mark_in(project() / ".cache") as name:
-        another = deliver(
-            host, project(), host.folder, files, marker=marker, hint=hint, aside=aside, seen=f".cache/{name}"
-        )
-    if another:
-        words = ["bash", "-c", TIDY, "bash", host.folder, MARKER, aside]
-        _ask(host, words, f"`{host.folder}` cannot be tidied", join_names(files))
+    with mark_in(str(project() / ".cache")) as (seen,):  # on a disk that all see it is this very folder
+        before = ask(host, ["sh", "-c", READ, "sh", host.folder, MARKER, seen.name], f"`{marker}` cannot be read")
+        if before == "same":
+            return
+        deliver(host, project(), host.folder, files, marker=marker, hint=hint, aside=aside)
+    if gone := sorted(set(filter(None, before.split("\0"))) - set(files)):
+        ask(host, ["sh", "-c", MOVE, "sh", host.folder, aside], "files cannot be moved", text=join_names(gone))
+    mark(host, marker, files)
 
 
 # ---- Environment
 
-NO_PYTHON = 97
-"""Exit code of `INSTALL` where the host has not this machine's Python."""
-INSTALL = f"""{HOME}
-v=$(h "$2")
-if [ "$3" = keep ] && [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
-  echo "the environment in $v is up to date"; exit 0
-fi
-for p in "python$1" "$v/bin/python" python3; do
-  if [ "$("$p" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$1" ]; then
-    exec bash scripts/install.sh "$p" "$v" runtime
+
+MAKE = (
+    HOME
+    + """v=$(h "$1"); [ "$2" = keep ] || rm -f -- "$v/.runtime"
+for p in "python$3" "$v/bin/python" python3; do
+  if [ "$("$p" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$3" ]; then
+    exec make install VENV="$v" PYTHON="$p"
   fi
 done
-echo "error: there is no Python $1, which the first host has; python3 is $(python3 --version 2>&1)"
+echo "error: there is no Python $3, which the first host has; python3 is $(python3 --version 2>&1)"
 exit 97
 """
-"""Takes this machine's Python version (`3.11`), the environment's folder, and `keep` where one that is newer than the
-pins stays.
-
-Runs in the project's folder.
-"""
+)
+NO_PYTHON = 97
+"""Takes the environment's folder, `keep` where one that is newer than the pins stays, and this machine's Python."""
 AGAIN = "then type the same command again"
-COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What pip writes to a terminal apart from letters."""
 
 
 def install_all(call: Call) -> int:
@@ -342,107 +276,82 @@ def install_all(call: Call) -> int:
     """
     inventory = inventory_for_call(call)
     require_master_here(inventory)
-    files = code_files(report=True)
+    files = code_files()
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is reported before anything is sent
     own = facts_of(inventory.master)
-    found = on_all(inventory.hosts, lambda host: install(host, files, own))
-    failed = [name for name, one in found.items() if isinstance(one, UserError)]
+    done = on_all(inventory.hosts, lambda host: install(host, files, own))
+    errors = {name: result for name, result in done.items() if isinstance(result, UserError)}
     if call.json:
-        rows = {
-            name: (one.message, one.hint) if isinstance(one, UserError) else (one, None) for name, one in found.items()
-        }
-        print(
-            json.dumps(
-                [{"host": n, "ok": n not in failed, "detail": text, "hint": hint} for n, (text, hint) in rows.items()]
-            )
-        )
-        return HardwareError.exit_code if failed else 0
-    for name, one in found.items():
-        if isinstance(one, UserError):
-            print(
-                f"failed  {name}: {one.message}" + (f"\n        hint: {one.hint}" if one.hint else ""), file=sys.stderr
-            )
+        texts = {name: (error.message, error.hint) for name, error in errors.items()}
+        rows = [(name, name not in errors, *texts.get(name, (result, None))) for name, result in done.items()]
+        print(json.dumps([dict(zip(("host", "ok", "detail", "hint"), row, strict=True)) for row in rows]))
+        return HardwareError.exit_code if errors else 0
+    for name, result in done.items():
+        if isinstance(result, UserError):
+            print_line(f"failed  {name}: {result.message}" + (f"\n        hint: {result.hint}" if result.hint else ""))
         else:
-            print(f"ready  {name}: {one}")
-    if failed:
+            print(f"ready  {name}: {result}")
+    if errors:
         hint = "fix the error above and repeat the command: finished work is kept"
-        print(
-            f"\nerror: {', '.join(f'`{name}`' for name in failed)} cannot be used yet\n\nhint: {hint}", file=sys.stderr
-        )
-    return HardwareError.exit_code if failed else 0
+        print_line(f"\nerror: {', '.join(f'`{name}`' for name in errors)} cannot be used yet\n\nhint: {hint}")
+    return HardwareError.exit_code if errors else 0
+
+
+def facts_of(host: Host) -> Facts:
+    """Ask one host. Raise `HardwareError` where it cannot be asked."""
+    answer = ask_doctor(host, {})
+    if answer.facts is None:
+        raise failed(host, answer.findings[0].text, answer.findings[0].remedy)
+    return answer.facts
 
 
 def venv_of(host: Host) -> str:
     """Return the environment's folder, from its interpreter. Raise `UserError` for one that is in no environment."""
     python = PurePosixPath(host.python)
     if python.parent.name != "bin" or not python.name.startswith("python") or len(python.parts) < 3:
-        raise UserError(
-            f"host `{host.name}`: `python` is `{host.python}`, which is no environment's interpreter",
-            place=host.place,
-            hint="`.venv/bin/python` is made in its `folder`; an environment of your own is yours to fill",
-        )
+        text = f"host `{host.name}`: `python` is `{host.python}`, which is no environment's interpreter"
+        hint = "`.venv/bin/python` is made in its `folder`; an environment of your own is yours to fill"
+        raise UserError(text, place=host.place, hint=hint)
     return str(python.parent.parent)
 
 
 def install(host: Host, files: Sequence[str], own: Facts) -> str:
     """Bring the project to one machine and make its environment, with the versions of this one (`own`); return what it
-    has then.
-
-    The machine's output is shown with its name before each line. Raise `UserError`.
+    has then. Raise `UserError`.
     """
     if is_here(host):
         return "this machine; `make install` keeps its environment"
     send_code(host, files)
     print_line(f"{host.name} | {len(files)} files of the project are there")
+    packages = f"sudo apt install make python{own.python} python{own.python}-venv"
+    python_hint = f"all machines need this one's Python {own.python}: {login(host)}, {packages}"
     for mode in ("keep", "renew"):
-        words = in_folder(host, ["sh", "-c", INSTALL, "sh", minor(own), venv_of(host), mode])
-        last, code = _run(host, arguments(host, words, tty=True))  # with a terminal it ends when this command does
-        if code:
-            raise not_installed(host, own, last, code)
-        found = facts_of(host)
-        apart = other_versions(own, found)
-        if not set(apart) - set(OPTIONAL) or "Python" in apart:
+        words = ["sh", "-c", IN_FOLDER, "sh", host.folder, "sh", "-c", MAKE, "sh", venv_of(host), mode, own.python]
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with start(arguments(host, words, tty=True), **options) as process:
+            last = relay(host, process)
+        if process.returncode:
+            no_python = "not on the PATH" in last or "-m venv` failed" in last or "make: not found" in last
+            hint = (
+                f"{python_hint}; {AGAIN}"
+                if no_python
+                else f"to see more: {login(host)}, cd {host.folder}, make install"
+            )
+            raise HardwareError(f"`make install` ended with code {process.returncode}: {last}", hint=hint)
+        facts = facts_of(host)
+        differences = other_versions(own, facts)
+        if not set(differences) - set(OPTIONAL) or "Python" in differences:
             break
         if mode == "keep":
-            print_line(
-                f"{host.name} | its versions are others: {', '.join(apart.values())}; installing the pinned ones"
-            )
-    if not apart:
-        return f"Python {found.python}, torch {found.packages['torch']}"
-    remedy = versions_remedy(apart, "make install on this machine, too: both get the pinned versions")
-    if "Python" in apart:
-        remedy = f"{_python_hint(host, own)}, and remove `{venv_of(host)}` in `{host.folder}` there"
-    raise HardwareError(f"other versions than here: {', '.join(apart.values())}", hint=f"{remedy}; {AGAIN}")
-
-
-def not_installed(host: Host, own: Facts, last: str, code: int) -> HardwareError:
-    """Return why `INSTALL` ended with `code`, by its last words, and what to do."""
-    text = last if code == NO_PYTHON else f"scripts/install.sh ended with code {code}: {last}"
-    if code == NO_PYTHON or "-m venv` failed" in last:
-        return HardwareError(text, hint=f"{_python_hint(host, own)}; {AGAIN}")
-    return HardwareError(text, hint=f"to see more: {login(host)}, cd {host.folder}, make install")
-
-
-def _python_hint(host: Host, own: Facts) -> str:
-    version = minor(own)
-    packages = f"sudo apt install python{version} python{version}-venv"
-    return f"all machines need this one's Python {version}: {login(host)}, {packages}"
-
-
-def _run(host: Host, argv: Sequence[str]) -> tuple[str, int]:
-    """Run a command, its output line by line here; return the first line that is an error, else the last, and the exit
-    code.
-    """
-    last = ""
-    with start(argv, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
-        assert process.stdout is not None
-        for raw in iter(process.stdout.readline, b""):
-            line = COLOURS.sub("", raw.decode("utf-8", "replace")).rstrip()
-            if line:
-                last = last if last.lower().startswith("error") else line
-                print_line(f"{host.name} | {printable(line)}")
-    return re.sub(r"^error: ", "", last, flags=re.IGNORECASE), process.returncode
+            others = ", ".join(differences.values())
+            print_line(f"{host.name} | its versions are others: {others}; installing the pinned ones")
+    if not differences:
+        return f"Python {facts.versions['python']}, torch {facts.versions['torch']}"
+    remedy = versions_remedy(differences, "make install on this machine, too: both get the pinned versions")
+    if "Python" in differences:
+        remedy = f"{python_hint}, and remove `{venv_of(host)}` in `{host.folder}` there"
+    raise HardwareError(f"other versions than here: {', '.join(differences.values())}", hint=f"{remedy}; {AGAIN}")
 
 
 # ---- Model and data
@@ -466,21 +375,18 @@ def place_there(path: Path, facts: Facts) -> str:
     return str(path)
 
 
-def send_prepared(host: Host, facts: Facts, config: Config, prepared: Prepared) -> Prepared:
-    """Bring model and prepared rows to `host`; return where they are there."""
+def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterable[Path]) -> Prepared:
+    """Bring the model, other `folders` that the configuration names, and prepared rows to `host`; return where they are
+    there.
+    """
     model = Path(prepared.model.path).absolute()
-    folders = [
-        model,
-        *(Path(name).expanduser().absolute() for name in (config.model.name, config.model.tokenizer) if name),
-    ]
-    if not (facts.shares_cache and model.is_relative_to(cache_folder().absolute())):
-        for folder in dict.fromkeys(folders):
-            if folder.is_dir():
-                send_model(host, facts, folder, place_there(folder, facts))
+    for folder in dict.fromkeys([model, *folders]):
+        if folder.is_dir():
+            send_model(host, facts, folder, place_there(folder, facts))
     splits = []
     for split in (prepared.train, prepared.validation):
         there = place_there(Path(split.path), facts) if split else ""
-        if split and not facts.shares_cache:
+        if split:
             rows = Path(split.path)
             names = sorted(str(path.relative_to(rows)) for path in rows.rglob("*") if path.is_file())
             deliver(host, rows, there, names)  # its name is made of its content
@@ -504,35 +410,44 @@ def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
         return send(folder, there, names, "-L")
     repository = hub / folder.relative_to(hub).parts[0]
     above = Path(there).parents[len(folder.relative_to(repository).parts) - 1]
-    files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
-    files += [
-        path.resolve() for path in files if path.is_symlink() and path.resolve().is_relative_to(repository.resolve())
-    ]
     root = repository.resolve()
+    files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
+    files += [path.resolve() for path in files if path.is_symlink() and path.resolve().is_relative_to(root)]
     inside = {str(path.relative_to(root if path.is_relative_to(root) else repository)) for path in files}
     return send(root, str(above), sorted(inside))
+
+
+def hub_folder() -> Path:
+    """Return where huggingface_hub keeps models here."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
 # ---- Runs
 
 
-def send_run(host: Host, facts: Facts, run: RunFolder, checkpoint: Path | None) -> None:
-    """Bring what `host` needs to continue a run from `checkpoint`. Set newer checkpoints there aside."""
-    if facts.shares_runs:
-        return
-    there = f"{facts.runs}/{run.name}"
-    names = [name for name in RUN_FILES if (run.path / name).is_file()]
+def send_texts(host: Host, folder: str, texts: Mapping[str, str]) -> None:
+    """Write small files, which only their user may read, into a folder there."""
+    with TemporaryDirectory(prefix="sft-play-") as name:
+        place = Path(folder if is_here(host) else name)
+        place.mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            (place / file).touch(0o600)
+            (place / file).write_text(text, encoding="utf-8")
+        if not is_here(host):
+            deliver(host, place, folder, list(texts))
+
+
+def send_run(host: Host, facts: Facts, run_folder: RunFolder, checkpoint: Path | None) -> None:
+    """Bring what `host` needs to continue a run from `checkpoint`."""
+    names = [name for name in RUN_FILES if (run_folder.path / name).is_file()]
     if checkpoint is not None and checkpoint.is_dir():
-        names.append(str(checkpoint.relative_to(run.path)))
-    deliver(host, run.path, there, names, options=["-r", "--ignore-missing-args"])  # it may be rotated away meanwhile
-    ask(host, "one_checkpoint", timeout=60, run=run.name, step=step_of(checkpoint) if checkpoint else -1)
+        names.append(str(checkpoint.relative_to(run_folder.path)))
+    options = ["-r", "--ignore-missing-args"]  # it may be rotated away meanwhile
+    deliver(host, run_folder.path, f"{facts.runs}/{run_folder.name}", names, options=options)
 
 
 def fetch(host: Host, there: str, here: Path, seconds: float) -> None:
     """Bring the plain files of a folder there, which may be missing, to `here`."""
     here.mkdir(parents=True, exist_ok=True)
-    try:
-        rsync(host, ["--ignore-missing-args", "--no-links", "--no-D", remote(host, there), f"{here}/"], timeout=seconds)
-    finally:
-        if not any(here.iterdir()):
-            here.rmdir()
+    rsync(host, ["--ignore-missing-args", "--no-links", "--no-D", remote(host, there), f"{here}/"], timeout=seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,30 +25,23 @@ from sft_play.plan.hardware import network_speed
 
 INVENTORIES = PRESETS / "clusters"
 """The shipped inventories."""
-MEANT = {
+ALIASES = {
     "ip": "address",
     "host": "address",
     "hostname": "address",
     "username": "user",
-    "login": "user",
     "num_gpus": "gpus",
     "slots": "gpus",
     "venv": "python",
     "path": "folder",
-    "directory": "folder",
     "nodes": "hosts",
-    "machines": "hosts",
     "bandwidth": "network",
-    "vars": "defaults",
 }
 """What other tools call a key."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 ADDRESS = rf"{OCTET}(\.{OCTET}){{3}}|(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,252}}"
-ALONE = (
-    "a user goes into `user:`, a port into `port:`; ranks meet over IPv4 only (`ip -4 -br address` there lists its"
-    " addresses)"
-)
+ALONE = "a user goes into `user:`, a port into `port:`; ranks meet over IPv4 only (`ip -4 -br address` lists addresses)"
 PATTERNS = {
     "address": (ADDRESS, "a name or an IPv4 address, such as `192.168.1.10`", ALONE),
     "ssh": (rf"{ADDRESS}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+(%\w+)?", "a name or an IP address", ALONE),
@@ -71,15 +64,13 @@ class Host:
     address: str
     """Name or IPv4 address by which the other machines reach it."""
     ssh: str | None = None
-    """Where `ssh` goes when that is not `address`: a `Host` of the ssh configuration, such as one with a jump host or a
-    tunnel.
-    """
+    """Where `ssh` goes when that is not `address`: a `Host` of the ssh configuration, such as one with a jump host."""
     user: str | None = None
     """For ssh; `None`: as ssh's configuration says."""
     port: Annotated[int, Range(minimum=1, maximum=65_535)] | None = None
     """Of its sshd; `None`: as ssh's configuration says, else 22."""
     gpus: Annotated[int, Range(minimum=0, maximum=64)] | None = None
-    """GPUs to use, 0 for the CPU; `None`: all that are found."""
+    """GPUs to use, 0 for the CPU; `None`: all."""
     python: str = ".venv/bin/python"
     """Interpreter of the environment: absolute, `~/...`, or relative to `folder`."""
     folder: str = "~/sft-play"
@@ -118,18 +109,13 @@ class Inventory:
 
 def inventory_for_call(call: Call) -> Inventory:
     """Return the inventory of `CLUSTER=`, changed by the `CLUSTER_...=` variables. Raise `UserError`."""
-    name = call.options.get("CLUSTER")
-    if not name:
-        raise UserError(
-            f"`{call.command}` needs an inventory of machines",
-            hint=(
-                f"make {call.command} CLUSTER=configs/clusters/home_lan.yaml; docs/home-cluster.md shows how to"
-                " write one"
-            ),
+    if not (name := call.options.get("CLUSTER")):
+        hint = (
+            f"make {call.command} CLUSTER=configs/clusters/home_lan.yaml; docs/home-cluster.md shows how to write one"
         )
-    return read_inventory(
-        inventory_path(name), {key: text for key, text in call.options.items() if key.startswith("CLUSTER_")}
-    )
+        raise UserError(f"`{call.command}` needs an inventory of machines", hint=hint)
+    changes = {key: text for key, text in call.options.items() if key.startswith("CLUSTER_")}
+    return read_inventory(inventory_path(name), changes)
 
 
 def inventory_path(name: str) -> Path:
@@ -148,8 +134,7 @@ def inventory_path(name: str) -> Path:
 
 
 def read_inventory(path: Path, changes: Mapping[str, str] | None = None) -> Inventory:
-    """Return the inventory of a file and of those that it extends. Raise every problem at once, each with its
-    `file:line`.
+    """Return the inventory of a file and of those that it extends. Raise every problem at once, with `file:line`.
 
     `changes` are variables of the command line: `CLUSTER_NETWORK`, `CLUSTER_SSH_CONFIG`, `CLUSTER_HOSTS` (the hosts to
     use, in this order), `CLUSTER_PYTHON` and other keys, for all hosts, and `CLUSTER_NAME_GPUS`, for one.
@@ -160,7 +145,7 @@ def read_inventory(path: Path, changes: Mapping[str, str] | None = None) -> Inve
     return layers.inventory(path)
 
 
-class _Given(NamedTuple):
+class _Placed(NamedTuple):
     """A value as a file or a variable gives it."""
 
     node: Node
@@ -169,15 +154,15 @@ class _Given(NamedTuple):
     """The folder that a path in it is relative to."""
 
 
+@dataclass(slots=True)
 class _Layers:
     """What the files say, later ones over earlier ones, then the command line."""
 
-    def __init__(self) -> None:
-        self.top: dict[str, _Given] = {}
-        self.defaults: dict[str, _Given] = {}
-        self.hosts: dict[str, dict[str, _Given]] = {}
-        self.places: dict[str, str] = {}
-        self.problems: list[UserError] = []
+    top: dict[str, _Placed] = field(default_factory=dict)
+    defaults: dict[str, _Placed] = field(default_factory=dict)
+    hosts: dict[str, dict[str, _Placed]] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    problems: list[UserError] = field(default_factory=list)
 
     def problem(self, text: str, place: str | None, hint: str | None = None) -> None:
         self.problems.append(UserError(text, place=place, hint=hint))
@@ -185,10 +170,9 @@ class _Layers:
     def read_file(self, path: Path, chain: tuple[Path, ...] = ()) -> None:
         """Take a file's values over those of the file that it extends."""
         if path.resolve() in (other.resolve() for other in chain):
-            raise UserError(
-                f"`extends` goes round in a circle: {' -> '.join(map(str, (*chain, path)))}", place=str(chain[0])
-            )
-        root: dict[str, _Given] = {}
+            circle = " -> ".join(map(str, (*chain, path)))
+            raise UserError(f"`extends` goes round in a circle: {circle}", place=str(chain[0]))
+        root: dict[str, _Placed] = {}
         self.take(read_yaml(path), TOP_KEYS, "the inventory", path, root)
         if parent := root.pop("extends", None):
             self.read_file(_parent(parent), (*chain, path))
@@ -214,9 +198,9 @@ class _Layers:
             if isinstance(node.value, dict):
                 self.take(node, KEYS, f"host `{name}`", path, keys)
             elif node.value is not None:
-                keys["address"] = _Given(node, place, path.parent)
+                keys["address"] = _Placed(node, place, path.parent)
 
-    def take(self, node: Node, known: Iterable[str], what: str, path: Path, into: dict[str, _Given]) -> None:
+    def take(self, node: Node, known: Iterable[str], what: str, path: Path, into: dict[str, _Placed]) -> None:
         """Take the entries of a mapping; null takes back what an earlier file said."""
         if not isinstance(node.value, dict):
             self.problem(f"{what} is `{shown(node)}`; expected {_listed(known)}", f"{path}:{node.line}")
@@ -224,16 +208,14 @@ class _Layers:
         for key, part in node.value.items():
             place = f"{path}:{part.line}"
             if key not in known:
-                self.problem(f"unknown key `{key}`", place, _meant(key, known))
+                self.problem(f"unknown key `{key}`", place, _nearest(key, known))
             elif part.value is None:
                 into.pop(key, None)
             else:
-                into[key] = _Given(part, place, path.parent)
+                into[key] = _Placed(part, place, path.parent)
 
     def change(self, changes: Mapping[str, str]) -> None:
-        """Apply the variables of the command line: those for all hosts, then those for one, then the choice of
-        hosts.
-        """
+        """Apply the variables of the command line: those for all hosts, for one, then the choice of hosts."""
         targets = {f"CLUSTER_{key}".upper(): [(self.top, key)] for key in ("network", "ssh_config")}
         targets |= {f"CLUSTER_{key}".upper(): [(keys, key) for keys in self.hosts.values()] for key in DEFAULT_KEYS}
         for name, keys in self.hosts.items():
@@ -242,13 +224,10 @@ class _Layers:
         for option, places in targets.items():
             for values, key in places if option in changes else ():
                 text = changes[option]
-                values[key] = _Given(Node(resolve_scalar(text), text=text), f"{option}={text}", Path.cwd())
+                values[key] = _Placed(Node(resolve_scalar(text), text=text), f"{option}={text}", Path.cwd())
         for option in sorted(changes.keys() - targets.keys() - {"CLUSTER_HOSTS"}):
-            self.problem(
-                f"unknown variable `{option}`",
-                f"{option}={changes[option]}",
-                _meant(option, ["CLUSTER_HOSTS", *targets]),
-            )
+            hint = _nearest(option, ["CLUSTER_HOSTS", *targets])
+            self.problem(f"unknown variable `{option}`", f"{option}={changes[option]}", hint)
         if "CLUSTER_HOSTS" in changes and self.hosts:
             self.choose_hosts(changes["CLUSTER_HOSTS"])
 
@@ -260,7 +239,7 @@ class _Layers:
             self.problem("`CLUSTER_HOSTS` names no host", origin, f"the inventory has {known}")
         for name in dict.fromkeys(names):
             if name not in self.hosts:
-                self.problem(f"`{name}` is not a host", origin, _meant(name, self.hosts))
+                self.problem(f"`{name}` is not a host", origin, _nearest(name, self.hosts))
             elif (count := names.count(name)) > 1:
                 self.problem(
                     f"`{name}` is listed {count} times", origin, "name each host once; the first is the master"
@@ -273,9 +252,7 @@ class _Layers:
         if not self.hosts and not self.problems:
             hint = "hosts: {desktop: {address: 192.168.1.10}, laptop: {address: 192.168.1.11}}"
             self.problem("the inventory has no hosts", str(path), hint)
-        network, file = (
-            self.value(key, str, self.top[key]) if key in self.top else None for key in ("network", "ssh_config")
-        )
+        network, file = (self.value(key, str, self.top[key]) if key in self.top else None for key in TOP_KEYS[1:3])
         ssh_config = None
         if network:
             try:
@@ -301,7 +278,7 @@ class _Layers:
         raise_all(self.problems)
         return Inventory(hosts=tuple(hosts), network=network, path=path)
 
-    def value(self, key: str, annotation: Any, given: _Given) -> Any:
+    def value(self, key: str, annotation: Any, given: _Placed) -> Any:
         found: list[Mismatch] = []
         value = convert(given.node, annotation, key, found)
         pattern, expected, hint = PATTERNS.get(key, (".*", "", None))
@@ -323,18 +300,15 @@ class _Layers:
                 self.problem(text, host.place, f"the other is at {first.place}; give each machine its own")
         for host in seen.values() if len(seen) > 1 else ():
             if host.address.startswith("127.") or host.address == "localhost":
-                hint = (
-                    "give the address that it has in the network between the machines (`ip -br address` there lists"
-                    " them)"
-                )
+                hint = "give its address in the network between the machines (`ip -br address` there lists them)"
                 text = f"host `{host.name}` has the address `{host.address}`, which every machine calls itself"
                 self.problem(text, host.place, hint)
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
+def _nearest(word: str, known: Iterable[str]) -> str:
     """Return the hint for an unknown word."""
     plain = word if word.isupper() else word.lower().replace("-", "_")
-    close = [MEANT[plain]] if MEANT.get(plain, "") in known else get_close_matches(plain, known, n=1, cutoff=0.6)
+    close = [ALIASES[plain]] if ALIASES.get(plain, "") in known else get_close_matches(plain, known, n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else f"known: {_listed(known)}"
 
 
@@ -342,7 +316,7 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
-def _parent(given: _Given) -> Path:
+def _parent(given: _Placed) -> Path:
     name = str(given.node.text or given.node.value)
     for choice in (given.folder / name, given.folder / f"{name}.yaml", INVENTORIES / f"{name}.yaml"):
         if is_file_name(name) and choice.is_file():

@@ -1,396 +1,601 @@
-"""`make train-cluster`: one run on all machines of an inventory, started, watched and stopped from here.
+"""`make train-cluster`: one run on all machines of an inventory, started, shown and stopped from here; and the ordinary
+commands `runs`, `logs` and `stop` on each of them.
 
-On every machine the command that a person would type there is started over SSH. The launchers meet in the store that
-node 0's serves on this machine (`launch.machines`): who takes part, what came first, whether all start again, with
-how many and with how much, is settled there. This command prepares and brings what the machines lack, shows what they
-say, starts a launcher where one is missing, and ends as node 0's does.
+On every machine runs the command that a person would type there, under SSH: the launchers meet, watch each other and
+decide by themselves, as by hand. This command brings what the machines lack, shows what they print, and ends as node
+0's launcher does, which runs here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import queue
+import os
+import secrets
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from sft_play.cluster import bring
-from sft_play.cluster.hosts import MOST_WAITING, SSH_FAILED, Inbox, Session, is_here, on_all, print_line
-from sft_play.cluster.inventory import Host
-from sft_play.cluster.remote import Facts
-from sft_play.cluster.status import Board, Logs
-from sft_play.cluster.task import (
-    Task,
-    choose_machines,
-    choose_port,
-    command,
-    control_run,
-    is_begun,
-    judge_machines,
-    node_variables,
-    node_words,
-    prepare,
-    read_task,
-    supply,
-    supply_all,
-    take_over,
+from sft_play.cluster.check import PORT, Facts, compare, shared_folders
+from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
+from sft_play.cluster.ssh import (
+    NO_FOLDER,
+    NO_PROGRAM,
+    NOT_A_PROGRAM,
+    SSH_FAILED,
+    TIMED_OUT,
+    arguments,
+    ask,
+    failed,
+    is_here,
+    on_all,
+    print_line,
+    program,
+    relay,
+    require_master_here,
+    run,
+    settings_to_forward,
+    start,
+    trouble,
 )
 from sft_play.config.call import Call
-from sft_play.errors import HardwareError, UserError, printable
-from sft_play.files import translate_disk_errors
-from sft_play.launch.environment import VARIABLE, key_here, new_word
+from sft_play.config.keys import variable_name
+from sft_play.config.layers import Override
+from sft_play.config.load import LoadedConfig, override_config, own_words, save_config, saved_form
+from sft_play.errors import HardwareError, UserError, printable, raise_all
+from sft_play.files import typed_path
+from sft_play.launch.attempt import DELIVERED, day_words, run_preparation
+from sft_play.launch.deepspeed import read_user_json
+from sft_play.launch.environment import VARIABLE, next_free_port, require_free_port
+from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
-from sft_play.launch.process import end_by_signals, hear_signals, stop_code
-from sft_play.launch.run_folder import read_events
+from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code
+from sft_play.launch.recovery import CONTROLLED, RESTARTED
+from sft_play.launch.recovery import EVENT as RECOVERED
+from sft_play.launch.resume import check_overrides
+from sft_play.launch.run_folder import choose_name, find_run, has_started, last_plan, read_events
+from sft_play.launch.runs import holders
+from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.launch.verdict import LOST
 from sft_play.launch.watch import is_terminal, live_panel
 from sft_play.runs.checkpoints import newest_valid
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+from sft_play.runs.gate import read_facts
+from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import PANEL
 from sft_play.text import plural
 
-TICK_SECONDS = 0.2
-POLL_SECONDS = 10.0
-"""How often a machine that is missing is asked whether it is there again."""
+TICK_SECONDS, POLL_SECONDS = 0.2, 5.0
 GRACE_SECONDS = 10.0
 """How long node 0 may take to say why a machine could not begin."""
-LEAVE_SECONDS = 2.0
-"""How long the others may take to end after node 0, which waits for all that answer."""
-LOGS_SECONDS = 6.0
-"""How long a machine may take to hand over its logs."""
-LAST_LETTERS = 20_000
-ENDS = {0: "finished", 130: "stopped", 143: "stopped", -9: "killed"}
+LEAVE_SECONDS, LOGS_SECONDS = 3.0, 8.0
+"""How long the others may take to end after node 0, which waits for all that answer; and to hand over their logs."""
+CANNOT_START = (SSH_FAILED, NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM)
+LAUNCH = 'set -a; . "$1" && rm -f "$1"; set +a; shift; exec "$@"'
+"""Takes a file with the launcher's variables, which hold the run's key, and what to run with them."""
+RELEASE = 'i=0; until rm "$1" 2>/dev/null; do i=$((i+1)); [ $i -lt 60 ] || exit 1; sleep 0.2; done'
+"""Takes the file by which a launcher asks for a checkpoint (`launch.attempt.fetch_checkpoint`), and removes it."""
+NOT_WITH_RUN = {
+    "RUN_NAME": "it starts a new run",
+    "DEEPSPEED_CONFIG": "a run keeps its DeepSpeed settings; RUN_NAME starts a new one with others",
+    "CLUSTER_NETWORK": "a run keeps the network's speed; LAUNCH_NETWORK changes it",
+}
+"""Options that cannot stand next to `RUN`, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What one `train-cluster` was asked for."""
+
+    call: Call
+    inventory: Inventory
+    loaded: LoadedConfig
+    run: RunFolder
+    begun: bool
+    """Whether the run exists, and is resumed."""
+    deepspeed: str | None = None
+    """Text of the user's `DEEPSPEED_CONFIG`, read and checked before anything is sent."""
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Where all machines keep runs and cache, when these are on a disk that all of them see."""
+        return shared_folders(self.loaded.config.data.sync)
 
 
 def main(call: Call) -> int:
     """Train on the machines of `CLUSTER` and return the exit code: that of node 0's launcher."""
     task = read_task(call)
-    with (
-        end_by_signals(),
-        control_run(task) as named,
-        translate_disk_errors(
-            named.run.path, lambda full, _: "`df` says what is full" if full else "`mount` and `dmesg` may say why"
-        ),
-    ):
-        facts = choose_machines(named)
-        port = choose_port(named)  # one that is taken is reported before anything is prepared
-        task = take_over(named)
+    with end_by_signals():
+        port = choose_port(call)  # one that is taken is reported before anything is prepared
+        hosts, away = task.inventory.hosts, [host for host in task.inventory.hosts if not is_here(host)]
+        print_line(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
+        if away:
+            files = bring.code_files()
+            print_line(f"bringing to {plural(len(away), 'host')} what they lack: {plural(len(files), 'file')} of code")
+            require_all(on_all(away, lambda host: bring.send_code(host, files)))
+        facts = ready(task)
         prepared = prepare(task)
-        crew = supply_all(task, facts, prepared)
-        code, message = Control(task, prepared, port).train(crew)
-    if message:
-        print(f"\n{message}", file=sys.stderr)
-    if code in (LOST, 130, 143) and is_begun(task.run):
-        print(f"hint: resume it with: {command(task.inventory, task.run)}", file=sys.stderr)
-    if call.json:
-        last = (_events(task) or [{}])[-1]
-        failed = last if code and last.get("event") == "failed" else {}
-        model = str(task.run.model) if task.run.model.is_dir() else None
-        error = message or failed.get("error") or None
-        print(
-            json.dumps(
-                {"run": str(task.run.path), "code": code, "rank": failed.get("rank"), "error": error, "model": model}
-            )
+        require_all(on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared)))
+        return Control(task, facts, port).train()
+
+
+def read_task(call: Call) -> Task:
+    """Return what was asked for. Raise `UserError` for what cannot be started."""
+    inventory = inventory_for_call(call)
+    require_master_here(inventory)
+    options, name = call.options, call.options.get("RUN")
+    if name:
+        folder = find_run(name)
+        sentence = "`RUN` resumes a run, and `{}` cannot be given with it: {}"
+        wrong = {option: why for option, why in NOT_WITH_RUN.items() if options.get(option)}
+        raise_all(
+            [
+                UserError(sentence.format(option, why), place=f"{option}={options[option]}")
+                for option, why in wrong.items()
+            ]
         )
-    return code
+        if folder.path.resolve() != (runs_folder() / folder.name).resolve():
+            text = f"`{folder.path}` is not in `{runs_folder()}`, where the machines look for runs"
+            raise UserError(text, hint="RUNS_DIR says where")
+        if launchers := holders(folder):
+            owner = next((str(one.process.pid) for one in launchers if one.process), "?")
+            hint = f"wait for it, or: make cluster-stop CLUSTER={inventory.path} RUN={folder.name}"
+            raise UserError(f"the run `{folder.name}` is in use: process {owner} trains it", hint=hint)
+        check_overrides(call)
+        loaded = call.load_config()
+        if not (begun := has_started(folder) and folder.plan.is_file()) and not loaded.config.launch.auto_resume:
+            print_line(f"`{folder.name}` had not begun; it begins now")
+            loaded = override_config(loaded, [Override(key="launch.auto_resume", text="true", origin=f"RUN={name}")])
+        return Task(call=call, inventory=inventory, loaded=loaded, run=folder, begun=begun)
+    loaded = call.load_config()
+    folder = RunFolder(runs_folder() / choose_name(options.get("RUN_NAME"), loaded.path))
+    begun = has_started(folder) and loaded.config.launch.auto_resume
+    if folder.path.exists() and not begun and (folder.config.is_file() or not loaded.config.launch.auto_resume):
+        hint = f"choose another RUN_NAME, or resume it: {command(inventory, folder)}"
+        raise UserError(f"the run `{folder.name}` exists already: `{folder.path}`", hint=hint)
+    if inventory.network and loaded.config.launch.network is None:
+        speed = Override(key="launch.network", text=inventory.network, origin=str(inventory.path))
+        loaded = override_config(loaded, [speed])
+    own = read_user_json(typed_path(options["DEEPSPEED_CONFIG"])) if options.get("DEEPSPEED_CONFIG") else None
+    deepspeed = json.dumps(dict(own.settings), indent=2) if own else None
+    return Task(call=call, inventory=inventory, loaded=loaded, run=folder, begun=begun, deepspeed=deepspeed)
 
 
-def _events(task: Task) -> list[dict[str, Any]]:
-    """Return what node 0 has recorded."""
-    return [event for event in read_events(task.run) if event.get("node", 0) == 0]
+def command(inventory: Inventory, folder: RunFolder) -> str:
+    """Return what a user types to resume a run."""
+    return f"make train-cluster CLUSTER={inventory.path} RUN={folder.name}"
 
 
-def _starts(task: Task) -> int:
-    """Return how often workers of node 0 were started."""
-    return sum(event["event"] in ("started", "resumed") for event in _events(task))
+def choose_port(call: Call) -> int:
+    """Return the port at which the machines meet: the typed one, else a free one from 29500 on. Raise
+    `HardwareError`.
+    """
+    if typed := call.port("MASTER_PORT"):
+        require_free_port(typed, hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens")
+        return typed
+    port = next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
+    if port != PORT:
+        print_line(f"port {PORT} is taken; taking {port}")
+    return port
+
+
+# ---- Before it starts
+
+
+def require_all(results: Mapping[str, object]) -> None:
+    """Raise every reason why a host is not ready."""
+    raise_all([result for result in results.values() if isinstance(result, UserError)])
+
+
+def ready(task: Task) -> dict[str, Facts]:
+    """Return host name -> its facts. Raise every reason why a host cannot take part."""
+    config = task.loaded.config
+    answers = compare(task.inventory, shared=task.shared, backend=config.launch.backend)
+    raise_all(
+        [
+            HardwareError(f"host `{answer.host.name}`: {finding.text}", place=answer.host.place, hint=finding.remedy)
+            for answer in answers
+            for finding in answer.findings
+            if finding.severity == "fail"
+        ]
+    )
+    return {answer.host.name: answer.facts for answer in answers if answer.facts}
+
+
+def prepare(task: Task) -> Prepared:
+    """Find the model and prepare the data on this machine, once for all."""
+    parent = cache_folder() / "cluster"
+    parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"prepare-{task.run.name}-", dir=parent) as name:
+        folder = RunFolder(Path(name))
+        save_config(task.loaded, folder.config)
+        day = day_words(day_of(task.run.prepared))
+        run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(folder.path), *day])
+        return Prepared.load(folder.prepared)
+
+
+def supply(task: Task, host: Host, facts: Facts, prepared: Prepared) -> None:
+    """Bring one machine model, rows, the run to resume, and its launcher's configuration. Raise `UserError`."""
+    if not is_here(host) and not task.shared:
+        named = (task.loaded.config.model.name, task.loaded.config.model.tokenizer)
+        folders = [Path(name).expanduser().absolute() for name in named if name]
+        prepared = bring.send_prepared(host, facts, prepared, folders)
+        if task.begun:
+            bring.send_run(host, facts, task.run, newest_valid(task.run)[0])
+    texts = {"config.json": json.dumps(saved_form(task.loaded)), "prepared.json": json.dumps(asdict(prepared))}
+    texts |= {"deepspeed.json": task.deepspeed} if task.deepspeed else {}
+    bring.send_texts(host, files_folder(facts, task.run, host), texts)
+
+
+def files_folder(facts: Facts, folder: RunFolder, host: Host) -> str:
+    """Return where a machine keeps what its launcher of a run reads; by host, since machines may share a cache."""
+    return f"{facts.cache}/cluster/{folder.name}/{host.name}"
+
+
+# ---- What is typed there
+
+
+def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int, *, resume: bool) -> list[str]:
+    """Return the command of one machine, `NODE_RANK` `rank`: what a person would type there."""
+    folder, count = files_folder(facts, task.run, host), len(task.inventory.hosts)
+    if resume and task.call.options.get("RUN"):
+        typed = [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides]
+        words = ["resume", f"RUN={task.run.name}", *typed]
+    elif resume:
+        words = ["resume", f"RUN={task.run.name}", *own_words(task.loaded)]
+    else:
+        words = ["train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
+        words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE, *own_words(task.loaded)]
+        words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if task.deepspeed else []
+    gpus = host.gpus if host.gpus is not None else len(facts.gpus)
+    words += [f"NUM_GPUS={max(1, gpus)}", f"NUM_NODES={count}", f"MASTER_PORT={port}"]
+    return words + ([f"NODE_RANK={rank}", f"MASTER_ADDR={task.inventory.master.address}"] if count > 1 else [])
+
+
+def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
+    """Return what a machine's launcher gets on top of its own environment."""
+    variables = {**task.shared, DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json", CONTROLLED: "1"}
+    if not is_here(host):  # all was brought; asking the hub would make machines differ
+        variables |= {**settings_to_forward(os.environ), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+        variables |= {} if task.shared else {FETCH: "1"}
+    if host.interface:
+        # To NCCL a name without `=` is a prefix: `eth1` would be `eth10` too.
+        variables |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": f"={host.interface}"}
+    return variables | ({"CUDA_VISIBLE_DEVICES": ""} if host.gpus == 0 else {})
 
 
 # ---- While it trains
 
 
 @dataclass(slots=True)
-class Member:
-    """A machine whose launcher was started, at its `NODE_RANK`."""
+class Launcher:
+    """The command on one machine, and what it prints."""
 
     host: Host
     facts: Facts
-    session: Session
-    code: int | None = None
-    """How its launcher ended; -1 where it could not be started, or its connection has ended."""
-    why: str = ""
-    """What is known of that."""
-    words: str = ""
-    """The end of what it printed on stderr."""
-    started: bool = False
-    detached: bool = False
-    """Its connection has ended, and its launcher may live."""
+    process: subprocess.Popen[bytes]
+    error: str = ""
+    """Its first line that is an error, else its last."""
     ended_at: float = 0.0
+    seeker: threading.Thread | None = None
+    """Waits for its machine to answer again."""
+    is_ready: bool = False
+    """Whether it does, and has what a new start needs."""
 
-    @property
-    def state(self) -> str:
-        if self.code is None:
-            return "running"
-        return self.why or ENDS.get(self.code, f"ended with code {self.code}")
+    def code(self) -> int | None:
+        """Return its exit code; `None` while it runs."""
+        code = self.process.poll()
+        if code is not None and not self.ended_at:
+            self.ended_at = time.monotonic()
+        return code
 
-    def end(self, code: int, why: str = "") -> None:
-        """Note how its launcher ended, once."""
-        if self.code is None:
-            self.code, self.why, self.ended_at = code, why, time.monotonic()
+    def why(self) -> str:
+        """Return why it ended."""
+        code = self.process.returncode
+        return trouble(self.host, code, self.error).text if code in CANNOT_START else self.error or f"code {code}"
 
-    def last_words(self) -> str:
-        """Return the end of what it printed on stderr, from its last `error:` on."""
-        return printable(self.words).rpartition("error: ")[2].strip()
-
-
-class Seeker(threading.Thread):
-    """Looks for machines that are missing while a run trains, and brings them what they lack."""
-
-    def __init__(self, task: Task, prepared: Prepared, missing: Callable[[], Mapping[Host, int]]) -> None:
-        """`missing` returns the machines that are to be looked for -> the GPUs that each of them had."""
-        super().__init__(name="seeker", daemon=True)
-        self.task, self.prepared, self.missing = task, prepared, missing
-        self.ready: list[tuple[Host, Facts]] = []
-        """Machines that have all, and whose launcher is to be started."""
-        self.unready: dict[str, str] = {}
-        """Host name -> why it cannot take part, as it was last said."""
-
-    def run(self) -> None:
-        while True:
-            time.sleep(TICK_SECONDS)
-            if missing := self.missing():
-                with contextlib.suppress(OSError):  # of this machine's disk
-                    self.look_for(missing)
-                time.sleep(POLL_SECONDS)
-
-    def look_for(self, missing: Mapping[Host, int]) -> None:
-        """Supply machines that are back and fit; say of another why it is not, once."""
-        answers = judge_machines(self.task, list(missing))
-        for host, gpus in missing.items():
-            try:
-                self.supply(host, answers[host.name], gpus)
-            except UserError as error:
-                if self.unready.get(host.name) != error.message:
-                    self.unready[host.name] = error.message
-                    print_line(f"not ready: {error.message}")
-
-    def supply(self, host: Host, answer: Facts | UserError, gpus: int) -> None:
-        """Bring one machine what it lacks, unless a launcher of the run lives there. Raise why it cannot take part."""
-        if isinstance(answer, UserError):
-            raise answer
-        if host.gpus is None and answer.gpu_count < gpus:
-            raise HardwareError(
-                f"host `{host.name}` had {plural(gpus, 'GPU')}, and its driver shows {answer.gpu_count} now"
-            )
-        if not answer.trains:
-            supply(self.task, host, answer, self.prepared, bring.code_files())
-            print_line(f"\n`{host.name}` answers again")
-            self.unready.pop(host.name, None)
-            self.ready.append((host, answer))
+    def press_ctrl_c(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            assert self.process.stdin is not None
+            self.process.stdin.write(b"\x03")
+            self.process.stdin.flush()
 
 
+@dataclass(slots=True)
 class Control:
-    """The launchers of one command."""
+    """The launchers of one command, by their `NODE_RANK`."""
 
-    def __init__(self, task: Task, prepared: Prepared, port: int) -> None:
-        self.task, self.port = task, port
-        self.count = 0
-        """Machines that take part; known when training starts."""
-        self.members: dict[int, Member] = {}
-        self.inbox: Inbox = queue.Queue(maxsize=MOST_WAITING)
-        self.stop = Stop()
-        self.stops_passed = 0
-        self.seeker = Seeker(task, prepared, self.missing)
-        self.key = key_here() or new_word()
-        self.board, self.logs = Board(task.run), Logs(task.run)
-        self.starts_before = _starts(task)
-        self.on_terminal = is_terminal(sys.stdout) and not task.call.json
+    task: Task
+    facts: Mapping[str, Facts]
+    port: int
+    launchers: list[Launcher] = field(default_factory=list)
+    stop: Stop = field(default_factory=Stop)
+    passed: int = 0
+    """Requests to stop that the launchers have heard of."""
+    key: str = field(default_factory=lambda: os.environ.get(VARIABLE) or secrets.token_hex(32))
+    before: int = 0
+    """Events that the run had before this command."""
+    restarts: int = 0
+    """Those of them for which checkpoints were brought."""
+    panel: bool = False
+    """Whether the run's panel is shown: what node 0 prints comes above it."""
+    output: list[str] = field(default_factory=list)
+    """What node 0 printed for `JSON=1`."""
 
-    def train(self, crew: Sequence[tuple[Host, Facts]]) -> tuple[int, str]:
-        """Start the launchers and wait until node 0's has ended; return its exit code, and an error to print."""
-        task = self.task
-        self.count = len(crew)
-        for rank, (host, facts) in enumerate(crew):
-            resume = is_begun(task.run) and task.resuming
-            self.start(rank, host, facts, resume=resume)
-        if task.loaded.config.launch.max_restarts:
-            self.seeker.start()
+    def train(self) -> int:
+        """Start the launchers, wait until node 0's has ended, and return its exit code."""
+        task, ranks = self.task, range(len(self.task.inventory.hosts))
+        self.before, self.panel = len(self.events()), is_terminal(sys.stdout) and not task.call.json
         problem: tuple[int, str] | None = None
-        panel = live_panel(sys.stdout, task.run, lambda: "running") if self.on_terminal else contextlib.nullcontext()
-        with panel, hear_signals(self.stop.note):
-            while self.members[0].code is None:
-                self.receive()
+        require_all(
+            on_all(task.inventory.hosts[1:], lambda host: self.send_variables(task.inventory.hosts.index(host)))
+        )
+        with (
+            live_panel(sys.stdout, task.run, lambda: "running") if self.panel else contextlib.nullcontext(),
+            hear_signals(self.stop.note),
+        ):
+            self.launchers = [self.start(rank, resume=task.begun) for rank in ranks]
+            while self.launchers[0].code() is None:
+                time.sleep(TICK_SECONDS)
+                self.pass_signals()
                 problem = problem or self.end_where_one_cannot_begin()
-                self.replace_missing()
-                self.show()
+                self.bring_checkpoints()
+                self.start_again()
             until = time.monotonic() + LEAVE_SECONDS
-            while any(one.code is None for one in self.members.values()) and time.monotonic() < until:
-                self.receive()
-        for one in self.members.values():
-            one.end(-1, "lost: no answer")
-            one.session.close()
-        self.receive()
-        self.gather_logs()
-        self.show()
-        first = self.members[0]
-        code = first.code or 0
-        if self.stop.wanted and code < 0:
-            return stop_code(self.stop.signals[0]), ""
-        if problem:
-            return problem
-        if code < 0:
-            what = first.why or f"its launcher was killed by signal {-code}"
-            return (HardwareError.exit_code if first.why else LOST), f"error: host `{first.host.name}`: {what}"
-        return code, ""
+            while any(one.code() is None for one in self.launchers) and time.monotonic() < until:
+                time.sleep(TICK_SECONDS)
+        for one in self.launchers:
+            one.process.terminate()  # the connection's end is the end of what is left there
+        away = [one for one in self.launchers if not is_here(one.host) and not task.shared and task.run.path.is_dir()]
+        logs = {one.host.name: f"{one.facts.runs}/{task.run.name}/logs/" for one in away}
+        on_all([one.host for one in away], lambda host: bring.fetch(host, logs[host.name], task.run.logs, LOGS_SECONDS))
+        return self.say_how_it_ended(problem)
 
-    def start(self, rank: int, host: Host, facts: Facts, *, resume: bool) -> None:
-        task, here = self.task, is_here(host)
-        variables = node_variables(task, host, facts) | ({VARIABLE: self.key} if self.count > 1 else {})
-        variables |= {PANEL: "1"} if rank == 0 and self.on_terminal else {}
-        session = Session(host, variables, inbox=self.inbox)
-        session.send(
-            do="launch",
-            seconds=0,
-            run=task.run.name,
-            node=rank,
-            words=node_words(task, host, facts, rank, self.count, self.port, resume=resume),
-            store=None if here else (task.inventory.master.address, self.port),
-            stream=not here and not facts.shares_runs,
-            silent_seconds=task.loaded.config.launch.silent_seconds,
-        )
-        self.members[rank] = Member(host, facts, session)
+    def variables(self, rank: int) -> dict[str, str]:
+        host = self.task.inventory.hosts[rank]
+        key = {VARIABLE: self.key} if len(self.task.inventory.hosts) > 1 else {}
+        return node_variables(self.task, host, self.facts[host.name]) | key
 
-    def show(self) -> None:
-        self.board.show({one.host.name: one.state for _, one in sorted(self.members.items())})
+    def send_variables(self, rank: int) -> None:
+        """Bring a launcher its variables: every user of a machine sees its command lines, and one is the run's key."""
+        host, lines = self.task.inventory.hosts[rank], self.variables(rank).items()
+        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in lines)
+        bring.send_texts(host, files_folder(self.facts[host.name], self.task.run, host), {"environment": text})
 
-    # ---- What comes
+    def start(self, rank: int, *, resume: bool) -> Launcher:
+        """Start the command on one machine; it ends with this process."""
+        task, host, pipe = self.task, self.task.inventory.hosts[rank], subprocess.PIPE
+        facts, as_json, panel = self.facts[host.name], self.task.call.json, self.panel
+        words = node_words(task, host, facts, rank, self.port, resume=resume)
+        options = {"start_new_session": True, "preexec_fn": bind_to_parent(signal.SIGTERM)}
+        if is_here(host):
+            argv = [sys.executable, "-m", "sft_play", *words, *(["JSON=1"] if as_json else [])]
+            environ = {**os.environ, **self.variables(rank), **({PANEL: "1"} if panel else {})}
+            streams = {"stdin": subprocess.DEVNULL, "stdout": pipe if panel or as_json else None}
+            streams |= {"stderr": subprocess.STDOUT} if panel else {}
+            process = start(argv, env=environ, **streams, **options)
+        else:
+            file = f"{files_folder(facts, task.run, host)}/environment"
+            argv = arguments(host, ["sh", "-c", LAUNCH, "sh", file, *program(host, words)], tty=True)
+            process = start(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, **options)
+        launcher = Launcher(host, facts, process)
+        if process.stdout:
+            threading.Thread(target=self.read, args=(launcher,), name=f"read-{host.name}", daemon=True).start()
+        return launcher
 
-    def receive(self) -> None:
-        """Take what waits, `MOST_WAITING` messages at most: signals and lost machines are not kept waiting by a rank
-        that prints.
-        """
-        with contextlib.suppress(queue.Empty):
-            self.take(*self.inbox.get(timeout=TICK_SECONDS))
-            for _ in range(MOST_WAITING):
-                self.take(*self.inbox.get_nowait())
-        self.logs.flush()
-        if self.stops_passed < len(self.stop.signals):
-            self.pass_signals()
-
-    def take(self, session: Session, message: Mapping[str, Any]) -> None:
-        """Take a message: what `cluster/remote.py` sends of a launcher, and that the session has ended."""
-        # started=pid; out=text, err=text: what it prints; log=name, text=more of that file of its run folder;
-        # fetch=true: it asks for the checkpoint; ended=code, left=processes that could not be killed; closed=code of
-        # ssh.
-        rank, one = next(((rank, one) for rank, one in self.members.items() if one.session is session), (0, None))
-        if one is None:
-            return  # of an earlier start there
-        if "out" in message or "err" in message:
-            text = str(message.get("out", message.get("err")))
-            one.words = (one.words + text)[-LAST_LETTERS:] if "err" in message else one.words
-            if rank:
-                self.logs.add(f"node{rank}.log", text)
+    def read(self, launcher: Launcher) -> None:
+        """Take what a launcher prints until it ends: node 0's as it is, another's with its host's name."""
+        if not is_here(launcher.host):
+            launcher.error = relay(launcher.host, launcher.process)
+            return
+        assert launcher.process.stdout is not None
+        for raw in iter(launcher.process.stdout.readline, b""):
+            line = raw.decode("utf-8", "replace").rstrip("\n")
+            if self.panel:
+                print(line, flush=True)
             else:
-                stream = sys.stderr if "err" in message or self.task.call.json else sys.stdout
-                stream.write(text)
-                stream.flush()
-        elif "log" in message:
-            self.logs.add(str(message["log"]), str(message["text"]))
-        elif "started" in message:
-            one.started = True
-        elif "fetch" in message:
-            threading.Thread(target=self.fetch, args=(one,), name=f"fetch-{one.host.name}", daemon=True).start()
-        elif "ended" in message:
-            one.end(int(message["ended"]))
-            if message["left"]:
-                print_line(f"warning: {message['left']} processes on `{one.host.name}` could not be killed")
-        elif one.code is None:  # closed
-            session.close()
-            one.detached = one.started and message["closed"] in (SSH_FAILED, -signal.SIGKILL, -signal.SIGTERM)
-            if one.detached:
-                what = "its ranks continue training while node 0 answers them; their logs come when it has ended"
-                print_line(f"\nwarning: the SSH connection to `{one.host.name}` has ended: {what}")
-            one.end(-1, "no SSH connection" if one.detached else session.trouble().text)
+                self.output.append(line)
 
-    def fetch(self, one: Member) -> None:
-        """Bring a machine the checkpoint from which all start again."""
-        try:
-            bring.send_run(one.host, one.facts, self.task.run, newest_valid(self.task.run)[0])
-        except UserError as error:
-            print_line(f"not ready: {error.message}")
-        one.session.send(fetched=True)
+    def events(self) -> list[str]:
+        """Return what node 0 has recorded."""
+        return [event["event"] for event in read_events(self.task.run) if event.get("node", 0) == 0]
 
-    def gather_logs(self) -> None:
-        """Bring the logs of machines whose connection has ended before their launcher."""
-        run = self.task.run
-        loose = {one.host.name: one for one in self.members.values() if one.detached and not one.facts.shares_runs}
-        on_all(
-            [one.host for one in loose.values()],
-            lambda host: bring.fetch(host, f"{loose[host.name].facts.runs}/{run.name}/logs/", run.logs, LOGS_SECONDS),
-        )
-
-    # ---- What follows
+    def has_begun(self) -> bool:
+        """Whether workers were started since this command began."""
+        return bool({"started", "resumed"} & set(self.events()[self.before :]))
 
     def pass_signals(self) -> None:
         """Tell the launchers of a request to stop; a second Ctrl-C kills them."""
-        if not self.stops_passed:
+        if self.passed == len(self.stop.signals):
+            return
+        if not self.passed:
             text = "the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
             print_line(f"\nstopping all hosts: {text}")
-        self.stops_passed = len(self.stop.signals)
-        self.tell(signal=self.stop.signals[0])
-        if self.stop.at_once:
+        elif self.stop.at_once:
             print_line("\nkilling the workers on all hosts")
-            self.tell(kill=True)
-
-    def tell(self, **words: Any) -> None:
-        for one in self.members.values():
-            if one.code is None:
-                one.session.send(**words)
-
-    def has_begun(self) -> bool:
-        return _starts(self.task) > self.starts_before
+        self.passed = len(self.stop.signals)
+        self.launchers[0].process.send_signal(self.stop.signals[-1])
+        for one in self.launchers[1:]:
+            one.press_ctrl_c()
 
     def end_where_one_cannot_begin(self) -> tuple[int, str] | None:
         """End all where a machine could not begin, and node 0, which waits for it, has not said so; return exit code
         and error.
         """
         due = time.monotonic() - GRACE_SECONDS
-        failed = [one for one in self.members.values() if one.code and not one.detached and one.ended_at < due]
-        if not failed or self.stop.wanted or self.has_begun():
+        dead = [one for one in self.launchers[1:] if one.code() and one.ended_at < due]
+        if not dead or self.stop.wanted or self.has_begun():
             return None
-        self.tell(signal=int(signal.SIGTERM))
-        one = failed[0]
-        code = one.code if one.code and one.code > 0 else HardwareError.exit_code
-        return code, f"error: host `{one.host.name}`: {one.why or one.last_words() or one.state}"
+        self.launchers[0].process.terminate()
+        code = dead[0].process.returncode
+        return (
+            code if code in range(1, 6) else HardwareError.exit_code
+        ), f"host `{dead[0].host.name}`: {dead[0].why()}"
 
-    def free_ranks(self) -> list[int]:
-        """Return the places of machines that have no launcher."""
-        return [
-            rank for rank in range(1, self.count) if rank not in self.members or self.members[rank].code is not None
-        ]
+    def say_how_it_ended(self, problem: tuple[int, str] | None) -> int:
+        task, code = self.task, self.launchers[0].process.returncode
+        if code < 0 and self.stop.wanted:
+            code = stop_code(self.stop.signals[0])
+        elif code < 0:
+            problem = LOST, f"host `{self.launchers[0].host.name}`: its launcher was killed by signal {-code}"
+        if problem and not self.stop.wanted:
+            code, text = problem
+            print_line(f"\nerror: {text}")
+            self.output = [json.dumps({"run": str(task.run.path), "code": code, "error": text})]
+        if code in (LOST, 130, 143) and task.run.plan.is_file():
+            print_line(f"hint: resume it with: {command(task.inventory, task.run)}")
+        if task.call.json and self.output:
+            print(*self.output, sep="\n")
+        return code
 
-    def replace_missing(self) -> None:
-        """Start launchers on machines that are ready, each in the place that it had."""
-        while self.seeker.ready and not self.stop.wanted and (free := self.free_ranks()):
-            host, facts = self.seeker.ready.pop(0)
-            had = [rank for rank in free if rank in self.members and self.members[rank].host.name == host.name]
-            self.start((had or free)[0], host, facts, resume=True)
+    # ---- Another attempt of the launchers
 
-    def missing(self) -> dict[Host, int]:
-        """Return the machines whose launcher is to be started again -> the GPUs that they had; none while there is no
-        place for one.
-        """
-        if self.members[0].code is not None or self.stop.wanted or not self.free_ranks() or not self.has_begun():
-            return {}
-        members = list(self.members.values())
-        # A code below 6 is an error after which no launcher tries again.
-        out = {one.host.name for one in members if one.code is None or one.code in range(1, 6)}
-        hosts = [host for host in self.task.inventory.hosts[1:] if host.name not in out]
-        return {
-            host: max((one.facts.gpu_count for one in members if one.host.name == host.name), default=0)
-            for host in hosts
-        }
+    def bring_checkpoints(self) -> None:
+        """Bring the others the checkpoint from which node 0 starts again, whenever it does."""
+        restarts = sum(event in (RECOVERED, RESTARTED) for event in self.events()[self.before :])
+        if restarts > self.restarts and not self.task.shared:
+            for one in self.launchers[1:]:
+                threading.Thread(target=self.bring_checkpoint, args=(one,), daemon=True).start()
+        self.restarts = restarts
+
+    def bring_checkpoint(self, launcher: Launcher) -> None:
+        host, facts, folder = launcher.host, launcher.facts, self.task.run
+        wish = f"{facts.runs}/{folder.name}/.fetch-node{self.launchers.index(launcher)}"
+        while launcher.code() is None and self.launchers[0].code() is None:
+            with contextlib.suppress(UserError):
+                bring.send_run(host, facts, folder, newest_valid(folder)[0])
+                ask(host, ["sh", "-c", RELEASE, "sh", wish], "its launcher asks for no checkpoint")
+                return
+            time.sleep(POLL_SECONDS)
+
+    def start_again(self) -> None:
+        """With `launch.max_restarts` start the launcher of a machine again that was lost and answers now."""
+        if not self.task.loaded.config.launch.max_restarts or self.stop.wanted:
+            return
+        for rank, one in enumerate(self.launchers):
+            if one.is_ready:
+                print_line(f"\n`{one.host.name}` answers again")
+                self.launchers[rank] = self.start(rank, resume=True)
+            elif rank and one.seeker is None and one.code() not in (None, *range(6)) and self.has_begun():
+                one.seeker = threading.Thread(target=self.seek, args=(rank, one), name="seeker", daemon=True)
+                one.seeker.start()
+
+    def seek(self, rank: int, launcher: Launcher) -> None:
+        """Wait until a machine answers, and bring it what a new start needs."""
+        while not launcher.is_ready:
+            time.sleep(POLL_SECONDS)
+            with contextlib.suppress(UserError):
+                if not self.task.shared:
+                    bring.send_run(launcher.host, launcher.facts, self.task.run, newest_valid(self.task.run)[0])
+                self.send_variables(rank)
+                launcher.is_ready = True
+
+
+# ---- The ordinary commands, on each machine
+
+
+def status(call: Call) -> int:
+    """`make cluster-status`: `make runs` on each machine; 3 where one cannot be asked."""
+    inventory, name = inventory_for_call(call), Path(call.options.get("RUN", "")).name
+    words = ["runs", *([f"WHERE=name = '{name}'"] if name else []), *(["JSON=1"] if call.json else [])]
+    answers = on_all(inventory.hosts, lambda host: answer_of(host, words))
+    errors = {name: answer for name, answer in answers.items() if isinstance(answer, UserError)}
+    if call.json:
+        rows = []
+        for host in inventory.hosts:
+            place, answer = {"host": host.name, "address": host.address}, answers[host.name]
+            if isinstance(answer, UserError):
+                rows.append({**place, "state": "unreachable", "error": answer.message, "hint": answer.hint})
+            else:
+                rows += [{**place, **row} for row in json.loads(answer.out)]
+        print(json.dumps(rows))
+    else:
+        show(answers)
+        for error in errors.values():
+            print_line(f"\n{error.render()}")
+    return HardwareError.exit_code if errors else 0
+
+
+def logs(call: Call) -> int:
+    """`make cluster-logs RUN= RANK= FOLLOW=1`: `make logs` on the machine of the rank."""
+    inventory, folder, shared = _run_of(call)
+    rank = call.integer("RANK") or 0
+    counts = last_plan(folder).ranks_by_node
+    ends = [sum(counts[: node + 1]) for node in range(len(counts))]
+    host = next((host for host, end in zip(inventory.hosts, ends, strict=False) if rank < end), inventory.master)
+    words = ["logs", f"RUN={folder.name}", f"RANK={rank}"]
+    words += [f"{name}={call.options[name]}" for name in ("FOLLOW", "JSON") if name in call.options]
+    argv = arguments(host, program(host, words, shared))
+    with start(argv, stdin=subprocess.DEVNULL, preexec_fn=bind_to_parent(signal.SIGTERM)) as process:
+        code = process.wait()
+    return _answered(host, code, "", "").code
+
+
+def stop(call: Call) -> int:
+    """`make cluster-stop RUN=`: `make stop` on each machine; what the master says counts."""
+    inventory, folder, shared = _run_of(call)
+    words = ["stop", f"RUN={folder.name}", *(["JSON=1"] if call.json else [])]
+    answers = on_all(inventory.hosts, lambda host: answer_of(host, words, shared, timeout=3600))
+    own = answers[inventory.master.name]
+    if isinstance(own, UserError):
+        raise own
+    if call.json:
+        print(own.out, end="")
+    else:
+        show({name: answer for name, answer in answers.items() if answer is own or getattr(answer, "code", 1) == 0})
+    if own.code == 0:
+        print_line(f"hint: resume it with: {command(inventory, folder)}")
+    return own.code
+
+
+def _run_of(call: Call) -> tuple[Inventory, RunFolder, dict[str, str]]:
+    """Return the inventory, the run that `RUN` names, and where the machines keep it."""
+    require_master_here(inventory := inventory_for_call(call))
+    if not (name := call.options.get("RUN")):
+        hint = f"make {call.command} CLUSTER={inventory.path} RUN=NAME"
+        raise UserError(f"`make {call.command}` needs `RUN=name`", hint=hint)
+    folder = find_run(name)
+    return inventory, folder, shared_folders(read_facts(folder.config)["config"]["data"]["sync"])
+
+
+class Output(NamedTuple):
+    """What a command on a machine printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def answer_of(host: Host, words: Sequence[str], shared: Mapping[str, str] = {}, timeout: float = 60) -> Output:
+    """Return what a command on one machine printed. Raise `HardwareError` where it could not be started."""
+    code, out, err = run(arguments(host, program(host, words, shared)), timeout=timeout)
+    return _answered(host, code, out.decode(errors="replace"), err)
+
+
+def _answered(host: Host, code: int, out: str, err: str) -> Output:
+    if code in (1, TIMED_OUT, *CANNOT_START):
+        why = trouble(host, code, err)
+        raise failed(host, why.text, why.remedy)
+    return Output(code, out, err)
+
+
+def show(answers: Mapping[str, Output | UserError]) -> None:
+    """Print what the machines' commands printed, with the host's name before each line."""
+    for name, answer in answers.items():
+        if isinstance(answer, Output):
+            for stream, text in ((sys.stdout, answer.out), (sys.stderr, answer.err)):
+                print(
+                    *(f"{name} | {printable(line)}\n" for line in text.splitlines() if line),
+                    sep="",
+                    end="",
+                    file=stream,
+                )

@@ -1,0 +1,406 @@
+"""Commands on the machines of a cluster by the `ssh` program; this machine's own addresses need none.
+
+One connection per host is shared by all commands of this process. Words reach the other side letter for letter (they
+are quoted for the shell that sshd starts), host keys are checked, and nothing ever asks for a password: a terminal that
+waits on one of eight machines looks like a run that hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from sft_play.cluster.inventory import Host, Inventory
+from sft_play.errors import HardwareError, UserError, mask
+from sft_play.launch.environment import is_of_this_machine
+from sft_play.text import Finding
+
+Result = TypeVar("Result")
+SECONDS = 30.0
+"""How long a machine may take to answer."""
+OPTIONS = (
+    "BatchMode=yes",
+    "StrictHostKeyChecking=yes",
+    "ConnectTimeout=5",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=12",
+    "LogLevel=ERROR",
+    "ControlMaster=auto",
+    "ControlPersist=60",
+    "ClearAllForwardings=yes",
+    "ForwardAgent=no",
+    "ForwardX11=no",
+)
+"""Forwarded ports of the user's own configuration would be refused the second time; a host that trains needs neither
+the user's keys nor their screen.
+"""
+NO_FOLDER = 96
+"""Exit code of `IN_FOLDER` where the folder is not there, is a file, or may not be entered."""
+NOT_A_PROGRAM, NO_PROGRAM = 126, 127
+"""A shell's exit codes for a program that cannot be started, or is not there."""
+SSH_FAILED, TIMED_OUT = 255, 124
+NO_HOME = "Could not chdir to home directory"
+"""How sshd begins a remark on stderr, whatever then becomes of the command."""
+HOME = 'h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }; '
+"""`~/` is the user's home over there; no path is ever part of a script's text."""
+IN_FOLDER = HOME + f'f=$(h "$1"); cd "$f" || exit {NO_FOLDER}; p=$(h "$2"); shift 2; exec "$p" "$@"'
+
+
+def arguments(host: Host, argv: Sequence[str], *, tty: bool = False) -> list[str]:
+    """Return the local command line that runs `argv` on `host`, in its home folder; on this machine `argv` itself.
+
+    With `tty` the remote side gets a terminal: what it runs ends with the connection.
+    """
+    if is_here(host):
+        return list(argv)
+    options = [word for option in (*OPTIONS, f"ControlPath={control_path()}") for word in ("-o", option)]
+    user = ["-l", host.user] if host.user else []
+    name = host.ssh or host.address
+    return ["ssh", "-tt" if tty else "-T", *_client(host), *options, *user, "--", name, shlex.join(argv)]
+
+
+def login(host: Host, program: str = "ssh") -> str:
+    """Return the command by which a person logs in on `host`."""
+    target = f"{f'{host.user}@' if host.user else ''}{host.ssh or host.address}"
+    return shlex.join([program, *_client(host), target])
+
+
+def _client(host: Host) -> list[str]:
+    config = ["-F", str(host.ssh_config)] if host.ssh_config else []
+    return [*config, *(["-p", str(host.port)] if host.port else [])]
+
+
+def program(host: Host, words: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:
+    """Return what runs `sft_play WORDS` in the host's project; `ENDED` says what its exit codes mean."""
+    settings = [f"{name}={value}" for name, value in (variables or {}).items()]
+    if is_here(host):
+        return ["env", *settings, sys.executable, "-m", "sft_play", *words]
+    words = [host.python, "-m", "sft_play", *words]
+    return ["env", *settings, "sh", "-c", IN_FOLDER, "sh", host.folder, *words]
+
+
+# ---- Running
+
+
+_running: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+_stopped = threading.Event()
+
+
+def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program, which `on_all` ends when its command is stopped. Raise `HardwareError` where it is missing."""
+    try:
+        process = subprocess.Popen(argv, **options)
+    except FileNotFoundError as error:
+        package = "openssh-client" if argv[0] == "ssh" else argv[0]
+        raise HardwareError(f"there is no `{argv[0]}` on this machine", hint=f"apt install {package}") from error
+    _running.add(process)
+    if _stopped.is_set():
+        process.kill()
+    return process
+
+
+def run(
+    argv: Sequence[str],
+    text: bytes | None = None,
+    timeout: float = SECONDS,
+    *,
+    heard: Callable[[bytes], object] | None = None,
+) -> tuple[int, bytes, str]:
+    """Run a program to its end; return its exit code (124 after `timeout` seconds), output and messages.
+
+    `heard` gets its output so far, twice a second. Raise as `start`.
+    """
+    until = time.monotonic() + timeout
+    stdin = subprocess.DEVNULL if text is None else subprocess.PIPE
+    with start(argv, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            while True:
+                try:
+                    out, err = process.communicate(text, timeout=0.5)
+                    return process.returncode, out, err.decode(errors="replace")
+                except subprocess.TimeoutExpired as error:
+                    text, out = None, error.stdout or b""  # the text is being written
+                    if time.monotonic() > until:
+                        return TIMED_OUT, out, f"no answer within {timeout:g} s"
+                    if heard:
+                        heard(out)
+        finally:
+            process.kill()
+
+
+def ask(host: Host, words: Sequence[str], what: str, *, text: bytes | None = None, timeout: float = SECONDS) -> str:
+    """Run a command on `host` and return its output. Raise `HardwareError`, with `what` a failure means.
+
+    It ends in time over there, too: nobody may end it on a machine whose cable was pulled.
+    """
+    code, out, err = run(arguments(host, ["timeout", f"{timeout + 30:.0f}", *words]), text, timeout)
+    require_done(host, code, err, what)
+    return out.decode(errors="replace")
+
+
+def require_done(host: Host, code: int, err: str, what: str) -> None:
+    """Raise `HardwareError` for a code that is not 0."""
+    if code in (SSH_FAILED, TIMED_OUT):
+        why = trouble(host, code, err)
+        raise failed(host, why.text, why.remedy)
+    if code:
+        hint = "make room on its disk, and type the same command again" if "No space left" in err else None
+        hint = "on it: sudo apt install rsync" if "rsync" in what and "not found" in err else hint
+        raise failed(host, f"{what}: {last_word(err) or f'exit code {code}'}", hint)
+
+
+def failed(host: Host, text: str, hint: str | None) -> HardwareError:
+    """Return the error of one host."""
+    return HardwareError(f"host `{host.name}`: {text}", place=host.place, hint=hint)
+
+
+def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, Result | UserError]:
+    """Return host name -> what `call` returned for it, or the `UserError` that it raised; all hosts at once.
+
+    Another exception, a signal's included, is raised when all have ended: at once, since the programs that they wait
+    for are ended then.
+    """
+
+    def attempt(host: Host) -> Result | UserError:
+        try:
+            return call(host)
+        except UserError as error:
+            return error
+
+    try:
+        with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+            try:
+                futures = {host.name: pool.submit(attempt, host) for host in hosts}
+                return {name: future.result() for name, future in futures.items()}
+            except BaseException:
+                _stopped.set()
+                for process in list(_running):
+                    process.kill()
+                raise
+    finally:
+        _stopped.clear()
+
+
+def relay(host: Host, process: subprocess.Popen[bytes]) -> str:
+    """Show the output of a program with the host's name before each line until it ends; return its first line that is
+    an error, else its last.
+    """
+    last = ""
+    assert process.stdout is not None
+    for raw in iter(process.stdout.readline, b""):
+        line = CONTROL.sub("", raw.decode("utf-8", "replace")).rstrip()
+        if line:
+            last = last if last.lower().startswith("error: ") else line
+            print_line(f"{host.name} | {line}")
+    return re.sub("^error: ", "", last, flags=re.IGNORECASE)
+
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r(?=.)|[\x00-\x08\x0b-\x1f\x7f]")
+"""What programs write to a terminal apart from letters."""
+
+
+def print_line(text: str) -> None:
+    """Tell the user, on stderr; lines of several threads stay complete."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
+
+
+# ---- The connection
+
+
+@functools.cache
+def control_path() -> str:
+    """Return where this process keeps its shared connections: a private folder with a short path, as sockets need, gone
+    at exit.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="sft-", dir="/tmp"))  # TMPDIR may be too long
+
+    def close() -> None:
+        for path in folder.glob("*"):
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(["ssh", "-O", "exit", "-S", str(path), "x"], capture_output=True, timeout=5, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(close)
+    return f"{folder}/%C"
+
+
+def is_here(host: Host) -> bool:
+    """Whether `host` is this machine: its address is one of the addresses that interfaces here have."""
+    return _is_own(host.address)
+
+
+@functools.cache
+def _is_own(address: str) -> bool:
+    with contextlib.suppress(UserError, UnicodeError):
+        return is_of_this_machine(address)
+    return False
+
+
+def require_master_here(inventory: Inventory) -> None:
+    """Raise `UserError` where the first host is another machine: rank 0, the run's folder and checkpoints are here."""
+    if sys.platform != "linux":
+        raise HardwareError("cluster runs need Linux on every machine, this one too")
+    if not is_here(master := inventory.master):
+        text = f"the first host, `{master.name}` ({master.address}), is the master, and this machine does not have that"
+        hint = "type the command on the first host, or put this machine first (`CLUSTER_HOSTS` orders them)"
+        raise UserError(f"{text} address", place=master.place, hint=hint)
+
+
+# ---- Failures
+
+
+class Cause(NamedTuple):
+    """What a failure means."""
+
+    id: str
+    codes: Sequence[int]
+    words: Sequence[str]
+    """Any of them is in what was printed, in lower case."""
+    text: str
+    remedy: str
+
+
+INSTALL = "make it: make cluster-install CLUSTER={cluster}"
+OF_SSH = (SSH_FAILED, TIMED_OUT)
+CAUSES = (
+    Cause(
+        "host-key-changed",
+        OF_SSH,
+        ("remote host identification has changed", "has changed"),
+        "the host key of `{target}` is not the known one: another machine answers there, or it was reinstalled",
+        "when you know why: `ssh-keygen -R {known_as}`, then as for a new host",
+    ),
+    Cause(
+        "unknown-host-key",
+        OF_SSH,
+        ("host key verification failed", "host key is known"),
+        "the host key of `{target}` is not known here",
+        "log in once and compare the fingerprint: `{login}`",
+    ),
+    Cause(
+        "refused-key",
+        OF_SSH,
+        ("permission denied", "too many authentication failures"),
+        "`{target}` refuses this machine's key: {last}",
+        "`{copy_id}` (after `ssh-keygen` where there is no key; `ssh-add` where it has a passphrase)",
+    ),
+    Cause(
+        "unknown-name",
+        OF_SSH,
+        ("could not resolve", "name or service not known"),
+        "`{target}` is not a name that can be resolved here",
+        "give its IP address, or add it to /etc/hosts",
+    ),
+    Cause(
+        "no-sshd",
+        OF_SSH,
+        ("connection refused",),
+        "`{target}` is there, but no sshd listens: {last}",
+        "on it: `sudo apt install openssh-server`, `sudo systemctl enable --now ssh`; then check `port` in the inventory",
+    ),
+    Cause(
+        "unreachable",
+        OF_SSH,
+        ("no route", "timed out", "no answer", "unreachable"),
+        "`{target}` cannot be reached: {last}",
+        "is it on, plugged in, and not asleep? `ping {address}`; does its firewall let port {port} in? Does a disk hang?",
+    ),
+    Cause("ssh", OF_SSH, ("",), "ssh to `{target}` failed: {last}", "try `{login} true` manually"),
+    Cause(
+        "no-environment",
+        (NO_FOLDER,),
+        ("",),
+        "no environment: no folder `{folder}` that its user can enter",
+        f"{INSTALL}; where a file has that name, give another `folder` or `user` in the inventory",
+    ),
+    Cause(
+        "no-environment",
+        (NO_PROGRAM, NOT_A_PROGRAM),
+        ("",),
+        "no environment: no Python `{python}` in `{folder}`",
+        INSTALL,
+    ),
+    Cause(
+        "refused-key",
+        range(256),
+        ("account is currently not available",),
+        "user `{user}` may not log in there: {last}",
+        "give another `user` in the inventory: one with a shell and a home",
+    ),
+    Cause(
+        "broken-python",
+        range(-99, 256),
+        ("",),
+        "`{python}` ended with code {code}: {last}",
+        "start it manually: `{login}`, then in `{folder}`; `make cluster-install CLUSTER={cluster}` reinstalls it",
+    ),
+)
+"""The first that fits counts."""
+
+
+def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
+    """Return why `host` cannot be asked, by the exit code of ssh or of what it ran there, and by what these printed."""
+    target, last = host.ssh or host.address, last_word(err, out) or "no answer"
+    words = f"{err}\n{out}".lower() if err or out else last
+    cause = next(one for one in CAUSES if code in one.codes and any(part in words for part in one.words))
+    values = {
+        **{key: getattr(host, key) for key in ("address", "folder", "python", "cluster")},
+        "target": target,
+        "last": last,
+        "code": code,
+        "port": host.port or 22,
+        "user": host.user or "of ssh's configuration",
+        "login": login(host),
+        "copy_id": login(host, "ssh-copy-id"),
+        "known_as": f"'[{target}]:{host.port}'" if host.port not in (None, 22) else target,
+    }
+    return Finding(cause.id, "fail", cause.text.format(**values), cause.remedy.format(**values))
+
+
+def last_word(err: str, out: str = "") -> str:
+    """Return the line of a program's words that says most: a full disk before what followed from it, else the last on
+    stderr, else on stdout.
+
+    Neither rsync's summary nor sshd's own remark, that there is no home, which comes after all others.
+    """
+    lines = [line.strip() for text in (out, err) for line in text.splitlines() if line.strip()]
+    full = [line for line in lines if "No space left" in line or "quota exceeded" in line.lower()]
+    others = [line for line in lines if not line.startswith((NO_HOME, "rsync error:"))]
+    return (full[:1] or others[-1:] or lines[-1:] or [""])[0]
+
+
+# ---- Settings
+
+
+COMMON = re.compile(r"(NCCL|GLOO|TORCH_NCCL|TORCH_FR|SFT)_(?!PLAY_)\w+|OMP_NUM_THREADS")
+OF_THE_HUB = re.compile(r"HF_(?!HOME$)\w+(?<!_CACHE)(?<!_PATH)(?<!_DIR)|AIM_REPO")
+"""Settings of the hub's libraries that are no folder, and where tracked runs are kept; of these what looks like a
+secret stays here.
+"""
+EACH_ITS_OWN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
+
+
+def settings_to_forward(ambient: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's own settings that reach every machine; what names devices or a cache's folder is each
+    machine's.
+    """
+    return {
+        name: value
+        for name, value in ambient.items()
+        if name not in EACH_ITS_OWN
+        and (COMMON.fullmatch(name) or (OF_THE_HUB.fullmatch(name) and mask(name, value) == value))
+    }
