@@ -332,12 +332,9 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         with start(arguments(host, words, tty=True), **options) as process:
             last = relay(host, process)
         if process.returncode:
-            no_python = "not on the PATH" in last or "-m venv` failed" in last or "make: not found" in last
-            hint = (
-                f"{python_hint}; {AGAIN}"
-                if no_python
-                else f"to see more: {login(host)}, cd {host.folder}, make install"
-            )
+            if process.returncode == NO_PYTHON or "-m venv` failed" in last or "make: not found" in last:
+                raise HardwareError(last, hint=f"{python_hint}; {AGAIN}")
+            hint = f"to see more: {login(host)}, cd {host.folder}, make install"
             raise HardwareError(f"`make install` ended with code {process.returncode}: {last}", hint=hint)
         facts = facts_of(host)
         differences = other_versions(own, facts)

@@ -29,8 +29,8 @@ from sft_play.cluster.ssh import (
     trouble,
 )
 from sft_play.config.call import Call
-from sft_play.config.reader import record_of
-from sft_play.errors import HardwareError, UserError, printable
+from sft_play.config.reader import Count, record_of
+from sft_play.errors import HardwareError, UserError, printable, raise_all
 from sft_play.launch.environment import holder_of
 from sft_play.plan.hardware import GIB, network_speed
 from sft_play.runs.folder import cache_folder, runs_folder
@@ -59,8 +59,8 @@ class Card:
     """A GPU."""
 
     name: str
-    memory_bytes: int
-    free_bytes: int
+    memory_bytes: Count
+    free_bytes: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,8 @@ def compare(inventory: Inventory, *, shared: Mapping[str, str], backend: str) ->
     """
     with mark_in(*shared.values()) as marks:
         asked = on_all(inventory.hosts, lambda host: ask_doctor(host, shared))
-        answers = [_answer_of(host, asked[host.name]) for host in inventory.hosts]
+        raise_all([one for one in asked.values() if isinstance(one, UserError)])
+        answers = [one for one in asked.values() if isinstance(one, Answer)]
         unseen = on_all([one.host for one in answers if one.facts and marks], lambda host: _unseen(host, marks))
     first = next((one for one in answers if one.facts), None)
     for answer in answers:
@@ -151,12 +152,6 @@ def compare(inventory: Inventory, *, shared: Mapping[str, str], backend: str) ->
             remedy = "mount them there at the same place (RUNS_DIR, SFT_PLAY_CACHE), or take `data.sync: rsync`"
             answer.add("not-shared", text, remedy)
     return answers
-
-
-def _answer_of(host: Host, asked: Answer | UserError) -> Answer:
-    if isinstance(asked, UserError):
-        return Answer(host, findings=[Finding("ssh", "fail", asked.message, asked.hint or "see `make doctor`")])
-    return asked
 
 
 def _compare(answer: Answer, facts: Facts, first: Host, ours: Facts) -> None:

@@ -80,6 +80,7 @@ GRACE_SECONDS = 10.0
 LEAVE_SECONDS, LOGS_SECONDS = 3.0, 8.0
 """How long the others may take to end after node 0, which waits for all that answer; and to hand over their logs."""
 CANNOT_START = (SSH_FAILED, NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM)
+CTRL_C = b"\x03"
 LAUNCH = 'set -a; . "$1" && rm -f "$1"; set +a; shift; exec "$@"'
 """Takes a file with the launcher's variables, which hold the run's key, and what to run with them."""
 RELEASE = 'i=0; until rm "$1" 2>/dev/null; do i=$((i+1)); [ $i -lt 60 ] || exit 1; sleep 0.2; done'
@@ -244,14 +245,12 @@ def files_folder(facts: Facts, folder: RunFolder, host: Host) -> str:
 # ---- What is typed there
 
 
-def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int, *, resume: bool) -> list[str]:
+def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> list[str]:
     """Return the command of one machine, `NODE_RANK` `rank`: what a person would type there."""
     folder, count = files_folder(facts, task.run, host), len(task.inventory.hosts)
-    if resume and task.call.options.get("RUN"):
-        typed = [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides]
-        words = ["resume", f"RUN={task.run.name}", *typed]
-    elif resume:
-        words = ["resume", f"RUN={task.run.name}", *own_words(task.loaded)]
+    if task.begun and task.call.options.get("RUN"):
+        words = ["resume", f"RUN={task.run.name}"]
+        words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides]
     else:
         words = ["train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
         words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE, *own_words(task.loaded)]
@@ -278,36 +277,22 @@ def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Launcher:
-    """The command on one machine, and what it prints."""
+    """The command on one machine."""
 
     host: Host
     facts: Facts
     process: subprocess.Popen[bytes]
     error: str = ""
     """Its first line that is an error, else its last."""
-    ended_at: float = 0.0
-    seeker: threading.Thread | None = None
-    """Waits for its machine to answer again."""
-    is_ready: bool = False
-    """Whether it does, and has what a new start needs."""
+    ended_at: float | None = None
+    reader: threading.Thread | None = None
+    """Shows what it prints."""
 
     def code(self) -> int | None:
         """Return its exit code; `None` while it runs."""
-        code = self.process.poll()
-        if code is not None and not self.ended_at:
+        if self.process.poll() is not None and self.ended_at is None:
             self.ended_at = time.monotonic()
-        return code
-
-    def why(self) -> str:
-        """Return why it ended."""
-        code = self.process.returncode
-        return trouble(self.host, code, self.error).text if code in CANNOT_START else self.error or f"code {code}"
-
-    def press_ctrl_c(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            assert self.process.stdin is not None
-            self.process.stdin.write(b"\x03")
-            self.process.stdin.flush()
+        return self.process.returncode
 
 
 @dataclass(slots=True)
@@ -321,11 +306,10 @@ class Control:
     stop: Stop = field(default_factory=Stop)
     passed: int = 0
     """Requests to stop that the launchers have heard of."""
-    key: str = field(default_factory=lambda: os.environ.get(VARIABLE) or secrets.token_hex(32))
     before: int = 0
     """Events that the run had before this command."""
     restarts: int = 0
-    """Those of them for which checkpoints were brought."""
+    """Restarts of node 0 for which checkpoints were brought."""
     panel: bool = False
     """Whether the run's panel is shown: what node 0 prints comes above it."""
     output: list[str] = field(default_factory=list)
@@ -333,171 +317,136 @@ class Control:
 
     def train(self) -> int:
         """Start the launchers, wait until node 0's has ended, and return its exit code."""
-        task, ranks = self.task, range(len(self.task.inventory.hosts))
+        task, problem = self.task, ""
+        hosts = task.inventory.hosts
         self.before, self.panel = len(self.events()), is_terminal(sys.stdout) and not task.call.json
-        problem: tuple[int, str] | None = None
-        require_all(
-            on_all(task.inventory.hosts[1:], lambda host: self.send_variables(task.inventory.hosts.index(host)))
-        )
-        with (
-            live_panel(sys.stdout, task.run, lambda: "running") if self.panel else contextlib.nullcontext(),
-            hear_signals(self.stop.note),
-        ):
-            self.launchers = [self.start(rank, resume=task.begun) for rank in ranks]
+        key = {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex(32)} if len(hosts) > 1 else {}
+        variables = {host: node_variables(task, host, self.facts[host.name]) | key for host in hosts}
+        require_all(on_all(hosts[1:], lambda host: self.send_variables(host, variables[host])))
+        panel = live_panel(sys.stdout, task.run, lambda: "running") if self.panel else contextlib.nullcontext()
+        with panel, hear_signals(self.stop.note):
+            self.launchers = [self.start(rank, host, variables[host]) for rank, host in enumerate(hosts)]
             while self.launchers[0].code() is None:
                 time.sleep(TICK_SECONDS)
                 self.pass_signals()
-                problem = problem or self.end_where_one_cannot_begin()
                 self.bring_checkpoints()
-                self.start_again()
+                problem = problem or self.end_where_one_cannot_begin()
             until = time.monotonic() + LEAVE_SECONDS
             while any(one.code() is None for one in self.launchers) and time.monotonic() < until:
                 time.sleep(TICK_SECONDS)
         for one in self.launchers:
             one.process.terminate()  # the connection's end is the end of what is left there
-        away = [one for one in self.launchers if not is_here(one.host) and not task.shared and task.run.path.is_dir()]
-        logs = {one.host.name: f"{one.facts.runs}/{task.run.name}/logs/" for one in away}
-        on_all([one.host for one in away], lambda host: bring.fetch(host, logs[host.name], task.run.logs, LOGS_SECONDS))
+            if one.reader:
+                one.reader.join(LEAVE_SECONDS)
+        if not task.shared and task.run.path.is_dir():
+            logs = {one.host: f"{one.facts.runs}/{task.run.name}/logs/" for one in self.launchers[1:]}
+            on_all(hosts[1:], lambda host: bring.fetch(host, logs[host], task.run.logs, LOGS_SECONDS))
         return self.say_how_it_ended(problem)
 
-    def variables(self, rank: int) -> dict[str, str]:
-        host = self.task.inventory.hosts[rank]
-        key = {VARIABLE: self.key} if len(self.task.inventory.hosts) > 1 else {}
-        return node_variables(self.task, host, self.facts[host.name]) | key
-
-    def send_variables(self, rank: int) -> None:
+    def send_variables(self, host: Host, variables: Mapping[str, str]) -> None:
         """Bring a launcher its variables: every user of a machine sees its command lines, and one is the run's key."""
-        host, lines = self.task.inventory.hosts[rank], self.variables(rank).items()
-        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in lines)
+        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
         bring.send_texts(host, files_folder(self.facts[host.name], self.task.run, host), {"environment": text})
 
-    def start(self, rank: int, *, resume: bool) -> Launcher:
+    def start(self, rank: int, host: Host, variables: Mapping[str, str]) -> Launcher:
         """Start the command on one machine; it ends with this process."""
-        task, host, pipe = self.task, self.task.inventory.hosts[rank], subprocess.PIPE
-        facts, as_json, panel = self.facts[host.name], self.task.call.json, self.panel
-        words = node_words(task, host, facts, rank, self.port, resume=resume)
-        options = {"start_new_session": True, "preexec_fn": bind_to_parent(signal.SIGTERM)}
-        if is_here(host):
-            argv = [sys.executable, "-m", "sft_play", *words, *(["JSON=1"] if as_json else [])]
-            environ = {**os.environ, **self.variables(rank), **({PANEL: "1"} if panel else {})}
-            streams = {"stdin": subprocess.DEVNULL, "stdout": pipe if panel or as_json else None}
-            streams |= {"stderr": subprocess.STDOUT} if panel else {}
-            process = start(argv, env=environ, **streams, **options)
-        else:
-            file = f"{files_folder(facts, task.run, host)}/environment"
+        facts, as_json = self.facts[host.name], self.task.call.json
+        words, environ = node_words(self.task, host, facts, rank, self.port), dict(os.environ)
+        if rank:
+            file = f"{files_folder(facts, self.task.run, host)}/environment"
             argv = arguments(host, ["sh", "-c", LAUNCH, "sh", file, *program(host, words)], tty=True)
-            process = start(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, **options)
+        else:
+            argv = program(host, [*words, *(["JSON=1"] if as_json else [])])
+            environ |= {**variables, **({PANEL: "1"} if self.panel else {})}
+        process = start(
+            argv,
+            env=environ,
+            stdin=subprocess.PIPE if rank else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if rank or self.panel else None,
+            start_new_session=True,
+            preexec_fn=bind_to_parent(signal.SIGTERM),
+        )
         launcher = Launcher(host, facts, process)
-        if process.stdout:
-            threading.Thread(target=self.read, args=(launcher,), name=f"read-{host.name}", daemon=True).start()
+        launcher.reader = threading.Thread(target=self.read, args=(rank, launcher), daemon=True)
+        launcher.reader.start()
         return launcher
 
-    def read(self, launcher: Launcher) -> None:
+    def read(self, rank: int, launcher: Launcher) -> None:
         """Take what a launcher prints until it ends: node 0's as it is, another's with its host's name."""
-        if not is_here(launcher.host):
+        if rank:
             launcher.error = relay(launcher.host, launcher.process)
             return
         assert launcher.process.stdout is not None
         for raw in iter(launcher.process.stdout.readline, b""):
-            line = raw.decode("utf-8", "replace").rstrip("\n")
-            if self.panel:
-                print(line, flush=True)
-            else:
+            line = raw.decode("utf-8", "replace")
+            if self.task.call.json:
                 self.output.append(line)
+            else:
+                print(line, end="", flush=True)
 
     def events(self) -> list[str]:
         """Return what node 0 has recorded."""
         return [event["event"] for event in read_events(self.task.run) if event.get("node", 0) == 0]
 
-    def has_begun(self) -> bool:
-        """Whether workers were started since this command began."""
-        return bool({"started", "resumed"} & set(self.events()[self.before :]))
-
     def pass_signals(self) -> None:
         """Tell the launchers of a request to stop; a second Ctrl-C kills them."""
         if self.passed == len(self.stop.signals):
             return
-        if not self.passed:
-            text = "the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
-            print_line(f"\nstopping all hosts: {text}")
-        elif self.stop.at_once:
-            print_line("\nkilling the workers on all hosts")
+        text = "stopping all hosts: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
+        print_line(f"\n{'killing the workers on all hosts' if self.passed else text}")
         self.passed = len(self.stop.signals)
         self.launchers[0].process.send_signal(self.stop.signals[-1])
         for one in self.launchers[1:]:
-            one.press_ctrl_c()
+            with contextlib.suppress(OSError):
+                assert one.process.stdin is not None
+                one.process.stdin.write(CTRL_C)
+                one.process.stdin.flush()
 
-    def end_where_one_cannot_begin(self) -> tuple[int, str] | None:
-        """End all where a machine could not begin, and node 0, which waits for it, has not said so; return exit code
-        and error.
-        """
+    def end_where_one_cannot_begin(self) -> str:
+        """End all where a machine could not begin, and node 0, which waits for it, has not said so; return why."""
         due = time.monotonic() - GRACE_SECONDS
-        dead = [one for one in self.launchers[1:] if one.code() and one.ended_at < due]
-        if not dead or self.stop.wanted or self.has_begun():
-            return None
+        dead = next((one for one in self.launchers[1:] if one.code() and (one.ended_at or due) < due), None)
+        if dead is None or self.stop.wanted or {"started", "resumed"} & set(self.events()[self.before :]):
+            return ""
         self.launchers[0].process.terminate()
-        code = dead[0].process.returncode
-        return (
-            code if code in range(1, 6) else HardwareError.exit_code
-        ), f"host `{dead[0].host.name}`: {dead[0].why()}"
+        code = dead.process.returncode
+        why = trouble(dead.host, code, dead.error).text if code in CANNOT_START else dead.error or f"code {code}"
+        return f"host `{dead.host.name}`: {why}"
 
-    def say_how_it_ended(self, problem: tuple[int, str] | None) -> int:
+    def say_how_it_ended(self, problem: str) -> int:
+        """Print what node 0 could not know, and return the exit code."""
         task, code = self.task, self.launchers[0].process.returncode
-        if code < 0 and self.stop.wanted:
-            code = stop_code(self.stop.signals[0])
-        elif code < 0:
-            problem = LOST, f"host `{self.launchers[0].host.name}`: its launcher was killed by signal {-code}"
-        if problem and not self.stop.wanted:
-            code, text = problem
-            print_line(f"\nerror: {text}")
-            self.output = [json.dumps({"run": str(task.run.path), "code": code, "error": text})]
+        if self.stop.wanted:
+            code = code if code >= 0 else stop_code(self.stop.signals[0])
+        elif problem or code < 0:
+            problem = problem or f"host `{task.inventory.master.name}`: its launcher was killed by signal {-code}"
+            code = LOST if code < 0 else HardwareError.exit_code
+            print_line(f"\nerror: {problem}")
+            self.output = [json.dumps({"run": str(task.run.path), "code": code, "error": problem}) + "\n"]
         if code in (LOST, 130, 143) and task.run.plan.is_file():
             print_line(f"hint: resume it with: {command(task.inventory, task.run)}")
-        if task.call.json and self.output:
-            print(*self.output, sep="\n")
+        print(*self.output if task.call.json else (), sep="", end="")
         return code
-
-    # ---- Another attempt of the launchers
 
     def bring_checkpoints(self) -> None:
         """Bring the others the checkpoint from which node 0 starts again, whenever it does."""
         restarts = sum(event in (RECOVERED, RESTARTED) for event in self.events()[self.before :])
         if restarts > self.restarts and not self.task.shared:
-            for one in self.launchers[1:]:
-                threading.Thread(target=self.bring_checkpoint, args=(one,), daemon=True).start()
+            for rank, one in enumerate(self.launchers[1:], start=1):
+                threading.Thread(target=self.bring_checkpoint, args=(rank, one), daemon=True).start()
         self.restarts = restarts
 
-    def bring_checkpoint(self, launcher: Launcher) -> None:
+    def bring_checkpoint(self, rank: int, launcher: Launcher) -> None:
+        """Bring one machine the newest checkpoint, as soon as it can be reached."""
         host, facts, folder = launcher.host, launcher.facts, self.task.run
-        wish = f"{facts.runs}/{folder.name}/.fetch-node{self.launchers.index(launcher)}"
+        wish = f"{facts.runs}/{folder.name}/.fetch-node{rank}"
         while launcher.code() is None and self.launchers[0].code() is None:
             with contextlib.suppress(UserError):
                 bring.send_run(host, facts, folder, newest_valid(folder)[0])
                 ask(host, ["sh", "-c", RELEASE, "sh", wish], "its launcher asks for no checkpoint")
                 return
             time.sleep(POLL_SECONDS)
-
-    def start_again(self) -> None:
-        """With `launch.max_restarts` start the launcher of a machine again that was lost and answers now."""
-        if not self.task.loaded.config.launch.max_restarts or self.stop.wanted:
-            return
-        for rank, one in enumerate(self.launchers):
-            if one.is_ready:
-                print_line(f"\n`{one.host.name}` answers again")
-                self.launchers[rank] = self.start(rank, resume=True)
-            elif rank and one.seeker is None and one.code() not in (None, *range(6)) and self.has_begun():
-                one.seeker = threading.Thread(target=self.seek, args=(rank, one), name="seeker", daemon=True)
-                one.seeker.start()
-
-    def seek(self, rank: int, launcher: Launcher) -> None:
-        """Wait until a machine answers, and bring it what a new start needs."""
-        while not launcher.is_ready:
-            time.sleep(POLL_SECONDS)
-            with contextlib.suppress(UserError):
-                if not self.task.shared:
-                    bring.send_run(launcher.host, launcher.facts, self.task.run, newest_valid(self.task.run)[0])
-                self.send_variables(rank)
-                launcher.is_ready = True
 
 
 # ---- The ordinary commands, on each machine

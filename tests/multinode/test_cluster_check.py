@@ -19,7 +19,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.lan import Lan, Typed, lan
-from tests.places import question_rows
 from tests.programs import need
 from tests.waiting import until
 
@@ -32,9 +31,7 @@ QUIET = 3
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
     folder = tmp_path_factory.mktemp("check")
-    with lan(folder, nodes=3, private=[folder / "data"]) as made:
-        for host in made.hosts:
-            (host.private[folder / "data"] / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 20)
+    with lan(folder, nodes=3) as made:
         copy_project(folder / "project")
         yield made
 
@@ -68,9 +65,9 @@ class Checked:
         text = self.found(host)[name]
         assert all(part in text for part in parts), text
 
-    def ways(self) -> dict[tuple[str, str], float]:
-        """Returns the speeds between two hosts, Mbit/s."""
-        return {(pair["source"], pair["target"]): pair["mbit"] or 0.0 for pair in self.json["pairs"]}
+    def speeds(self) -> list[float]:
+        """Returns the speeds from the first host to the others, Mbit/s."""
+        return [host["mbit"] for host in self.json["hosts"].values() if host["mbit"] is not None]
 
 
 def check(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, *words: str, **top: Any) -> Checked:
@@ -103,64 +100,42 @@ def assert_nothing_runs(net: Lan) -> None:
 def python_with(net: Lan, name: str, **variables: str) -> str:
     """Returns an interpreter that starts with variables of its own."""
     path = net.folder / name
-    path.write_text(
-        "#!/bin/sh\nexport " + " ".join(f"{k}={v!r}" for k, v in variables.items()) + f'\nexec {net.python} "$@"\n'
-    )
+    settings = " ".join(f"{name}={value!r}" for name, value in variables.items())
+    path.write_text(f'#!/bin/sh\nexport {settings}\nexec {net.python} "$@"\n')
     path.chmod(0o755)
     return str(path)
 
 
-def configuration(net: Lan) -> Path:
-    path = net.folder / "demo.yaml"
-    train = net.folder / "data" / "train.jsonl"
-    path.write_text(f"model: {{name: builtin}}\ndata: {{train_path: {train}}}\nlaunch: {{backend: gloo}}\n")
-    return path
-
-
 @pytest.mark.slow
 def test_good_machines(net: Lan) -> None:
-    """Nothing is wrong, speeds and clocks are those of the links; no process of it is left on any machine."""
-    checked = check(net, None, f"CONFIG={configuration(net)}")
+    """Nothing is wrong, speeds are those of the links; no process of it is left on any machine."""
+    checked = check(net)
     assert checked.fails() == {} and checked.code == 0
     for name in ("node1", "node2", "node3"):
         assert set(checked.found(name)) <= BESIDE_THE_POINT
-        assert abs(checked.json["hosts"][name]["skew_seconds"]) < 5
-    ways = checked.ways()
-    assert len(ways) == 6 and all(0 < mbit < 1000 for mbit in ways.values()), ways
-    assert checked.json["all_reduce"]["backend"] == "gloo"
-    assert checked.json["all_reduce"]["seconds"] > 2 * 2 / 3 * 8 * 2**20 / 125e6  # of 8 MiB over 1 Gb/s
+    assert len(checked.speeds()) == 2 and all(0 < mbit < 1000 for mbit in checked.speeds()), checked.speeds()
     assert_nothing_runs(net)
 
 
 @pytest.mark.slow
 def test_several_faults_at_once(net: Lan) -> None:
-    """Another version, a clock that is 10 s ahead, a GPU that is not there, and a port that somebody holds: all named,
-    with remedies.
-    """
-    need("faketime")
-    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    holder = net.popen(
-        0, [net.python, "-c", "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(100)"]
-    )
+    """Another version, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
+    listen = "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(500)"
+    holder = net.popen(0, [net.python, "-c", listen])
     try:
-        skewed = python_with(net, "skewed", LD_PRELOAD=str(library), FAKETIME="+10s", DONT_FAKE_MONOTONIC="1")
         folder = net.folder / "other" / "accelerate-0.0.1.dist-info"
         folder.mkdir(parents=True)
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 0.0.1\n")
         another = python_with(net, "other-version", PYTHONPATH=str(folder.parent))
-        hosts: dict[str, dict[str, Any]] = {"node2": {"python": another, "gpus": 2}, "node3": {"python": skewed}}
-        checked = check(net, hosts, f"CONFIG={configuration(net)}")
+        checked = check(net, {"node2": {"python": another}, "node3": {"gpus": 2}})
     finally:
         holder.kill()
         holder.wait()
     assert checked.code == 3
-    assert checked.fails() == {"node1": {"port-taken"}, "node2": {"versions", "gpus"}, "node3": {"clock"}}
+    assert checked.fails() == {"node1": {"port-taken"}, "node2": {"versions"}, "node3": {"gpus"}}
     checked.says("node1", "port-taken", f"process {holder.pid}", "MASTER_PORT=")
     checked.says("node2", "versions", "accelerate 0.0.1", "cluster-install CLUSTER=")
-    checked.says("node2", "gpus", "`gpus: 2`", "cluster.yaml:")
-    checked.says("node3", "clock", "10.0 s ahead")
-    assert abs(checked.json["hosts"]["node3"]["skew_seconds"] - 10) < 5
-    assert checked.json["all_reduce"]["skipped"]
+    checked.says("node3", "gpus", "`gpus: 2`", "cluster.yaml:")
 
 
 @contextlib.contextmanager
@@ -186,77 +161,26 @@ def firewall(net: Lan, k: int, rules: str) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_closed_ports(net: Lan) -> None:
-    """The master's port, which another one gets round; a firewall that lets in SSH only, by which gloo would hang
-    without a word.
-    """
+def test_a_closed_port(net: Lan) -> None:
+    """The master's, which another one gets round."""
     with firewall(net, 0, "tcp dport 29500 drop"):
         checked, other = check(net), check(net, None, "MASTER_PORT=29507")
-    assert checked.fails() == {"node1": {"port-closed"}}
+    assert checked.fails() == {"node1": {"port-closed"}} and checked.speeds() == []
     checked.says("node1", "port-closed", "`node2`, `node3`", "ufw allow from 192.168.77.12 to any port 29500")
-    assert other.code == 0 and other.json["all_reduce"]["seconds"]
-    with firewall(net, 2, 'policy drop; iif "lo" accept; ct state established,related accept; tcp dport 22 accept'):
-        checked = check(net)
-    assert checked.fails() == {"node3": {"ports-closed"}}
-    checked.says("node3", "ports-closed", "`node1`, `node2`")
-    assert checked.json["seconds"] < 35
+    assert other.code == 0 and len(other.speeds()) == 2
 
 
 @pytest.mark.long
-def test_other_files_and_disks(net: Lan) -> None:
-    """Other code and a full disk on one; other data, and nothing that can be written, on another: no file is left
-    there.
-    """
-    changed, runs = net.folder / "errors.py", Path(net.variables["RUNS_DIR"])
-    target, data = (
-        net.folder / "project" / "sft_play" / "errors.py",
-        net.hosts[2].private[net.folder / "data"] / "train.jsonl",
-    )
-    kept = data.read_text()
-    changed.write_text(target.read_text() + "\n# changed\n")
-    folders = [net.folder / "project", net.folder / "cache", runs, Path.home()]
+def test_full_disks_and_folders_that_nobody_may_write(net: Lan) -> None:
+    runs = Path(net.variables["RUNS_DIR"])
+    folders = [net.folder / "cache", runs]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    own = [("--bind", changed, target), ("-t", "tmpfs", "-o", "size=1m", "none", runs)]
     read_only = [words for one in folders for words in (("--bind", one, one), ("-o", "remount,ro,bind", one))]
-    data.write_text(kept + "{}\n")
-    try:
-        with mounted(net, 1, *own), mounted(net, 2, *read_only):
-            assert net.run(2, ["touch", net.folder / "project" / "x"]).returncode != 0
-            checked = check(net, None, f"CONFIG={configuration(net)}", defaults={"interface": None})
-    finally:
-        data.write_text(kept)
-    assert checked.fails() == {"node2": {"code", "disk-low"}, "node3": {"data", "runs-folder", "cache-folder"}}
-    checked.says("node2", "code", "`sft_play/errors.py`")
+    with mounted(net, 1, ("-t", "tmpfs", "-o", "size=1m", "none", runs)), mounted(net, 2, *read_only):
+        checked = check(net)
+    assert checked.fails() == {"node2": {"disk-low"}, "node3": {"runs-folder", "cache-folder"}}
     checked.says("node2", "disk-low", str(runs))
-    checked.says("node3", "data", "train.jsonl")
-    assert checked.json["all_reduce"]["seconds"]
-
-
-@pytest.mark.long
-def test_other_prepared_rows(tmp_path: Path, tiny: Path) -> None:
-    """The caches are compared by the fingerprints of their rows: one with others, and one that should be shared and is
-    not.
-    """
-    for name, start in (("train", 0), ("val", 30)):
-        (tmp_path / f"{name}.jsonl").write_text(question_rows(start, 20, longest=5))
-    config = tmp_path / "demo.yaml"
-    data = f"train_path: {tmp_path}/train.jsonl, val_path: {tmp_path}/val.jsonl, sync: shared"
-    config.write_text(f"model: {{name: {tiny}, max_seq_len: 64}}\ntuning: {{mode: full}}\ndata: {{{data}}}\n")
-    cache = tmp_path / "lan" / "cache"
-    with lan(tmp_path / "lan", private=[cache]) as net:
-        copy_project(net.folder / "project")
-        for k in (0, 1):
-            made = typed(net, "data", f"CONFIG={config}", k=k, timeout=250)
-            assert made.returncode == 0, made.stderr
-        manifest = next((net.hosts[1].private[cache] / "data").glob("train-*")) / "manifest.json"
-        value = json.loads(manifest.read_text())
-        value["split"]["fingerprint"] = "0" * 64
-        manifest.write_text(json.dumps(value))
-        checked = check(net, None, f"CONFIG={config}")
-    assert checked.fails() == {"node2": {"data"}, "node3": {"data"}}
-    checked.says("node2", "data", f"other data than here: `{manifest.parent.name}`")
-    checked.says("node3", "data", f"`{cache}` has no `train-")
 
 
 @pytest.mark.long
@@ -276,7 +200,7 @@ def test_machines_that_do_not_let_us_in(net: Lan) -> None:
         "node5": {"address": "no.such.host.invalid"},
     }
     checked = check(net, hosts, ssh_config=str(config))
-    assert checked.code == 3 and checked.json["seconds"] < 30
+    assert checked.code == 3
     assert checked.fails() == {
         "node2": {"refused-key"},
         "node3": {"unknown-host-key"},
@@ -291,41 +215,28 @@ def test_machines_that_do_not_let_us_in(net: Lan) -> None:
 
 @pytest.mark.long
 def test_a_machine_that_stops_answering(net: Lan) -> None:
-    """It was met, and then reads from a disk that is gone: it is named, the others are compared all the same."""
-    dead, target = net.folder / "dead", net.folder / "project" / "sft_play" / "report" / "card.py"
+    """It reads from a disk that is gone: it is named, the others are compared all the same."""
+    dead, target = net.folder / "dead", net.folder / "project" / "sft_play" / "doctor.py"
     os.mkfifo(dead)
     with mounted(net, 1, ("--bind", dead, target)):
         checked = check(net)
         os.close(os.open(dead, os.O_RDWR | os.O_NONBLOCK))  # its reader may end
-    assert checked.code == 3 and checked.json["seconds"] < 35
-    assert checked.fails() == {"node2": {"lost"}}
-    checked.says("node2", "lost", "it stopped answering (facts: no answer within 10 s)")
-    assert checked.ways().keys() == {("node1", "node3"), ("node3", "node1")}
+    assert checked.code == 3 and checked.fails() == {"node2": {"unreachable"}}
+    checked.says("node2", "unreachable", "no answer within 30 s")
+    assert len(checked.speeds()) == 1
 
 
 @pytest.mark.long
-def test_a_slow_network_and_a_faster_one_next_to_it(net: Lan) -> None:
-    """50 Mbit/s, as over WireGuard: 16 MiB between two machines would take 2.7 s a way, and three sums of 8 MiB 5.4 s.
-    The faster one is named; with it in the inventory the ways are measured over it, and the sum goes over it.
-    """
+def test_a_slow_network(net: Lan) -> None:
+    """50 Mbit/s, as over WireGuard: nothing is wrong where the inventory says so."""
     for k in range(3):
         net.rate(k, 50)
-    with net.second_network():
-        slow, fast = (
-            check(net, None, f"CONFIG={configuration(net)}", network="50Mbit"),
-            check(net, defaults={"interface": "eth1"}),
-        )
+    stated, unstated = check(net, network="50Mbit"), check(net)
     for k in range(3):
         net.rate(k, 1000)
-    ways = slow.ways()
-    assert slow.fails() == fast.fails() == {} and len(ways) == 6 and all(30 < mbit < 60 for mbit in ways.values()), ways
-    assert 0.5 <= slow.json["all_reduce"]["megabytes"] <= 4 and slow.json["all_reduce"]["seconds"] > 0.2
-    assert slow.json["seconds"] < 30
-    for name in ("node1", "node2", "node3"):
-        slow.says(name, "faster-interface", "`eth1` carries ")
-        assert not {"interface", "faster-interface", "slow-network"} & set(fast.found(name))
-    assert min(fast.ways().values()) > 1000, fast.ways()
-    assert fast.json["all_reduce"]["megabytes"] == 8, "one second at most, as for 1 Gb/s"
+    assert stated.fails() == unstated.fails() == {} and "slow-network" not in stated.found("node2")
+    assert all(30 < mbit < 60 for mbit in stated.speeds()), stated.speeds()
+    unstated.says("node3", "slow-network", "`node1` -> `node3`:", "less than gigabit Ethernet", "docs/slow-networks.md")
 
 
 @pytest.mark.long
@@ -341,13 +252,8 @@ def test_ctrl_c(net: Lan) -> None:
 
 @pytest.mark.long
 def test_text(net: Lan) -> None:
-    """For people: a table, each fault with its remedy, the sum; the exit code says it too."""
+    """For people: a table, each fault with its remedy; the exit code says it too."""
     done = typed(net, *command(net, {"node3": {"gpus": 4}}, network="1Gbit"))
     assert done.returncode == 3
-    for part in (
-        "node3: fail: `gpus: 4` in the inventory",
-        "remedy: correct `gpus`",
-        "a sum of 8 MiB over all machines (gloo):",
-        "1 cannot take part",
-    ):
+    for part in (" Mbit/s", "node3: fail: `gpus: 4` in the inventory", "remedy: correct `gpus`", "1 cannot take part"):
         assert part in done.stdout

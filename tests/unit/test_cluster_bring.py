@@ -14,8 +14,8 @@ import pytest
 
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, install, send_code, send_model
-from sft_play.cluster.hosts import last_word, settings_to_forward
 from sft_play.cluster.inventory import Host
+from sft_play.cluster.ssh import last_word, settings_to_forward
 from sft_play.errors import DataError, HardwareError, UserError
 from tests.cluster_facts import OWN
 from tests.programs import need
@@ -211,7 +211,7 @@ def test_code_is_what_git_tracks(
     (tmp_path / "kept.py").write_text("modified")
     monkeypatch.setattr(bring, "project", lambda: tmp_path)
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
-    assert bring.code_files(report=True) == sorted([".env.example", "kept.py", odd])
+    assert bring.code_files() == sorted([".env.example", "kept.py", odd])
     said = capsys.readouterr().err
     assert (
         said
@@ -266,11 +266,11 @@ def test_a_machine_without_this_ones_python(there: Path) -> None:
     Python.
     """
     host = replace(HOST, user="anna", port=2222)
-    own = replace(OWN, python="3.99.1")
+    own = replace(OWN, versions={"python": "3.99.1"})
     with pytest.raises(HardwareError) as error:
         install(host, ["scripts/install.sh"], own)
     assert error.value.message.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
-    assert "ssh -p 2222 anna@192.0.2.1, sudo apt install python3.99 python3.99-venv" in (error.value.hint or "")
+    assert "ssh -p 2222 anna@192.0.2.1, sudo apt install make python3.99 python3.99-venv" in (error.value.hint or "")
     assert not (there / ".venv").exists()
 
 

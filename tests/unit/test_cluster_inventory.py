@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.cluster.hosts import SSH_FAILED, arguments, is_here, trouble
 from sft_play.cluster.inventory import read_inventory
+from sft_play.cluster.ssh import SSH_FAILED, arguments, is_here, trouble
 from sft_play.errors import UserError
 from tests.conftest import Program
 
