@@ -121,13 +121,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "cluster-status": Command(
         "sft_play.cluster.train:status",
-        "what runs on each machine of CLUSTER, and how far it is",
+        "the runs of each machine of CLUSTER",
         "RUN JSON CLUSTER",
         overrides=False,
     ),
     "cluster-logs": Command(
         "sft_play.cluster.train:logs",
-        "a rank's log, gathered on the first machine; FOLLOW=1 follows it",
+        "the log of a rank, from its machine; FOLLOW=1 follows it",
         "RUN JSON CLUSTER FOLLOW RANK",
         overrides=False,
     ),
