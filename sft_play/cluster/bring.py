@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import sft_play
 from sft_play.cluster.check import Facts, ask_doctor, mark_in, other_versions, versions_remedy
@@ -43,7 +44,6 @@ from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.runs.folder import RunFolder, cache_folder, require_plain, runs_folder
-from sft_play.runs.origin import OPTIONAL
 from sft_play.runs.prepared import Prepared
 from sft_play.text import bar, plural
 
@@ -252,19 +252,18 @@ def send_code(host: Host, files: Sequence[str]) -> None:
 
 MAKE = (
     HOME
-    + """v=$(h "$1"); [ "$2" = keep ] || rm -f -- "$v/.runtime"
-for p in "python$3" "$v/bin/python" python3; do
-  if [ "$("$p" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$3" ]; then
+    + """v=$(h "$1")
+for p in "python$2" "$v/bin/python" python3; do
+  if [ "$("$p" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$2" ]; then
     exec make install VENV="$v" PYTHON="$p"
   fi
 done
-echo "error: there is no Python $3, which the first host has; python3 is $(python3 --version 2>&1)"
+echo "error: there is no Python $2, which the first host has; python3 is $(python3 --version 2>&1)"
 exit 97
 """
 )
+"""Takes the environment's folder and this machine's Python version."""
 NO_PYTHON = 97
-"""Takes the environment's folder, `keep` where one that is newer than the pins stays, and this machine's Python."""
-AGAIN = "then type the same command again"
 
 
 def install_all(call: Call) -> int:
@@ -281,21 +280,18 @@ def install_all(call: Call) -> int:
         venv_of(host)  # what cannot be installed into is reported before anything is sent
     own = facts_of(inventory.master)
     done = on_all(inventory.hosts, lambda host: install(host, files, own))
-    errors = {name: result for name, result in done.items() if isinstance(result, UserError)}
-    if call.json:
-        texts = {name: (error.message, error.hint) for name, error in errors.items()}
-        rows = [(name, name not in errors, *texts.get(name, (result, None))) for name, result in done.items()]
-        print(json.dumps([dict(zip(("host", "ok", "detail", "hint"), row, strict=True)) for row in rows]))
-        return HardwareError.exit_code if errors else 0
+    rows: list[dict[str, Any]] = []
     for name, result in done.items():
-        if isinstance(result, UserError):
-            print_line(f"failed  {name}: {result.message}" + (f"\n        hint: {result.hint}" if result.hint else ""))
-        else:
-            print(f"ready  {name}: {result}")
-    if errors:
+        error = result if isinstance(result, UserError) else None
+        detail, hint = (error.message, error.hint) if error else (result, None)
+        rows.append({"host": name, "ok": error is None, "detail": detail, "hint": hint})
+        print_line(f"{'failed' if error else 'ready'}  {name}: {detail}" + (f"\n        hint: {hint}" if hint else ""))
+    if call.json:
+        print(json.dumps(rows))
+    if names := ", ".join(f"`{row['host']}`" for row in rows if not row["ok"]):
         hint = "fix the error above and repeat the command: finished work is kept"
-        print_line(f"\nerror: {', '.join(f'`{name}`' for name in errors)} cannot be used yet\n\nhint: {hint}")
-    return HardwareError.exit_code if errors else 0
+        print_line(f"\nerror: {names} cannot be used yet\n\nhint: {hint}")
+    return HardwareError.exit_code if names else 0
 
 
 def facts_of(host: Host) -> Facts:
@@ -324,31 +320,24 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         return "this machine; `make install` keeps its environment"
     send_code(host, files)
     print_line(f"{host.name} | {len(files)} files of the project are there")
-    packages = f"sudo apt install make python{own.python} python{own.python}-venv"
-    python_hint = f"all machines need this one's Python {own.python}: {login(host)}, {packages}"
-    for mode in ("keep", "renew"):
-        words = ["sh", "-c", IN_FOLDER, "sh", host.folder, "sh", "-c", MAKE, "sh", venv_of(host), mode, own.python]
-        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with start(arguments(host, words, tty=True), **options) as process:
-            last = relay(host, process)
-        if process.returncode:
-            if process.returncode == NO_PYTHON or "-m venv` failed" in last or "make: not found" in last:
-                raise HardwareError(last, hint=f"{python_hint}; {AGAIN}")
-            hint = f"to see more: {login(host)}, cd {host.folder}, make install"
-            raise HardwareError(f"`make install` ended with code {process.returncode}: {last}", hint=hint)
-        facts = facts_of(host)
-        differences = other_versions(own, facts)
-        if not set(differences) - set(OPTIONAL) or "Python" in differences:
-            break
-        if mode == "keep":
-            others = ", ".join(differences.values())
-            print_line(f"{host.name} | its versions are others: {others}; installing the pinned ones")
-    if not differences:
-        return f"Python {facts.versions['python']}, torch {facts.versions['torch']}"
-    remedy = versions_remedy(differences, "make install on this machine, too: both get the pinned versions")
-    if "Python" in differences:
-        remedy = f"{python_hint}, and remove `{venv_of(host)}` in `{host.folder}` there"
-    raise HardwareError(f"other versions than here: {', '.join(differences.values())}", hint=f"{remedy}; {AGAIN}")
+    again = "then type the same command again"
+    words = ["sh", "-c", IN_FOLDER, "sh", host.folder, "sh", "-c", MAKE, "sh", venv_of(host), own.python]
+    argv = arguments(host, words, tty=True)
+    with start(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        last = relay(host, process)
+    if process.returncode == NO_PYTHON or "-m venv` failed" in last or "make: not found" in last:
+        packages = f"sudo apt install make python{own.python} python{own.python}-venv"
+        hint = f"all machines need this one's Python {own.python}: {login(host)}, {packages}; {again}"
+        raise HardwareError(last, hint=hint)
+    if process.returncode:
+        hint = f"to see more: {login(host)}, cd {host.folder}, make install"
+        raise HardwareError(f"`make install` ended with code {process.returncode}: {last}", hint=hint)
+    facts = facts_of(host)
+    if differences := other_versions(own, facts):
+        anew = f"make install on this machine, too; remove `{venv_of(host)}` in `{host.folder}` there; {again}"
+        text = f"other versions than here: {', '.join(differences.values())}"
+        raise HardwareError(text, hint=versions_remedy(differences, anew))
+    return f"Python {facts.versions['python']}, torch {facts.versions['torch']}"
 
 
 # ---- Model and data

@@ -136,14 +136,9 @@ def read_task(call: Call) -> Task:
     options, name = call.options, call.options.get("RUN")
     if name:
         folder = find_run(name)
-        sentence = "`RUN` resumes a run, and `{}` cannot be given with it: {}"
-        wrong = {option: why for option, why in NOT_WITH_RUN.items() if options.get(option)}
-        raise_all(
-            [
-                UserError(sentence.format(option, why), place=f"{option}={options[option]}")
-                for option, why in wrong.items()
-            ]
-        )
+        text = "`RUN` resumes a run, and `{}` cannot be given with it: {}"
+        wrong = [(option, why) for option, why in NOT_WITH_RUN.items() if option in options]
+        raise_all([UserError(text.format(*row), place=f"{row[0]}={options[row[0]]}") for row in wrong])
         if folder.path.resolve() != (runs_folder() / folder.name).resolve():
             text = f"`{folder.path}` is not in `{runs_folder()}`, where the machines look for runs"
             raise UserError(text, hint="RUNS_DIR says where")

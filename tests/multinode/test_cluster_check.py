@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,15 @@ from tests.lan import Lan, Typed, lan
 from tests.programs import need
 from tests.waiting import until
 
-BESIDE_THE_POINT = {"disk-low", "shared-memory", "memory-low", "open-files", "slow-network", "latency"}
+BESIDE_THE_POINT = {
+    "stale-build-lock",
+    "disk-low",
+    "shared-memory",
+    "memory-low",
+    "open-files",
+    "slow-network",
+    "latency",
+}
 """What a small or busy machine may be warned of in any test."""
 QUIET = 3
 """Processes of a host on which nothing happens: its keeper, what that sleeps by, and sshd."""
