@@ -126,9 +126,10 @@ def ask_doctor(host: Host, shared: Mapping[str, str]) -> Answer:
     except (LookupError, ValueError):
         text, remedy = f"the project in `{host.folder}` is another version", f"cluster-install CLUSTER={host.cluster}"
         answer.add("versions", text, f"`make {remedy}` brings this one")
-    for one in report["findings"]:
-        if one["severity"] != "note" and one["id"] not in OF_ONE_MACHINE:
-            answer.add(one["id"], one["text"], one["remedy"], fails=one["severity"] == "error")
+    for finding in report["findings"]:
+        if finding["severity"] != "note" and finding["id"] not in OF_ONE_MACHINE:
+            fails = finding["severity"] == "error"
+            answer.add(finding["id"], finding["text"], finding["remedy"], fails=fails)
     return answer
 
 
@@ -138,10 +139,12 @@ def compare(inventory: Inventory, *, shared: Mapping[str, str], backend: str) ->
     """
     with mark_in(*shared.values()) as marks:
         asked = on_all(inventory.hosts, lambda host: ask_doctor(host, shared))
-        raise_all([one for one in asked.values() if isinstance(one, UserError)])
-        answers = [one for one in asked.values() if isinstance(one, Answer)]
-        unseen = on_all([one.host for one in answers if one.facts and marks], lambda host: _unseen(host, marks))
-    first = next((one for one in answers if one.facts), None)
+        raise_all([result for result in asked.values() if isinstance(result, UserError)])
+        answers = [result for result in asked.values() if isinstance(result, Answer)]
+        unseen = on_all(
+            [answer.host for answer in answers if answer.facts and marks], lambda host: _unseen(host, marks)
+        )
+    first = next((answer for answer in answers if answer.facts), None)
     for answer in answers:
         if answer.facts and first and first.facts:
             _compare(answer, answer.facts, first.host, first.facts)
@@ -173,7 +176,7 @@ def other_versions(ours: Facts, theirs: Facts) -> dict[str, str]:
     """Return what changes how a rank computes or sends, and has other versions on two machines: its name, both in
     words.
     """
-    here, there = ({**one.versions, "Python": one.python} for one in (ours, theirs))
+    here, there = ({**facts.versions, "Python": facts.python} for facts in (ours, theirs))
     names = [name for name in ("Python", *PACKAGES) if here.get(name) != there.get(name)]
     return {name: f"{name} {there.get(name, 'missing')} (there {here.get(name, 'missing')})" for name in names}
 
@@ -192,7 +195,7 @@ def _look_at_cards(answer: Answer, facts: Facts, answers: Sequence[Answer], back
     stated, count = answer.host.gpus, len(facts.gpus)
     reasons = {
         f"`gpus: {stated}` in the inventory": stated is not None,
-        "other hosts have GPUs": any(one.facts.gpus for one in answers if one.facts),
+        "other hosts have GPUs": any(other.facts.gpus for other in answers if other.facts),
         "`launch.backend: nccl` needs GPUs": backend == "nccl",
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)
@@ -214,7 +217,7 @@ def _look_at_system(answer: Answer, facts: Facts, *, alone: bool) -> None:
         text = "there is no `rsync`, by which code and data come from the first host to the others"
         answer.add("rsync", text, "on it: `sudo apt install rsync`")
     if host.interface and host.interface not in facts.interfaces:
-        text = f"there is no interface `{host.interface}`; it has {', '.join(f'`{one}`' for one in facts.interfaces)}"
+        text = f"there is no interface `{host.interface}`; it has {', '.join(f'`{name}`' for name in facts.interfaces)}"
         answer.add("interface", text, f"correct `interface` ({host.place}), or omit it")
 
 
@@ -258,7 +261,7 @@ def _unseen(host: Host, marks: Sequence[Path]) -> str:
 
 def measure(answers: Sequence[Answer], inventory: Inventory, port: int) -> None:
     """Let each host connect to the master's port, one after the other, and see how fast what is sent arrives."""
-    master, others = answers[0], [one for one in answers[1:] if one.facts]
+    master, others = answers[0], [answer for answer in answers[1:] if answer.facts]
     try:
         server = socket.create_server(("", port))
     except OSError as error:
@@ -305,8 +308,8 @@ def _send_to(host: Host, server: socket.socket, address: str, port: int) -> tupl
                 return size * 8 / 1e6 / (time.perf_counter() - began), ""
         except OSError:
             process.kill()
-            said = last_word(process.stderr.read().decode(errors="replace"))
-            return None, said.rpartition(": ")[2] or "no answer"
+            message = last_word(process.stderr.read().decode(errors="replace"))
+            return None, message.rpartition(": ")[2] or "no answer"
         finally:
             process.kill()
 
@@ -333,7 +336,7 @@ def main(call: Call) -> int:
         answer.findings.sort(key=lambda finding: finding.severity != "fail")
     verdicts = [answer.verdict for answer in answers]
     if call.json:
-        hosts = {one.host.name: {"verdict": one.verdict, **asdict(one)} for one in answers}
+        hosts = {answer.host.name: {"verdict": answer.verdict, **asdict(answer)} for answer in answers}
         print(json.dumps({"ok": "fail" not in verdicts, "hosts": hosts}, indent=2, default=str))
     else:
         rows = [("host", "verdict", "python", "torch", "GPUs", "free", "driver", f"from {answers[0].host.name}")]

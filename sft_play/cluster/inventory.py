@@ -265,10 +265,10 @@ class _Layers:
                 hint = "paths are relative to the inventory's folder"
                 self.problem(f"`ssh_config` is `{file}`, which is not a file", self.top["ssh_config"].place, hint)
         hosts = []
-        for name, keys in self.hosts.items():
-            given = {**self.defaults, **keys}
-            values = {key: self.value(key, KEYS[key], one) for key, one in given.items()}
-            if "address" in given:
+        for name, own in self.hosts.items():
+            keys = {**self.defaults, **own}
+            values = {key: self.value(key, KEYS[key], placed) for key, placed in keys.items()}
+            if "address" in keys:
                 hosts.append(Host(name=name, place=self.places[name], ssh_config=ssh_config, cluster=path, **values))
             elif not self.problems:  # another problem may be its cause, such as a mistyped key
                 hint = "`address: 192.168.1.10`, the address by which the others reach it"
@@ -278,16 +278,16 @@ class _Layers:
         raise_all(self.problems)
         return Inventory(hosts=tuple(hosts), network=network, path=path)
 
-    def value(self, key: str, annotation: Any, given: _Placed) -> Any:
-        found: list[Mismatch] = []
-        value = convert(given.node, annotation, key, found)
+    def value(self, key: str, annotation: Any, placed: _Placed) -> Any:
+        mismatches: list[Mismatch] = []
+        value = convert(placed.node, annotation, key, mismatches)
         pattern, expected, hint = PATTERNS.get(key, (".*", "", None))
         if value is INVALID:
-            self.problem(f"`{key}` {found[0].problem}", given.place, found[0].hint)
+            self.problem(f"`{key}` {mismatches[0].problem}", placed.place, mismatches[0].hint)
         elif isinstance(value, str) and not re.fullmatch(
             pattern, value := plain_path(value) if key == "folder" else value
         ):
-            self.problem(f"`{key}` is `{shown(given.node)}`; expected {expected}", given.place, hint)
+            self.problem(f"`{key}` is `{shown(placed.node)}`; expected {expected}", placed.place, hint)
         return value
 
     def refuse_doubles(self, hosts: Iterable[Host]) -> None:
@@ -316,13 +316,13 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
-def _parent(given: _Placed) -> Path:
-    name = str(given.node.text or given.node.value)
-    for choice in (given.folder / name, given.folder / f"{name}.yaml", INVENTORIES / f"{name}.yaml"):
+def _parent(parent: _Placed) -> Path:
+    name = str(parent.node.text or parent.node.value)
+    for choice in (parent.folder / name, parent.folder / f"{name}.yaml", INVENTORIES / f"{name}.yaml"):
         if is_file_name(name) and choice.is_file():
             return choice
     hint = "files are relative to the folder of the file that extends"
-    raise UserError(f"`extends` is `{shown(given.node)}`, which is not an inventory", place=given.place, hint=hint)
+    raise UserError(f"`extends` is `{shown(parent.node)}`, which is not an inventory", place=parent.place, hint=hint)
 
 
 def plain_path(path: str) -> str:

@@ -356,7 +356,7 @@ def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
     """Return why `host` cannot be asked, by the exit code of ssh or of what it ran there, and by what these printed."""
     target, last = host.ssh or host.address, last_word(err, out) or "no answer"
     words = f"{err}\n{out}".lower() if err or out else last
-    cause = next(one for one in CAUSES if code in one.codes and any(part in words for part in one.words))
+    cause = next(row for row in CAUSES if code in row.codes and any(part in words for part in row.words))
     values = {
         **{key: getattr(host, key) for key in ("address", "folder", "python", "cluster")},
         "target": target,

@@ -143,7 +143,7 @@ def read_task(call: Call) -> Task:
             text = f"`{folder.path}` is not in `{runs_folder()}`, where the machines look for runs"
             raise UserError(text, hint="RUNS_DIR says where")
         if launchers := holders(folder):
-            owner = next((str(one.process.pid) for one in launchers if one.process), "?")
+            owner = next((str(holder.process.pid) for holder in launchers if holder.process), "?")
             hint = f"wait for it, or: make cluster-stop CLUSTER={inventory.path} RUN={folder.name}"
             raise UserError(f"the run `{folder.name}` is in use: process {owner} trains it", hint=hint)
         check_overrides(call)
@@ -245,7 +245,7 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> li
     folder, count = files_folder(facts, task.run, host), len(task.inventory.hosts)
     if task.begun and task.call.options.get("RUN"):
         words = ["resume", f"RUN={task.run.name}"]
-        words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides]
+        words += [f"{variable_name(override.key)}={override.text}" for override in task.call.overrides]
     else:
         words = ["train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
         words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE, *own_words(task.loaded)]
@@ -327,14 +327,14 @@ class Control:
                 self.bring_checkpoints()
                 problem = problem or self.end_where_one_cannot_begin()
             until = time.monotonic() + LEAVE_SECONDS
-            while any(one.code() is None for one in self.launchers) and time.monotonic() < until:
+            while any(launcher.code() is None for launcher in self.launchers) and time.monotonic() < until:
                 time.sleep(TICK_SECONDS)
-        for one in self.launchers:
-            one.process.terminate()  # the connection's end is the end of what is left there
-            if one.reader:
-                one.reader.join(LEAVE_SECONDS)
+        for launcher in self.launchers:
+            launcher.process.terminate()  # the connection's end is the end of what is left there
+            if launcher.reader:
+                launcher.reader.join(LEAVE_SECONDS)
         if not task.shared and task.run.path.is_dir():
-            logs = {one.host: f"{one.facts.runs}/{task.run.name}/logs/" for one in self.launchers[1:]}
+            logs = {launcher.host: f"{launcher.facts.runs}/{task.run.name}/logs/" for launcher in self.launchers[1:]}
             on_all(hosts[1:], lambda host: bring.fetch(host, logs[host], task.run.logs, LOGS_SECONDS))
         return self.say_how_it_ended(problem)
 
@@ -392,16 +392,18 @@ class Control:
         print_line(f"\n{'killing the workers on all hosts' if self.passed else text}")
         self.passed = len(self.stop.signals)
         self.launchers[0].process.send_signal(self.stop.signals[-1])
-        for one in self.launchers[1:]:
+        for launcher in self.launchers[1:]:
             with contextlib.suppress(OSError):
-                assert one.process.stdin is not None
-                one.process.stdin.write(CTRL_C)
-                one.process.stdin.flush()
+                assert launcher.process.stdin is not None
+                launcher.process.stdin.write(CTRL_C)
+                launcher.process.stdin.flush()
 
     def end_where_one_cannot_begin(self) -> str:
         """End all where a machine could not begin, and node 0, which waits for it, has not said so; return why."""
         due = time.monotonic() - GRACE_SECONDS
-        dead = next((one for one in self.launchers[1:] if one.code() and (one.ended_at or due) < due), None)
+        dead = next(
+            (launcher for launcher in self.launchers[1:] if launcher.code() and (launcher.ended_at or due) < due), None
+        )
         if dead is None or self.stop.wanted or {"started", "resumed"} & set(self.events()[self.before :]):
             return ""
         self.launchers[0].process.terminate()
@@ -428,8 +430,8 @@ class Control:
         """Bring the others the checkpoint from which node 0 starts again, whenever it does."""
         restarts = sum(event in (RECOVERED, RESTARTED) for event in self.events()[self.before :])
         if restarts > self.restarts and not self.task.shared:
-            for rank, one in enumerate(self.launchers[1:], start=1):
-                threading.Thread(target=self.bring_checkpoint, args=(rank, one), daemon=True).start()
+            for rank, launcher in enumerate(self.launchers[1:], start=1):
+                threading.Thread(target=self.bring_checkpoint, args=(rank, launcher), daemon=True).start()
         self.restarts = restarts
 
     def bring_checkpoint(self, rank: int, launcher: Launcher) -> None:
