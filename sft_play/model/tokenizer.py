@@ -356,7 +356,10 @@ def write_chat(
     template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
-    turns = list(messages)
+    # gpt-oss's template reads `thinking`; transformers gives it that name too, but 5.17 did not.
+    turns = [
+        {"thinking": turn["reasoning_content"], **turn} if "reasoning_content" in turn else turn for turn in messages
+    ]
     if WANTS_NINE.search(str(tokenizer.chat_template)):
         turns = _with_ids_of_nine(turns)
     limit = in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT)

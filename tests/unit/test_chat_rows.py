@@ -36,6 +36,7 @@ def test_each_answer_of_harmony_is_a_row_as_the_template_renders_it(harmony: Any
         f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>{said}<|return|>"
         for thought, said in (("Two.", "Four."), ("Three.", "Six."))
     ]
+    messages = [{"thinking": turn.get("reasoning_content"), **turn} for turn in messages]  # as the template reads it
     for row, count in zip(rows, (2, 4), strict=True):
         assert harmony.decode(row.input_ids) == harmony.apply_chat_template(messages[:count], tokenize=False)
         prompt = harmony.apply_chat_template(messages[: count - 1], tokenize=False, add_generation_prompt=True)
