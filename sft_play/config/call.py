@@ -36,7 +36,10 @@ TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"
 
 
 NO_UNSLOTH = "the package `unsloth`"
-UNSLOTH_HINT = "`make install-unsloth` installs it, into an environment of its own; `tuning.backend: bnb` needs none"
+UNSLOTH_HINT = (
+    "`make install-unsloth` in a clone installs it, into an environment of its own (without a clone: `docs/models.md`);"
+    " `tuning.backend: bnb` needs none"
+)
 WITHOUT_UNSLOTH = ("kubernetes", "train-cluster", "cluster-check", "cluster-install")
 """Commands that start images or environments which do not hold it."""
 TRAINING = ("resume", "profile", "bench", "soak", "sweep")

@@ -22,6 +22,7 @@ from sft_play.plan.memory import (
     nf4_experts,
     rank_memory,
     trainable_parameters,
+    unsloth_host_bytes,
 )
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
 from sft_play.plan.request import (
@@ -113,7 +114,7 @@ def _decide(request: Request) -> Plan:
     if workers := choices.loader_workers(config, kind):
         who = "GPU" if kind == "cuda" else "rank"
         reasons.append(f"loader: {plural(workers, 'process')} per rank, which make batches while the {who} computes")
-    host_remedies = _on_the_host(request, setup, reasons, warnings)
+    host_remedies = _on_the_host(request, setup, max(batch.micro_batches), reasons, warnings)
 
     # How long: steps, speed, energy.
     steps, per_epoch = step_count(request, batch.global_batch, reasons)
@@ -275,10 +276,15 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
     return found + ([EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else [])
 
 
-def _on_the_host(request: Request, setup: Setup, reasons: list[str], warnings: list[str]) -> list[str]:
-    """Say what DeepSpeed keeps in the machine's memory, and return what to do when that is too small for it."""
+def _on_the_host(
+    request: Request, setup: Setup, micro_batch: int, reasons: list[str], warnings: list[str]
+) -> list[str]:
+    """Say what DeepSpeed or Unsloth keeps in the machine's memory, and return what to do when that is too small for
+    it.
+    """
     hardware, processes = request.hardware, request.ranks.local
-    need = processes * host_bytes(request.config, request.shape, setup)
+    of_unsloth = unsloth_host_bytes(request.config, request.shape, setup, micro_batch)
+    need = processes * (host_bytes(request.config, request.shape, setup) + of_unsloth)
     if not need:
         return []
     reasons.append(f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {plural(processes, 'process')}")

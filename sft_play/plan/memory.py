@@ -138,6 +138,8 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
     returning = _returning_bytes(config, shape, setup) * tokens
     labels = tokens * setup.slice_label_share
     logits = logit_bytes(config, shape, setup, labels)
+    if config.tuning.backend == "unsloth":  # its forward ignores which positions are asked for (`model/load.py`)
+        logits += setup.width * tokens * shape.vocab_size
     # Weights cast for a multiplication are kept until the backward pass has read them.
     head = 2.0 * shape.vocab_size * shape.hidden_size if setup.autocast else 0.0
     layer = 2.0 * shape.layer_linear_parameters if setup.autocast else 0.0
@@ -219,14 +221,15 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
 def trained_bytes(config: Config, setup: Setup) -> int:
     """Return the bytes of a trained weight.
 
-    Adapters are fp32, but bf16 over a base quantised into bf16 (see `model/load.py`). DeepSpeed casts what trains to
-    the computation's type, and accelerate's FSDP2 makes it fp32.
+    Adapters are fp32, but bf16 over a base quantised into bf16 (see `model/load.py`), not with Unsloth. DeepSpeed casts
+    what trains to the computation's type, and accelerate's FSDP2 makes it fp32.
     """
     if setup.precision != "fp32" and (setup.zero or setup.strategy == "fsdp2"):
         return 2 if setup.zero else 4
     if config.tuning.mode == "full":
         return setup.weight_bytes
-    return 2 if config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" else 4
+    narrow = config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" and config.tuning.backend == "bnb"
+    return 2 if narrow else 4
 
 
 def gradient_bytes(config: Config, setup: Setup) -> int:
@@ -452,6 +455,18 @@ def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
     whole = states_bytes(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
     left = states_bytes(config, shape, setup)
     return int(sum(whole.values()) - sum(left.values()))
+
+
+def unsloth_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> int:
+    """Return what Unsloth moves to the machine's memory for one rank: the inputs of recomputed layers, each in a pinned
+    block of a power of two (unsloth_zoo 2026.10.9, `gradient_checkpointing.py`; unverified on a GPU).
+
+    `_moving` counts them on the GPU all the same: a margin for Unsloth's two buffers there and what else it holds.
+    """
+    if config.tuning.backend != "unsloth" or setup.device != "cuda" or not setup.gradient_checkpointing:
+        return 0
+    block = 2 * micro_batch * setup.row_tokens * shape.hidden_size
+    return shape.layers * 2 ** (block - 1).bit_length()
 
 
 def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:

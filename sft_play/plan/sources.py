@@ -59,6 +59,12 @@ def parse_source(text: str | None, default: Source) -> Source:
     return known[text]
 
 
+UNSLOTH = (
+    "memory by formula, which unsloth's own kernels should stay below (from its source, unverified on a GPU): fp32"
+    " adapters, logits of all positions; recomputed layers count on the GPU though it moves their inputs to the host"
+)
+
+
 def plan_by_source(request: Request, source: Source) -> Plan:
     """Return the plan by the source that was asked for. Raise as `make_plan`, and `UserError` for a probe of stages."""
     if source == "probe" and request.config.launch.strategy == "pipeline":
@@ -73,9 +79,7 @@ def _plan_by(request: Request, source: Source) -> Plan:
     if source == "formula":
         return _by_formula(request)
     if request.config.tuning.backend == "unsloth":
-        return _with_reason(
-            _by_formula(request), "memory by formula: unsloth's own kernels cannot be traced here, and need less"
-        )
+        return _with_reason(_by_formula(request), UNSLOTH)
     if request.config.launch.strategy == "pipeline":
         return _with_reason(_by_formula(request), "memory by formula: the stages of a pipeline are not traced")
     if request.shape.counted and (source == "known" or request.prepared):

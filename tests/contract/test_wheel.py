@@ -42,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"  # setuptools leaves `build/` where it builds
     for name in ("sft_play", "configs", "deepspeed", "examples", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints-unsloth.txt"):
         shutil.copy(ROOT / name, source)
     subprocess.run([*words, str(source)], timeout=240, check=True)
     venv.create(folder / "venv")
@@ -86,6 +86,8 @@ def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
 
 def test_help_and_presets_need_no_clone(run: Run, tmp_path: Path) -> None:
     assert str(ROOT) not in run("python", "-c", "import sft_play.init as i; print(i.SHIPPED)")
+    pins = "from sft_play.config.layers import SHIPPED; print((SHIPPED / 'constraints-unsloth.txt').read_text())"
+    assert "unsloth==" in run("python", "-c", pins)
     assert "sft-play COMMAND" in run("sft-play", "--help")
     assert run("sft-play", "--version").startswith("sft-play 0.")
     assert "CONFIG=quickstart" in run("sft-play", "plan", code=2)

@@ -9,7 +9,7 @@ import pytest
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB
-from sft_play.plan.memory import rank_memory
+from sft_play.plan.memory import rank_memory, unsloth_host_bytes
 from sft_play.plan.plan import Setup
 from sft_play.trace.allocator import MIB, Event, lost_bytes, most_allocated
 
@@ -18,9 +18,20 @@ QV = ["q_proj", "v_proj"]
 
 
 def parts_of(
-    name: str, mode: Literal["qlora", "lora", "full"] = "lora", rows: int = 1, targets: Any = "auto", **changes: Any
+    name: str,
+    mode: Literal["qlora", "lora", "full"] = "lora",
+    rows: int = 1,
+    targets: Any = "auto",
+    backend: Literal["bnb", "unsloth"] = "bnb",
+    **changes: Any,
 ) -> dict[str, int]:
     """Return what a rank's memory is made of, on a GPU that computes in bf16; `changes`: fields of the setup."""
+    tuning = TuningConfig(mode=mode, backend=backend, lora=LoraSettings(target_modules=targets))
+    config = Config(model=ModelConfig(name=name), tuning=tuning)
+    return rank_memory(config, shape_of(config.model), setup_of(**changes), rows)
+
+
+def setup_of(**changes: Any) -> Setup:
     values: dict[str, Any] = {
         "device": "cuda",
         "strategy": "single",
@@ -33,15 +44,24 @@ def parts_of(
         "attn_implementation": "flash_attention_2",
         "row_tokens": 2048,
     }
-    config = Config(
-        model=ModelConfig(name=name), tuning=TuningConfig(mode=mode, lora=LoraSettings(target_modules=targets))
-    )
-    return rank_memory(config, shape_of(config.model), Setup(**(values | changes)), rows)
+    return Setup(**(values | changes))
 
 
 def allocated(parts: dict[str, int]) -> float:
     """GiB that torch would count: everything but what no tensor holds."""
     return sum(size for name, size in parts.items() if name not in ("context", "workspace", "fragmentation")) / GIB
+
+
+def test_unsloth_holds_adapters_in_fp32_the_logits_of_all_positions_and_inputs_of_layers_on_the_host() -> None:
+    """As unsloth 2026.10.9 is written; no card has shown it."""
+    ours, theirs = (parts_of(LLAMA3, "qlora", 2, backend=backend, label_share=0.25) for backend in ("bnb", "unsloth"))
+    assert theirs["adapters"] == 2 * ours["adapters"] and theirs["optimizer"] == 2 * ours["optimizer"]
+    assert theirs["logits"] - ours["logits"] == 2 * 2 * 2048 * 128_256
+
+    config = Config(model=ModelConfig(name=LLAMA3), tuning=TuningConfig(mode="qlora", backend="unsloth"))
+    setup, shape = setup_of(gradient_checkpointing=True, row_tokens=2000), shape_of(config.model)
+    assert unsloth_host_bytes(config, shape, setup, 2) == 32 * 32 * MIB, "blocks of a power of two"
+    assert unsloth_host_bytes(config, shape, setup_of(), 2) == 0
 
 
 @pytest.mark.parametrize(
