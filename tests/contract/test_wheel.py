@@ -74,7 +74,7 @@ def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
     env = environment(cache, tmp_path / "runs", {"PATH": f"{installed}:{os.defpath}"})
     del env["PYTHONPATH"], env["RUNS_DIR"]
 
-    def run(*words: str, code: int = 0, timeout: int = 60) -> str:
+    def run(*words: str, code: int = 0, timeout: int = 300) -> str:
         done = subprocess.run(
             words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -134,7 +134,7 @@ def test_files_of_the_working_folder_stand_for_no_library(run: Run, tmp_path: Pa
         (tmp_path / f"{name}.py").write_text(
             "import pathlib\npathlib.Path('imported').touch()\nraise RuntimeError(__name__)\n"
         )
-    run("sft-play", "train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=one", timeout=200)
+    run("sft-play", "train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=one", timeout=500)
     assert "one" in run("make", "runs") and "finished" in run("python", "-m", "sft_play", "runs")
     assert not (tmp_path / "imported").exists()
 
