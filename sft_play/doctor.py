@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import urllib.error
 import urllib.request
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError
+from sft_play.launch.environment import extensions_folder
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import cpu_only, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
@@ -240,27 +240,20 @@ def compilers() -> Iterator[Finding]:
         )
 
 
-BUILD_BEGINS_SECONDS = 60
-"""After which a build has started its compiler."""
-
-
 def build_locks() -> Iterator[Finding]:
-    """Locks of torch's extension builder in whose folder no process works: whoever loads DeepSpeed's extension would
-    wait for them.
+    """Locks of torch's extension builder that no process has open: whoever loads DeepSpeed's extension would wait for
+    them.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
-    for path in folder.rglob("lock"):  # seldom one, so processes are seldom looked at
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > BUILD_BEGINS_SECONDS and not _works_in(path.parent.resolve()):
-                text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
-                yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
+    for path in extensions_folder().rglob("lock"):  # seldom one, so processes are seldom looked at
+        if not _is_open(path.resolve()):
+            text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
+            yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
 
 
-def _works_in(folder: Path) -> bool:
-    for process in Path("/proc").glob("[0-9]*/cwd"):
+def _is_open(path: Path) -> bool:
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            if process.readlink() == folder:
+            if opened.readlink() == path:
                 return True
     return False
 

@@ -16,6 +16,7 @@ import re
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from sft_play.errors import HardwareError, UserError, mask
+from sft_play.files import text_sha256
 from sft_play.launch.process import signals_to_hear
 from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
@@ -208,6 +210,15 @@ def ranks_of(plan: Plan, node: Node) -> range:
     return range(first, first + plan.ranks_by_node[node.rank])
 
 
+def extensions_folder() -> Path:
+    """Return where torch keeps the extensions that it compiles: each environment has its own, or the build of one clone
+    would replace what the ranks of another are about to load.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    environment = text_sha256(sys.prefix)[:12]
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions" / f"sft_play-{environment}")
+
+
 def worker_environment(
     plan: Plan,
     node: Node,
@@ -231,6 +242,8 @@ def worker_environment(
     notes = []
     if plan.device == "cpu":
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if plan.strategy.startswith("zero"):
+        chosen["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
     if plan.device == "cpu" and plan.strategy in {"single", "ddp"}:
         # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1; with it accelerate would drop
         # DeepSpeed and FSDP in silence, so there the worker chooses gloo itself (ADR 4).

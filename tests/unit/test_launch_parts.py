@@ -88,6 +88,22 @@ def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
     assert mine.variables["OMP_NUM_THREADS"] == "7"
 
 
+def test_each_environment_builds_the_extensions_of_deepspeed_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build of one clone would replace the library that a rank of another is about to load."""
+
+    def folder() -> str:
+        return worker_environment(make_plan(strategy="zero2"), Node(), {}, cpu_threads=2).variables[
+            "TORCH_EXTENSIONS_DIR"
+        ]
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    ours = folder()
+    monkeypatch.setattr("sys.prefix", "/another/clone/.venv")
+    assert folder() != ours
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/mine")
+    assert folder() == "/mine"
+
+
 def test_a_disk_without_locks_refuses_no_run(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
