@@ -369,7 +369,9 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
 
     asked: dict[str, Any] = {name: getattr(config.train, key) for key, name in BATCH_KEYS.items()}
     asked["train_batch_size"] = plan.global_batch_size
-    decided = {name: f"set `train.{key}`" for key, name in {**BATCH_KEYS, "max_grad_norm": "gradient_clipping"}.items()}
+    decided = {
+        name: f"set by `train.{key}`" for key, name in {**BATCH_KEYS, "max_grad_norm": "gradient_clipping"}.items()
+    }
     if user.batch.keys() >= {"batch_size", "grad_accum"}:
         product = " x ".join(f"`{BATCH_KEYS[key]}` {user.batch[key]}" for key in ("batch_size", "grad_accum"))
         decided["train_batch_size"] = f"{product} x {plural(plan.world_size, 'process')}"

@@ -67,6 +67,7 @@ CASES = {
     "local steps of shards": (GOOD + "launch: {strategy: zero3, local_steps: 2}\n", [], "`launch.local_steps` is 2"),
     "fp16 in local steps": (GOOD + "launch: {local_steps: 2}\n", ["TRAIN_FP16=true"], "with `train.fp16` each rank would skip other steps"),
     "an optimizer per micro-batch": (GOOD + "train:\n  optim: lomo\n", [], "x.yaml:4: `train.optim` is `lomo`, which updates weights"),
+    "elastic pods": (GOOD + "kubernetes: {elasticPolicy: {minReplicas: 1}}\n", [], "`kubernetes.max_restarts` starts them again"),
     "unsaved states": (GOOD, ["TRAIN_OPTIM=grokadamw"], "so no checkpoint can hold them\n\nhint: set `train.save_strategy: no`"),
     "no targets": (GOOD, ["TRAIN_OPTIM=galore_adamw", "TRAIN_SAVE_STRATEGY=no"], "TRAIN_OPTIM_TARGET_MODULES=all-linear"),
     "arguments of another": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=0.9,beta=1"], "has `beta`, which `sgd` does not take"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,14 @@ def test_a_file_that_contradicts_itself_is_told_of_its_own_keys(tmp_path: Path) 
         resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), CONFIG, hidden_size=64)
     product = "`train_micro_batch_size_per_gpu` 2 x `gradient_accumulation_steps` 8 x 2 processes"
     assert f"ds.json:3: `train_batch_size` is `10`, but the run uses `32` ({product})" in caught.value.render()
+
+    typed = replace(CONFIG, train=replace(CONFIG.train, global_batch_size=32))
+    alone = write(tmp_path / "alone.json", '{"zero_optimization": {"stage": 2},\n"train_batch_size": 16}')
+    with pytest.raises(UserError) as caught:
+        resolve(read_user_json(alone), make_plan(), typed, hidden_size=64)
+    assert "alone.json:2: `train_batch_size` is `16`, but the run uses `32` (set by `train.global_batch_size`)" in (
+        caught.value.render()
+    )
 
 
 def test_gradients_are_fp32_in_a_users_own_file_too_unless_it_says_otherwise(tmp_path: Path) -> None:
