@@ -466,7 +466,7 @@ def unsloth_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_ba
     if config.tuning.backend != "unsloth" or setup.device != "cuda" or not setup.gradient_checkpointing:
         return 0
     block = 2 * micro_batch * setup.row_tokens * shape.hidden_size
-    return shape.layers * 2 ** (block - 1).bit_length()
+    return shape.layers * (1 << (block - 1).bit_length())
 
 
 def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:
