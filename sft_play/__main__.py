@@ -200,7 +200,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "sft_play.bench:main",
-        "measure this machine and some training steps, so that the forecast is right",
+        "some steps of CONFIG: speed and memory beside the plan, and what the next forecast goes by",
         "CONFIG JSON NUM_GPUS",
     ),
     "tensorboard": Command(

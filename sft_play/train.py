@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sft_play.config.load import read_config
@@ -235,7 +236,9 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
 
     run, plan, state = trainer.context.run, trainer.context.plan, trainer.state
     rows = rows_until(run.metrics, state.global_step)
-    losses = [row["loss"] for row in rows if row["kind"] == "train" and row.get("loss") is not None]
+    trained = [row for row in rows if row["kind"] == "train"]
+    losses = [row["loss"] for row in trained if row.get("loss") is not None]
+    speeds = [row["tokens_per_second"] for row in trained[len(trained) > 1 :] if row.get("tokens_per_second")]
     scores = [row for row in rows if row["kind"] == "eval"]
     spent = trainer.training_seconds
     return {
@@ -245,6 +248,8 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "final_loss": finite(losses[-1]) if losses else None,
         "tokens": trainer.tokens_trained,
         "tokens_per_second": trainer.tokens_trained / spent if spent else None,
+        "steady_tokens_per_second": median(speeds) if speeds else None,
+        "work": asdict(plan.work) if plan.work and not trainer.context.config.train.profile.steps else None,
         "seconds": seconds,
         "train_runtime": next((row["train_runtime"] for row in state.log_history if "train_runtime" in row), None),
         "training_seconds": spent,

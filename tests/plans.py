@@ -85,12 +85,6 @@ def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
     return error.value.render()
 
 
-def reason(plan: Plan, start: str) -> str:
-    """Return the one reason that begins so."""
-    (found,) = [text for text in plan.reasons if text.startswith(start)]
-    return found
-
-
 def counts(plan: Plan) -> tuple[int, ...]:
     """Return the rows that each rank gets of a step."""
     return spans(plan.global_batch_size, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks])
@@ -134,7 +128,7 @@ def simple_plan(**changes: Any) -> Plan:
         "precision": "fp32", "weights_dtype": "float32", "attn_implementation": "sdpa", "layout": "flattened",
         "gradient_checkpointing": False, "optim": "adamw_torch", "learning_rate": 2e-4, "ranks": (), "global_batch_size": 8,
         "steps": 4, "steps_per_epoch": 4, "warmup_steps": 0, "eval_batch_size": 4, "tokens_per_second": None,
-        "communication_share": None, "seconds_per_step": None, "total_seconds": None, "reasons": (), "remedies": (),
+        "communication_share": None, "seconds_per_step": None, "total_seconds": None, "reasons": {}, "remedies": (),
     }  # fmt: skip
     return Plan(**(values | changes))
 

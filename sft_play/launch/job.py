@@ -40,8 +40,8 @@ from sft_play.launch.settings import (
     read_accelerate_config,
 )
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import load_calibration, of_all_nodes
 from sft_play.plan.detect import all_hidden, detect, require_usable
+from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
 from sft_play.plan.request import Request
@@ -307,7 +307,7 @@ class Job:
             typed=self.loaded.typed,
             prepared=prepared,
             launch=replace(self.options.request, early=prepared is None),
-            calibration=of_all_nodes(load_calibration(self.hardware), ()),
+            runs=past_runs(),
         )
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):

@@ -1,13 +1,9 @@
 """How a step's rows are divided: micro-batch and accumulation from the global batch, and shares of unequal ranks. Pure.
 
-Shares make the slowest rank finish as early as possible. A rank's step of n rows costs T(n) = min over b of floor(n/b)
-t(b) + t(n mod b), with t(b) = fixed + b x row seconds for a micro-batch of b rows, at most as many as its memory holds.
-With such a line the fewest micro-steps are best: T(n) = ceil(n/most) fixed + n row.
-
-Under DDP ranks meet once a step, so each has its own micro-steps: the least time T* in which all rows are done is found
-by bisection over the times that any rank can have, and what is too much is taken back from the slowest. Under ZeRO and
-FSDP they meet in every micro-step: for each number k of micro-steps rows are poured in where they take least time, and
-k max t(b) is made least.
+Shares make the slowest rank finish as early as possible: each row goes to the rank that would then be done first, and a
+rank takes its rows in the fewest micro-steps that its memory allows. Under DDP ranks meet once a step, so each has its
+own micro-steps. Under ZeRO and FSDP they meet in every micro-step: all make the fewest that memory allows, and one
+micro-step is divided by speed.
 
 Ranks take contiguous spans of a step's rows in proportion to their slots (`spans`), as `data/batches.py` cuts them.
 Everything is a function of its arguments alone, so all ranks come to the same shares from the same costs.
@@ -17,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -30,55 +25,44 @@ from sft_play.text import plural
 Slots = tuple[int, int]
 """Rows (with packing: packs) per micro-step, micro-steps per optimizer step. A rank that gets nothing has (0, 1)."""
 NOTHING: Slots = (0, 1)
-MOST_TRIED = 64
-"""Numbers of micro-steps beyond the least that are tried where all ranks must have the same."""
-ROUNDS = 8
-"""How often shares are looked over for what cutting in proportion to slots loses."""
 MOST_SETTLED = 48
-"""Ranks beyond which that is left out: it takes time in the square of their number, and a row of so many shares is
-little.
-"""
+"""Ranks up to which shares are looked over for the row that cutting in proportion to slots moves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
     """What rows cost one rank."""
 
-    fixed_seconds: float
-    """Of a micro-step, however few its rows; 0 or more."""
     row_seconds: float
-    """Of each row (with packing: pack); above 0."""
+    """Of each row (with packing: pack); above 0. In any unit, where only ranks are compared."""
     most_rows: int
     """Of a micro-batch that its memory holds; 0 for a rank that can take none."""
 
-    def micro_step(self, rows: int) -> float:
-        """Return the seconds of one micro-step; nothing for an empty one."""
-        return self.fixed_seconds + rows * self.row_seconds if rows else 0.0
 
-    def step(self, rows: int) -> float:
-        """Return T(rows): the seconds of a step in the fewest micro-steps."""
-        return -(-rows // self.most_rows) * self.fixed_seconds + rows * self.row_seconds if rows else 0.0
-
-
-def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps: int = 0) -> tuple[Slots, ...]:
+def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
     """Return the slots of each rank for a step of `rows`, never slower by `step_seconds` than `equal_shares`.
 
     `same_steps`: all ranks must run equally many micro-steps (ZeRO, FSDP); else (DDP) each has a number of its own.
-    Slots hold at least `rows` in all, each rank's micro-batch at most its `most_rows`. `most_steps` (0: any number)
-    bounds micro-steps that are the same on all ranks, where memory lets it. Some rank must be able to take a row.
+    Slots hold at least `rows` in all, each rank's micro-batch at most its `most_rows`. Some rank must be able to take a
+    row.
     """
     if len(set(costs)) == 1:
         return equal_shares(rows, costs, same_steps=same_steps)
-    found = (
-        _same_steps(rows, costs, most_steps or rows) if same_steps else tuple(map(_slots, costs, _counts(rows, costs)))
-    )
-    if len(costs) <= MOST_SETTLED:
-        found = _settle(rows, costs, found, same_steps)
+    if same_steps:
+        steps = -(-rows // sum(cost.most_rows for cost in costs))
+        shares = tuple((micro, steps) for micro in _pour(-(-rows // steps), costs, [cost.most_rows for cost in costs]))
+    else:
+        counts = _pour(rows, costs, [rows if cost.most_rows else 0 for cost in costs])
+        shares = tuple(map(_slots, costs, counts))
+    for rank, cost in enumerate(costs if len(costs) <= MOST_SETTLED else ()):
+        micro, steps = shares[rank]
+        larger = (*shares[:rank], (min(micro + 1, cost.most_rows), steps), *shares[rank + 1 :])
+        shares = min(shares, larger, key=lambda found: step_seconds(rows, found, costs))
     if all(cost.most_rows for cost in costs):
         equal = equal_shares(rows, costs, same_steps=same_steps)
-        if step_seconds(rows, equal, costs) <= step_seconds(rows, found, costs):
+        if step_seconds(rows, equal, costs) <= step_seconds(rows, shares, costs):
             return equal
-    return found
+    return shares
 
 
 def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
@@ -97,15 +81,7 @@ def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple
 
 def step_seconds(rows: int, shares: Sequence[Slots], costs: Sequence[Cost]) -> float:
     """Return the seconds of computing until the slowest rank is done with a step of `rows`."""
-    return max(rank_seconds(rows, shares, costs))
-
-
-def rank_seconds(rows: int, shares: Sequence[Slots], costs: Sequence[Cost]) -> tuple[float, ...]:
-    """Return the seconds that each rank computes in a step of `rows`; empty micro-steps cost nothing."""
-    return tuple(
-        min(steps, count) * cost.fixed_seconds + count * cost.row_seconds
-        for (_, steps), count, cost in zip(shares, spans(rows, shares), costs, strict=True)
-    )
+    return max(count * cost.row_seconds for count, cost in zip(spans(rows, shares), costs, strict=True))
 
 
 def spans(rows: int, shares: Sequence[Slots]) -> tuple[int, ...]:
@@ -131,81 +107,17 @@ def _slots(cost: Cost, rows: int) -> Slots:
     return -(-rows // steps), steps
 
 
-def _counts(rows: int, costs: Sequence[Cost]) -> list[int]:
-    """Return the rows of each rank that make the slowest one's T(n) least, for ranks with micro-steps of their own."""
-    within = range(rows + 1)
-
-    def reached(limit: float) -> list[int]:
-        return [bisect_right(within, limit, key=cost.step) - 1 if cost.most_rows else 0 for cost in costs]
-
-    low, high = 0.0, min(cost.step(rows) for cost in costs if cost.most_rows)
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (low, middle) if sum(reached(middle)) >= rows else (middle, high)
-    counts = reached(high)
-    slowest = [
-        (-cost.step(count), -rank) for rank, (cost, count) in enumerate(zip(costs, counts, strict=True)) if count
-    ]
-    heapq.heapify(slowest)
-    for _ in range(sum(counts) - rows):  # of equals the last one gives back first
-        rank = -heapq.heappop(slowest)[1]
-        counts[rank] -= 1
-        if counts[rank]:
-            heapq.heappush(slowest, (-costs[rank].step(counts[rank]), -rank))
-    return counts
-
-
-def _same_steps(rows: int, costs: Sequence[Cost], most_steps: int) -> tuple[Slots, ...]:
-    """Return slots with one number of micro-steps for all ranks that make k max t(b) least."""
-    least = -(-rows // sum(cost.most_rows for cost in costs))
-    best: tuple[float, list[int], int] | None = None
-    for steps in range(least, max(least, min(rows, most_steps, least + MOST_TRIED)) + 1):
-        micros = _pour(-(-rows // steps), costs)
-        seconds = steps * max(cost.micro_step(micro) for cost, micro in zip(costs, micros, strict=True))
-        if best is None or seconds < best[0]:
-            best = seconds, micros, steps
-    assert best is not None, (rows, costs)
-    return tuple((micro, best[2]) for micro in best[1])
-
-
-def _pour(rows: int, costs: Sequence[Cost]) -> list[int]:
-    """Return micro-batches of `rows` in all: each row goes where the micro-step is then the shortest."""
-    micros = [0] * len(costs)
-    queue = [(cost.micro_step(1), rank) for rank, cost in enumerate(costs) if cost.most_rows]
+def _pour(rows: int, costs: Sequence[Cost], most: Sequence[int]) -> list[int]:
+    """Return each rank's part of `rows`, at most `most`: every row goes to the rank that is then done first."""
+    counts = [0] * len(costs)
+    queue = [(cost.row_seconds, rank) for rank, cost in enumerate(costs) if most[rank]]
     heapq.heapify(queue)
     for _ in range(rows):
         _, rank = heapq.heappop(queue)
-        micros[rank] += 1
-        if micros[rank] < costs[rank].most_rows:
-            heapq.heappush(queue, (costs[rank].micro_step(micros[rank] + 1), rank))
-    return micros
-
-
-def _settle(rows: int, costs: Sequence[Cost], shares: tuple[Slots, ...], same_steps: bool) -> tuple[Slots, ...]:
-    """Return shares of which no single rank's small change makes a step shorter: cutting in proportion moves a row here
-    or there.
-    """
-    best = step_seconds(rows, shares, costs), shares
-    for _ in range(ROUNDS):
-        before = best
-        for rank, cost in enumerate(costs):
-            for changed in _near(best[1][rank], cost, same_steps):
-                tried = (*best[1][:rank], changed, *best[1][rank + 1 :])
-                if sum(micro * steps for micro, steps in tried) >= rows:
-                    best = min(best, (step_seconds(rows, tried, costs), tried), key=lambda found: found[0])
-        if best is before:
-            break
-    return best[1]
-
-
-def _near(slots: Slots, cost: Cost, same_steps: bool) -> list[Slots]:
-    """Return slots a little larger and smaller."""
-    micro, steps = slots
-    if not micro:
-        return []
-    near = [(micro + 1, steps), (micro - 1, steps)]
-    if not same_steps:
-        near += [(micro, steps + 1), (micro, steps - 1), (micro - 1, steps + 1), (micro + 1, steps - 1)]
-    return [(m, s) for m, s in near if 1 <= m <= cost.most_rows and s >= 1]
+        counts[rank] += 1
+        if counts[rank] < most[rank]:
+            heapq.heappush(queue, ((counts[rank] + 1) * costs[rank].row_seconds, rank))
+    return counts
 
 
 # Micro-batch and accumulation of like ranks, with the sentence that explains them.
@@ -218,7 +130,8 @@ class Batch:
     slots: tuple[Slots, ...]
     """Micro-batch and micro-steps of each rank."""
     global_batch: int
-    reasons: tuple[str, ...]
+    reasons: dict[str, str]
+    """By kind."""
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -240,7 +153,7 @@ class Batch:
 def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
     """Return the batch for ranks whose memory holds `fitting` rows each. Raise `UserError` with the arithmetic.
 
-    `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch depends
+    `most` is the largest micro-batch; only an explicit wish goes beyond it. The global batch depends
     on the number of ranks only where it is not given, and a micro-batch is: together with an accumulation, or with more
     rows at once than the default.
     """
@@ -255,7 +168,7 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
                 hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
             )
         reason = raised or f"global batch {arithmetic}, as configured"
-        return Batch(slots=((given, accumulation),) * world, global_batch=wanted, reasons=(reason,))
+        return Batch(slots=((given, accumulation),) * world, global_batch=wanted, reasons={"global batch": reason})
     if typed and given != "auto" and given > rows_each(wanted, world):
         at_once = given * world
         raise UserError(
@@ -267,7 +180,7 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
         f"global batch {wanted} rows per optimizer step ({'as configured' if typed else 'the default'}), on any number"
         f" of {_units(unit)}"
     )
-    reasons = [raised or whole]
+    reasons = {"global batch": raised or whole}
     if accumulation != "auto":
         if accumulation > wanted:
             raise UserError(
@@ -283,22 +196,22 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
                 hint=f"set TRAIN_GRAD_ACCUM to {rows_each(wanted, least * world)} or more, or leave it to `auto`",
             )
         micros = (micro,) * world
-        reasons.append(
+        reasons["micro-batch"] = (
             f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})"
         )
     else:
         micros, why = ((given,) * world, ", as configured") if given != "auto" else _auto(wanted, fitting, most)
-        reasons.append(f"micro-batch {in_words(micros)} per {unit}{why}")
+        reasons["micro-batch"] = f"micro-batch {in_words(micros)} per {unit}{why}"
         steps = math.ceil(wanted / sum(micros))
         total, empty = f"{micros[0]} per {unit} x {units}", steps * sum(micros) - wanted
         total = total if len(set(micros)) == 1 else " + ".join(map(str, micros))
         slots = f", {empty} of the {wanted + empty} slots stay empty" if empty else ""
-        reasons.append(f"accumulation {steps} = {wanted} global / ({total}){slots}")
+        reasons["accumulation"] = f"accumulation {steps} = {wanted} global / ({total}){slots}"
     if world > wanted:
-        reasons.append(
+        reasons["idle"] = (
             f"{world - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
         )
-    return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=wanted, reasons=tuple(reasons))
+    return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=wanted, reasons=reasons)
 
 
 def rows_each(wanted: int, world: int) -> int:
@@ -350,7 +263,7 @@ def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
         f"memory ran out: micro-batch {before[0]} x accumulation {before[1]} became {after[0]} x {after[1]} on every"
         f" {unit}, the global batch {batch.global_batch} as before"
     )
-    return replace(halved, reasons=(*batch.reasons, reason))
+    return replace(halved, reasons={**batch.reasons, "memory ran out": reason})
 
 
 def halve(rows: int, times: int) -> int:
@@ -365,7 +278,7 @@ def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, 
     least, room = min(fitting), tuple(min(most, rows) for rows in fitting)
     held = f"up to {plural(least, 'row')}" if least == max(fitting) else f"{least} to {max(fitting)} rows"
     why = f": {held} {'fits' if held == 'up to 1 row' else 'fit'}"
-    why += f", but more than {most} gain nothing" if least > most else ""
+    why += f", and {most} are the most in a micro-batch" if least > most else ""
     return even_micro_batches(wanted, room), f"{why}; the work is divided evenly"
 
 

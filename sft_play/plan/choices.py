@@ -43,7 +43,8 @@ after every tensor.
 """
 ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
 
-Reasons = list[str]
+Reasons = dict[str, str]
+"""Kind of a choice -> why; what is decided anew replaces what was said."""
 
 
 def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> str:
@@ -54,10 +55,10 @@ def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> s
     if ranks == 1:
         return "none"
     if wanted != "auto":
-        reasons.append(f"backend {wanted}: as configured")
+        reasons["backend"] = f"backend {wanted}: as configured"
         return wanted
     chosen, between = ("nccl", "GPUs") if kind == "cuda" else ("gloo", "CPU processes")
-    reasons.append(f"backend {chosen}: between {between}")
+    reasons["backend"] = f"backend {chosen}: between {between}"
     return chosen
 
 
@@ -90,7 +91,7 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
             if without
             else "exact; TRAIN_BF16=true would use this CPU's bfloat16 units"
         )
-    reasons.append(f"precision {found}: {why}")
+    reasons["precision"] = f"precision {found}: {why}"
     return cast(Precision, found)
 
 
@@ -106,19 +107,19 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
             ),
         )
     if config.model.dtype != "auto":
-        reasons.append(f"weights in {config.model.dtype}: as configured")
+        reasons["weights"] = f"weights in {config.model.dtype}: as configured"
         return config.model.dtype
     if kind == "cpu" or precision == "fp32" or config.tuning.mode == "full":
         why = "trained weights need its precision" if config.tuning.mode == "full" else "what is computed in"
-        reasons.append(f"weights in float32: {why}")
+        reasons["weights"] = f"weights in float32: {why}"
         if kind == "cpu" and config.tuning.mode == "qlora":
-            reasons.append(
+            reasons["base"] = (
                 f"base in {config.tuning.quantization}: made for GPU memory; on a CPU each pass writes every weight out"
                 " again, which costs time"
             )
         return "float32"
     chosen = "bfloat16" if precision == "bf16" else "float16"
-    reasons.append(f"weights in {chosen}: they are frozen, half the memory of fp32")
+    reasons["weights"] = f"weights in {chosen}: they are frozen, half the memory of fp32"
     return chosen
 
 
@@ -131,7 +132,7 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
     no_flash = _without_flash(kind, request.ranks.devices, precision)
     by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a kernel of its own
     if config.launch.sequence_parallel > 1:
-        reasons.append(
+        reasons["attention"] = (
             "attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`"
         )
         return attention_for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
@@ -149,18 +150,18 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
         return wanted
     only_varlen = VARLEN_MODEL_TYPES - FLATTENED_MODEL_TYPES
     if not no_flash and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION | only_varlen:
-        reasons.append("attention flash_attention_2: it is installed")
+        reasons["attention"] = "attention flash_attention_2: it is installed"
         return "flash_attention_2"
     why = (not by_rows and no_flash) or _without_varlen(config, shape, by_rows)
     if not why:
         own = "row by row" if by_rows else "torch's own flash attention takes rows of any length in one line"
-        reasons.append(f"attention varlen: {own}, without a mask")
+        reasons["attention"] = f"attention varlen: {own}, without a mask"
         return VARLEN
     if family in WITHOUT_SDPA:
-        reasons.append(f"attention eager: transformers has no sdpa kernel for `{family}`")
+        reasons["attention"] = f"attention eager: transformers has no sdpa kernel for `{family}`"
         return "eager"
     if kind == "cuda":
-        reasons.append(f"attention sdpa: {why}")
+        reasons["attention"] = f"attention sdpa: {why}"
     return "sdpa"
 
 
@@ -189,24 +190,18 @@ def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | N
     return None
 
 
-def choose_layout(request: Request, setup: Setup, rows: int, row_tokens: int, reasons: Reasons) -> Layout:
-    """Return how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not
-    slower.
-    """
+def why_padded(request: Request, setup: Setup, rows: int, row_tokens: int) -> str:
+    """Return why the rows of a micro-batch (the largest one) cannot be laid in one line; empty where they can."""
     family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attn_implementation
     if backend == "unsloth":
-        why = "unsloth tells rows apart by an attention mask only"
-    elif family not in (VARLEN_MODEL_TYPES if attention == VARLEN else FLATTENED_MODEL_TYPES):
-        why = f"`{family}` is not among the families proven to keep flattened rows apart"
-    elif attention == "eager" and rows > 1:
-        why = "eager attention would keep scores between all flattened rows"
-    elif setup.device == "cuda" and attention == "sdpa" and rows > 1 and rows * row_tokens > FLATTENED_TOKENS:
-        why = f"{rows * row_tokens} flattened tokens would need a quadratic mask; padded ones need none"
-    else:
-        reasons.append("rows flattened: no time and memory for padding")
-        return "flattened"
-    reasons.append(f"rows padded: {why}")
-    return padded_layout(request)
+        return "unsloth tells rows apart by an attention mask only"
+    if family not in (VARLEN_MODEL_TYPES if attention == VARLEN else FLATTENED_MODEL_TYPES):
+        return f"`{family}` is not among the families proven to keep flattened rows apart"
+    if attention == "eager" and rows > 1:
+        return "eager attention would keep scores between all flattened rows"
+    if setup.device == "cuda" and attention == "sdpa" and rows > 1 and rows * row_tokens > FLATTENED_TOKENS:
+        return f"{rows * row_tokens} flattened tokens would need a quadratic mask; padded ones need none"
+    return ""
 
 
 def padded_layout(request: Request) -> Layout:
@@ -233,14 +228,14 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
         _check_optimizer(config, setup)
         return wanted
     if wanted != "auto":
-        reasons.append(f"optimizer {chosen} instead of {wanted}: its states cannot be sharded by {strategy}")
+        reasons["optimizer"] = f"optimizer {chosen} instead of {wanted}: its states cannot be sharded by {strategy}"
         return chosen
     states = ADAM_MOMENTS * trained_bytes(config, setup) * trainable_parameters(config, request.shape)
     large = states > LARGE_STATES * min(device.memory_bytes for device in request.ranks.devices)
     if setup.device == "cuda" and config.tuning.mode == "qlora" and replicas and large:
         chosen = "paged_adamw_8bit"
         why = f"AdamW's states of these adapters are {states / GIB:.1f} GiB, more than {LARGE_STATES:.0%} of the memory"
-    reasons.append(f"optimizer {chosen}: {why}")
+    reasons["optimizer"] = f"optimizer {chosen}: {why}"
     return chosen
 
 
@@ -266,11 +261,11 @@ def choose_learning_rate(config: Config, reasons: Reasons) -> float:
     if config.train.learning_rate != "auto":
         return config.train.learning_rate
     if config.model.init == "random":
-        reasons.append(f"learning rate {SCRATCH_RATE:g}: the usual one for small models from scratch")
+        reasons["learning rate"] = f"learning rate {SCRATCH_RATE:g}: the usual one for small models from scratch"
         return SCRATCH_RATE
     full = config.tuning.mode == "full"
     chosen = FULL_RATE if full else ADAPTER_RATE
-    reasons.append(f"learning rate {chosen:g}: the usual one for {'full tuning' if full else 'adapters'}")
+    reasons["learning rate"] = f"learning rate {chosen:g}: the usual one for {'full tuning' if full else 'adapters'}"
     return chosen
 
 
@@ -285,17 +280,19 @@ def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons:
     rules = {"sqrt": (rate * math.sqrt(ratio), "sqrt"), "linear": (rate * ratio, "")}
     if ratio == 1:
         if rule != "none":
-            reasons.append(f"learning rate {rate:g}: nothing to scale, the global batch is {DEFAULT_GLOBAL_BATCH}")
+            reasons["learning rate scaling"] = (
+                f"learning rate {rate:g}: nothing to scale, the global batch is {DEFAULT_GLOBAL_BATCH}"
+            )
         return rate
     if rule == "none":
         others = ", ".join(f"{name} {scaled:.3g}" for name, (scaled, _) in rules.items())
-        reasons.append(
+        reasons["learning rate scaling"] = (
             f"learning rate {rate:g} not scaled for {global_batch} rows instead of {DEFAULT_GLOBAL_BATCH} "
             f"(TRAIN_LEARNING_RATE_SCALING would make it: {others})"
         )
         return rate
     scaled, function = rules[rule]
-    reasons.append(
+    reasons["learning rate scaling"] = (
         f"learning rate {scaled:.3g} = {rate:g} x {function}({global_batch} global / {DEFAULT_GLOBAL_BATCH}): "
         f"`train.learning_rate_scaling` is {rule}"
     )
@@ -360,7 +357,7 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
     elif importlib.util.find_spec("liger_kernel") is None:
         why = "the package `liger-kernel` is not installed"
     else:
-        reasons.append(
+        reasons["kernels"] = (
             "kernels liger: norms, rotary embeddings and SwiGLU in one pass over memory each; planned as without them"
         )
         return "liger"
@@ -372,7 +369,7 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
         )
         raise HardwareError(f"`train.kernels` is `liger`, but {why}", hint=hint)
     if kind == "cuda":
-        reasons.append(f"kernels plain: {why}")
+        reasons["kernels"] = f"kernels plain: {why}"
     return "off"
 
 
@@ -405,7 +402,7 @@ def with_chunks(config: Config, shape: ModelShape, setup: Setup) -> Setup:
 
 
 def settle_chunks(
-    config: Config, shape: ModelShape, setup: Setup, micro_batch: int, fits: Callable[[Setup], bool], reasons: list[str]
+    config: Config, shape: ModelShape, setup: Setup, micro_batch: int, fits: Callable[[Setup], bool], reasons: Reasons
 ) -> Setup:
     """Return the setup with chunks only where they save memory: where most tokens of the worst micro-batch have labels.
 
@@ -418,10 +415,10 @@ def settle_chunks(
     if after >= before:
         return whole
     if why := _whole_because(config, shape, setup):
-        reasons.append(f"head and loss at all {labels:.0f} label positions at once, {gib(before)}: {why}")
+        reasons["head and loss"] = f"head and loss at all {labels:.0f} label positions at once, {gib(before)}: {why}"
         return whole
     sizes = f"{gib(after)} instead of {gib(before)} of logits"
-    reasons.append(f"head and loss in chunks of {chunked.loss_chunk} label positions: {sizes}")
+    reasons["head and loss"] = f"head and loss in chunks of {chunked.loss_chunk} label positions: {sizes}"
     return chunked
 
 

@@ -19,22 +19,17 @@ import heapq
 import math
 import random
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
 from statistics import fmean
 from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
-from sft_play.errors import DataError, UserError
-from sft_play.plan import choices
-from sft_play.plan.batch import Batch, even_micro_batches, in_words, rank_rows, spans
-from sft_play.plan.plan import Setup
-from sft_play.plan.request import Request, global_rows
-from sft_play.plan.shape import FLATTENED_TOKENS
+from sft_play.errors import DataError
+from sft_play.plan.request import Request
 from sft_play.runs.prepared import PreparedSplit, SourceFacts, row_integers
-from sft_play.text import figure, plural
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -207,45 +202,29 @@ def row_tokens(request: Request) -> int:
     return min(most, split.longest) if split else most
 
 
-def step_count(request: Request, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
+def step_count(request: Request, global_batch: int, reasons: dict[str, str]) -> tuple[int | None, int | None]:
     """Return optimizer steps in all and of an epoch, `None` where they are not known yet."""
     config, split = request.config, request.train_split
     mixture = mixture_of(config.data, split.sources) if split else None
     rows = (sum(mixture.epoch_rows) if mixture else split.rows) if split else None
-    reasons += [f"mixture: {line}" for line in (mixture.describe() if mixture else [])]
+    for number, line in enumerate(mixture.describe() if mixture else [], 1):
+        reasons[f"mixture {number}"] = f"mixture: {line}"
     per_epoch = math.ceil(rows / global_batch) if rows else None
     if config.train.max_steps > 0:
-        reasons.append(
-            f"steps {config.train.max_steps}: as configured"
-            + (f", {config.train.max_steps / per_epoch:.2f} epochs" if per_epoch else "")
-        )
+        epochs = f", {config.train.max_steps / per_epoch:.2f} epochs" if per_epoch else ""
+        reasons["steps"] = f"steps {config.train.max_steps}: as configured{epochs}"
         return config.train.max_steps, per_epoch
     if per_epoch is None:
-        reasons.append("steps: known when the data are prepared")
+        reasons["steps"] = "steps: known when the data are prepared"
         return None, None
     steps = max(1, math.ceil(config.train.epochs * per_epoch))
-    reasons.append(
+    reasons["steps"] = (
         f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {global_batch} global,"
         " rounded up)"
     )
     return steps, per_epoch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
-    """The rows of a step, as far as they are known."""
-
-    row_tokens: float
-    """Tokens of an average row."""
-    longest: float
-    label_share: float
-    """Share of tokens that a loss is computed for."""
-    inside: float = 0.0
-    """With packing, where the above are of packs: tokens of the row that the average token is in."""
-
-
-WORTH = 0.10
-"""`auto` packs where it saves more than this share of the micro-steps."""
 MOST_ROWS = 50_000
 """Rows of the first epoch that are packed to see what packing gives; more change nothing that counts."""
 
@@ -356,187 +335,3 @@ def _packs(split: PreparedSplit, by: Any, exhausted: Any, seed: int, limit: int,
         label_share=min(1.0, share),
         row_tokens=sum(size * size for size in sizes) / max(1, sum(sizes)),
     )
-
-
-SLOWER = 1.05
-"""`auto` does not pack where the forecast of a step is longer by more than this factor."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Division:
-    """How rows become micro-batches."""
-
-    setup: Setup
-    batch: Batch
-    packs: Packs | None = None
-    """`None` without packing."""
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-steps that a step is expected to need: empty ones are skipped."""
-        if self.packs is None:
-            return self.batch.accumulation
-        if self.own_steps:
-            return max(self.own_steps)
-        return max(1, round(self.packs.micro_steps(sum(self.batch.micro_batches))))
-
-    @property
-    def own_steps(self) -> tuple[int, ...]:
-        """Micro-steps that each rank is expected to make, where they are not the same; else empty."""
-        if self.packs is None or not self.batch.own_steps:
-            return self.batch.own_steps
-        return tuple(
-            max(1, -(-packs // max(1, micro)))
-            for packs, micro in zip(self.shares, self.batch.micro_batches, strict=True)
-        )
-
-    @property
-    def rows(self) -> int:
-        """What a step has of what a micro-batch counts: rows, or packs."""
-        return self.batch.global_batch if self.packs is None else max(1, round(self.packs.mean))
-
-    @property
-    def shares(self) -> list[int]:
-        """The most rows (or packs) that each rank gets of a step."""
-        if self.batch.own_steps:
-            return list(spans(self.rows, self.batch.slots))
-        return rank_rows(self.rows, self.batch.micro_batches)
-
-
-def rows_data(request: Request, division: Division) -> Data:
-    """Return what the average row (with packing: pack) is like; memory is planned for the worst instead."""
-    split, packs, longest = request.train_split, division.packs, division.setup.row_tokens
-    if not split or not split.rows or not split.tokens:
-        return Data(row_tokens=longest, longest=longest, label_share=1.0)
-    rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
-    if mixture := mixture_of(request.config.data, split.sources):
-        taken = [
-            (count / source.rows, source)
-            for count, source in zip(mixture.epoch_rows, split.sources, strict=True)
-            if count
-        ]
-        rows = float(sum(mixture.epoch_rows))
-        tokens = sum(times * source.tokens for times, source in taken)
-        labels = sum(times * source.label_tokens for times, source in taken)
-    if packs is None:
-        return Data(row_tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
-    each = packs.step_tokens / division.rows
-    return Data(row_tokens=each, longest=max(each, packs.longest), label_share=labels / tokens, inside=packs.row_tokens)
-
-
-def pack_if_typed(request: Request, setup: Setup) -> Setup:
-    """Return the setup with packs for `train.packing: on`, so that everything is planned for them. Raise
-    `UserError`.
-    """
-    config = request.config
-    if config.train.packing != "on":
-        return setup
-    if why := _unpackable(request, setup, 1):
-        raise UserError(f"`train.packing` is `on`, but {why}", hint="leave `train.packing` to `auto`, or `off`")
-    return packed_setup(setup, config.model.max_seq_len, packs_of(request, global_rows(config.train, setup.data_world)))
-
-
-def packed_setup(setup: Setup, limit: int, packs: Packs | None) -> Setup:
-    """Return the setup whose row is the longest pack that there can be, with as many labels as any has."""
-    longest, share = (packs.longest, packs.label_share) if packs else (limit, 1.0)
-    return replace(setup, pack_tokens=limit, layout="flattened", row_tokens=longest, label_share=share)
-
-
-def choose_packing(
-    request: Request, setup: Setup, plain: Batch, most: int, seconds: Callable[[Division], float], reasons: list[str]
-) -> Division:
-    """Return how rows become micro-batches, and say why. `most` rows a micro-batch gain speed. Raise `UserError`.
-
-    `setup` is packed already where `train.packing` is `on`.
-    """
-    config, unpacked = request.config, Division(setup=setup, batch=plain)
-    wish = config.train.packing
-
-    def off(why: str) -> Division:
-        reasons.extend([*plain.reasons, f"packing off: {why}"])
-        return unpacked
-
-    if wish == "off" or (wish == "auto" and plain.accumulation == 1):  # nothing to save: one micro-step holds all rows
-        reasons.extend(plain.reasons)
-        return unpacked
-    packs = packs_of(request, plain.global_batch)
-    if wish == "auto":
-        if request.launch.unpack:
-            return off("memory ran out with it")
-        if packs is None:
-            return off(
-                "the lengths of these rows are not known"
-                if request.train_split
-                else "decided when the data are prepared"
-            )
-        if why := _unpackable(request, setup, packs.longest):
-            return off(why)
-    setup = packed_setup(setup, config.model.max_seq_len, packs)
-    chosen = Division(setup=setup, batch=plain, packs=packs)
-    fitting = request.largest(setup)
-    micros = _micro_batches(request, chosen, fitting, most)
-    if any(wanted > rows for wanted, rows in zip(micros, fitting, strict=True)):
-        held = f"{'only ' + str(min(fitting)) if min(fitting) else 'not one'} pack of {setup.row_tokens} tokens"
-        if wish == "auto":
-            return off(f"{held} would fit")
-        raise UserError(
-            f"`train.packing` is `on`, but {held} of the {max(micros)} in a micro-batch would fit",
-            hint="a smaller `model.max_seq_len`, TRAIN_GRADIENT_CHECKPOINTING=true, or TRAIN_PACKING=off",
-        )
-    bound, slots = packs.bound if packs else plain.global_batch, sum(micros)
-    accumulation = math.ceil(bound / slots)
-    chosen = replace(chosen, batch=replace(plain, slots=tuple((micro, accumulation) for micro in micros)))
-    arithmetic = f"how much it saves is known when the data are prepared; packs of up to {setup.pack_tokens} tokens"
-    if packs:
-        before, after = plain.accumulation, packs.micro_steps(slots)
-        saved = 1 - after / before
-        arithmetic = (
-            f"{packs.rows} rows in {packs.mean:.1f} packs of {packs.limit} tokens, {packs.efficiency:.0%} full;"
-            f" {after:.1f} micro-steps "
-        )
-        arithmetic += f"instead of {before}" + (f" = {saved:.0%} fewer" if saved > 0 else "")
-        if wish == "auto" and saved <= WORTH:
-            return off(f"{arithmetic}; worth it from {WORTH:.0%} fewer")
-        if wish == "auto" and (slower := seconds(chosen)) > SLOWER * (faster := seconds(unpacked)):
-            times = f"a step would take {figure(slower)} s instead of {figure(faster)} s by forecast"
-            return off(f"{arithmetic}, but {times}: the mask between rows")
-    reasons.extend([*plain.reasons[:1], f"packing on: {arithmetic}" + (", as configured" if wish == "on" else "")])
-    micro = in_words(micros)
-    reasons.append(
-        f"micro-batch {micro} {'pack' if micro == '1' else 'packs'} of up to {setup.row_tokens} tokens per"
-        f" {request.unit}: {plural(min(fitting), 'pack')} would fit; accumulation {accumulation} = at most"
-        f" {plural(bound, 'pack')} / {slots}, and micro-steps without any are skipped"
-    )
-    return chosen
-
-
-def _unpackable(request: Request, setup: Setup, longest: int) -> str:
-    """Return why rows cannot be packed, if they cannot: a pack is several rows in one line, as two of half its
-    length.
-    """
-    why: list[str] = []
-    tokens = -(-longest // 2)
-    layout = choices.choose_layout(request, setup, 2, tokens, why)
-    return "" if layout == "flattened" else why[-1].removeprefix("rows padded: ")
-
-
-def _micro_batches(request: Request, chosen: Division, fitting: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the packs per micro-step that each rank should have."""
-    train, world, packs = request.config.train, len(fitting), chosen.packs
-    per_step = max(packs.counts) if packs else chosen.batch.global_batch
-    if train.grad_accum != "auto":  # it holds at any number of packs that a step may have
-        return (math.ceil((packs.bound if packs else per_step) / (train.grad_accum * world)),) * world
-    if train.batch_size != "auto":
-        return (min(train.batch_size, math.ceil(per_step / world)),) * world
-    gains = gaining_packs(chosen, most)
-    return even_micro_batches(per_step, [min(gains, rows) for rows in fitting]) if min(fitting) else (1,) * world
-
-
-def gaining_packs(chosen: Division, most: int) -> int:
-    """Return the packs that have as many tokens as the largest micro-batch of rows that gains speed, 1 at least."""
-    setup, packs = chosen.setup, chosen.packs
-    mean = packs.step_tokens / packs.rows if packs else setup.row_tokens
-    gains = max(1, int(most * mean) // setup.row_tokens)
-    if setup.device == "cuda" and setup.attn_implementation == "sdpa":
-        gains = min(gains, max(1, FLATTENED_TOKENS // setup.row_tokens))
-    return gains

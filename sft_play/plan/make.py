@@ -12,8 +12,9 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.plan import choices, network, remedies, strategies
 from sft_play.plan.architecture import check_length, label
-from sft_play.plan.batch import Cost, explain_global_batch, halve
-from sft_play.plan.epoch import Division, label_share, pack_if_typed, row_tokens, rows_data, step_count
+from sft_play.plan.batch import explain_global_batch, halve
+from sft_play.plan.division import Division, divide, pack_if_typed, rows_data
+from sft_play.plan.epoch import label_share, row_tokens, step_count
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware, energy_kwh
 from sft_play.plan.memory import (
     NF4_BYTES,
@@ -36,7 +37,6 @@ from sft_play.plan.request import (
     with_machines,
 )
 from sft_play.plan.shape import ModelShape, check_targets, describe_adapters
-from sft_play.plan.shares import GAIN, costs_of, divide, tell_unequal
 from sft_play.plan.throughput import forecast
 from sft_play.text import figure, plural
 
@@ -63,8 +63,7 @@ def make_plan(request: Request) -> Plan:
         plan = _decide(request)
     except DoesNotFitError as error:
         raise remedies.with_remedies(request, _decide, error) from None
-    if plan.group_size > 1 or plan.strategy not in ("single", "ddp"):
-        plan = replace(plan, notices=(*_faster_alone(request, plan.seconds_per_step), *plan.notices))
+    plan = replace(plan, notices=(*_faster_with_fewer(request, plan), *plan.notices))
     tightest = least_room(plan.ranks)
     if tightest.peak_bytes <= tightest.capacity_bytes:
         return plan
@@ -78,13 +77,12 @@ def _decide(request: Request) -> Plan:
     Callees that get `reasons` append what they decided, and why.
     """
     config, hardware, shape, launch = request.config, request.hardware, request.shape, request.launch
-    kind, reasons, warnings = hardware.kind, list[str](), list[str]()
+    kind, reasons, warnings = hardware.kind, dict[str, str](), list[str]()
 
     # Who computes.
     check_length(config.model, shape.max_positions)
     check_targets(config, shape)
-    reasons += network.check_slices(request)
-    reasons += describe_machines(request)
+    reasons |= network.check_slices(request) | describe_machines(request)
     ranks = request.ranks
     strategy = strategies.choose_strategy(request, reasons)
     backend = choices.choose_backend(config, kind, len(ranks.devices), reasons)
@@ -107,21 +105,20 @@ def _decide(request: Request) -> Plan:
     batch, setup = division.batch, division.setup
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
     choices.check_schedule(config, rate)
-    costs = costs_of(request, division, max(batch.micro_batches))
-    rank_plans = _rank_plans(request, division, costs)
-    reasons += _explain_memory(request, setup, batch.accumulation, rank_plans)
+    rank_plans = _rank_plans(request, division)
+    reasons |= _explain_memory(request, setup, batch.accumulation, rank_plans)
     kernels = choices.choose_kernels(request, reasons)
     if workers := choices.loader_workers(config, kind):
         who = "GPU" if kind == "cuda" else "rank"
-        reasons.append(f"loader: {plural(workers, 'process')} per rank, which make batches while the {who} computes")
+        reasons["loader"] = (
+            f"loader: {plural(workers, 'process')} per rank, which make batches while the {who} computes"
+        )
     host_remedies = _on_the_host(request, setup, max(batch.micro_batches), reasons, warnings)
 
     # How long: steps, speed, energy.
     steps, per_epoch = step_count(request, batch.global_batch, reasons)
     speed = forecast(request, division)
-    tell_unequal(request, division, rank_plans, costs, speed, reasons, warnings)
-    tokens = max(division.shares) * rows_data(request, division).row_tokens
-    reasons += network.describe_traffic(request, setup, tokens, division.micro_steps)
+    reasons |= network.describe_traffic(request, setup, max(division.shares) * rows_data(request, division).row_tokens)
     seconds = speed.seconds_per_step
     total = seconds * steps if seconds and steps else None
 
@@ -149,12 +146,12 @@ def _decide(request: Request) -> Plan:
         steps_per_epoch=per_epoch, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, speed_basis=speed.basis,
         seconds_per_step=seconds, total_seconds=total, epoch_seconds=seconds * per_epoch if seconds and per_epoch else None,
         energy_kwh=energy_kwh(ranks.devices, total), communication_share=speed.communication_share,
-        communication_seconds=speed.communication_seconds, exchanges=network.exchanges(request, setup, speed.computing_seconds),
-        reasons=tuple(reasons), remedies=tuple(host_remedies), notices=tuple(warnings),
+        communication_seconds=speed.communication_seconds, work=speed.work, exchanges=network.exchanges(request, setup, speed.computing_seconds),
+        reasons=reasons, remedies=tuple(host_remedies), notices=tuple(warnings),
     )  # fmt: skip
 
 
-def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Setup:
+def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) -> Setup:
     """Return types, attention and optimizer, rows padded and nothing recomputed."""
     config, hardware, devices = request.config, request.hardware, request.ranks.devices
     precision = choices.choose_precision(request, strategy, reasons)
@@ -179,30 +176,30 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
         tensor_parallel=config.launch.tensor_parallel,
     )
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
-    reasons += network.check_slow_network_keys(config, setup)
+    reasons |= network.check_slow_network_keys(config, setup)
     return replace(setup, stages=network.stages_of(request, setup, reasons))
 
 
-def _choose_recomputation(request: Request, setup: Setup, reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:
+def _choose_recomputation(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[Setup, tuple[int, ...]]:
     """Turn recomputation on when asked for, or when the wanted rows do not fit without it. Return the rows that fit,
     too.
     """
     asked, wanted = request.config.train.gradient_checkpointing, request.wanted_rows
     plain, saving = request.largest(setup), replace(setup, gradient_checkpointing=True)
     if asked == "auto" and request.launch.force_checkpointing and min(plain) >= wanted:
-        reasons.append("gradient checkpointing on: memory ran out without it")
+        reasons["recomputation"] = "gradient checkpointing on: memory ran out without it"
         return saving, plain  # what it saves is not for a larger micro-batch
     if asked is True or (asked == "auto" and min(plain) < wanted):
         why = "as configured" if asked is True else f"{plural(wanted, 'row')} per device would not fit without it"
-        reasons.append(f"gradient checkpointing on: {why}")
+        reasons["recomputation"] = f"gradient checkpointing on: {why}"
         return saving, request.largest(saving)
     if asked == "auto":
         more = "a third more time" if request.config.tuning.mode == "full" else "half as much time again"
-        reasons.append(f"gradient checkpointing off: activations fit, and recomputing them takes {more}")
+        reasons["recomputation"] = f"gradient checkpointing off: activations fit, and recomputing them takes {more}"
     return setup, plain
 
 
-def _rank_plans(request: Request, division: Division, costs: tuple[Cost, ...]) -> tuple[RankPlan, ...]:
+def _rank_plans(request: Request, division: Division) -> tuple[RankPlan, ...]:
     """Return what each rank does and needs."""
     largest = request.largest(division.setup)
     found = []
@@ -225,7 +222,6 @@ def _rank_plans(request: Request, division: Division, costs: tuple[Cost, ...]) -
                 peak_bytes=peak,
                 capacity_bytes=room,
                 most_rows=max(micro, halve(most, request.launch.halvings)),
-                cost=(costs[group].fixed_seconds, costs[group].row_seconds) if costs else (),
             )
         )
     return tuple(found)
@@ -243,26 +239,26 @@ def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) ->
     return min(max(request.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
 
 
-def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tuple[RankPlan, ...]) -> list[str]:
+def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tuple[RankPlan, ...]) -> dict[str, str]:
     """Return what is held where and how, and which rank may run short."""
-    config, shape, kind, found = request.config, request.shape, request.hardware.kind, list[str]()
+    config, shape, kind, found = request.config, request.shape, request.hardware.kind, dict[str, str]()
     if setup.strategy == "fsdp2" and micro_steps > 1:
         held = 4 * trainable_parameters(config, shape) / GIB
-        found.append(
+        found["gradients"] = (
             f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {held:.1f} GiB of them"
             " in fp32 until the last"
         )
-    found += network.describe_waiting(request, setup, micro_steps)
+    found |= network.describe_waiting(request, setup, micro_steps)
     tightest = least_room(ranks)
     if tightest.peak_bytes > tightest.capacity_bytes:
-        found.append(
+        found["room"] = (
             f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of"
             f" {tightest.capacity_bytes / GIB:.1f} GiB"
         )
-    found += describe_adapters(config, shape)
+    found |= describe_adapters(config, shape)
     if config.tuning.mode == "qlora" and shape.expert_parameters and not shape.quantized_bits:
         plain, packed = (shape.expert_parameters * size / GIB for size in (setup.weight_bytes, NF4_BYTES))
-        found.append(
+        found["experts"] = (
             "experts: nf4 like linear layers, and expanded a layer at a time"
             if nf4_experts(config, shape, setup.strategy)
             else (
@@ -270,14 +266,14 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
                 " ZeRO-3, adapters on experts and unsloth leave them as they are"
             )
         )
-    found.append(
+    found["memory"] = (
         f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin"
     )
-    return found + ([EXPANDABLE if setup.expandable_segments else NATIVE] if kind == "cuda" else [])
+    return found | ({"allocator": EXPANDABLE if setup.expandable_segments else NATIVE} if kind == "cuda" else {})
 
 
 def _on_the_host(
-    request: Request, setup: Setup, micro_batch: int, reasons: list[str], warnings: list[str]
+    request: Request, setup: Setup, micro_batch: int, reasons: dict[str, str], warnings: list[str]
 ) -> list[str]:
     """Say what DeepSpeed or Unsloth keeps in the machine's memory, and return what to do when that is too small for
     it.
@@ -287,7 +283,9 @@ def _on_the_host(
     need = processes * (host_bytes(request.config, request.shape, setup) + of_unsloth)
     if not need:
         return []
-    reasons.append(f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {plural(processes, 'process')}")
+    reasons["offloaded"] = (
+        f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {plural(processes, 'process')}"
+    )
     if not hardware.ram_known or need <= hardware.ram_bytes:
         return []
     have = hardware.ram_bytes / GIB
@@ -295,37 +293,68 @@ def _on_the_host(
     return [*remedies.remedies_for_loading(request, _decide)[:1], "a machine with more memory"]
 
 
-def _faster_alone(request: Request, seconds: float | None) -> list[str]:
-    """Return a warning where one of the devices alone would make the same step sooner than all of them, by the same
-    forecast.
-    """
+GAIN = 1.02
+"""What is not faster than this is as fast."""
+MOST_TRIED = 12
+"""Numbers of cards or machines that are planned for to see whether fewer are faster, at most."""
+ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
+
+
+def _faster_with_fewer(request: Request, plan: Plan) -> list[str]:
+    """Return a note where fewer cards or machines would make the same step sooner than all, by the same forecast."""
     found: list[tuple[float, str]] = []
-    alike = {
-        "launch.strategy": "auto",
-        "launch.stages": "auto",
-        "launch.tensor_parallel": 1,
-        "launch.sequence_parallel": 1,
-    }
-    for device in dict.fromkeys(request.ranks.devices) if seconds else ():
-        hardware = replace(request.hardware, devices=(device,), described=True)
-        launch = replace(
-            request.launch,
-            command_strategy="single",
-            num_gpus=None,
-            num_nodes=1,
-            node_rank=0,
-            node_devices=(),
-            zero_stage=None,
-            offload_optimizer=False,
-            offload_parameters=False,
-        )
-        alone = try_plan(request, replace(request, hardware=hardware, launch=launch).with_keys(alike), _decide)
-        if isinstance(alone, Plan) and not alone.remedies and alone.seconds_per_step:
-            found.append((alone.seconds_per_step, device.name))
-    best, name = min(found, default=(math.inf, ""))
-    if not seconds or seconds <= GAIN * best:
+    for words, fewer in _fewer(request)[:MOST_TRIED] if plan.seconds_per_step else ():
+        other = try_plan(request, fewer, _decide)
+        if isinstance(other, Plan) and not other.remedies and other.global_batch_size == plan.global_batch_size:
+            found.append((other.seconds_per_step or math.inf, words))
+    best, words = min(found, default=(math.inf, ""))
+    if not plan.seconds_per_step or plan.seconds_per_step <= GAIN * best:
         return []
-    return [f"FASTER on one {name} alone: {figure(best)} s a step instead of {figure(seconds)} s"]
+    return [f"FASTER {words}: {figure(best)} s a step instead of {figure(plan.seconds_per_step)} s"]
+
+
+def _fewer(request: Request) -> list[tuple[str, Request]]:
+    """Return each kind of machine (of a single one: card) without which, and on which alone, could be trained.
+
+    Of like cards in one machine only one alone is looked at.
+    """
+    ranks, hardware, cpu = request.ranks, request.hardware, request.hardware.kind == "cpu"
+    several, network = len(ranks.nodes) > 1, request.hardware.network_bytes_per_second
+    groups = list(map(ranks.ranks_of, range(len(ranks.nodes)))) if several else [(rank,) for rank in range(ranks.local)]
+    units = [tuple(ranks.devices[rank] for rank in group) for group in groups]
+    found: list[tuple[str, Request]] = []
+    for place, unit in enumerate(units):
+        if len(units) < 2 or (cpu and not several) or unit in units[:place]:
+            continue
+        name = f"node {place} ({ranks.name_of(place)})" if several else f"rank {place} ({unit[0].name})"
+        others = [*units[:place], *units[place + 1 :]]
+        apart = several or network is not None or len(set(units)) > 1
+        for words, staying in ((f"without {name}", others if apart else []), (f"on {name} alone", [unit])):
+            devices, nodes = tuple(device for one in staying for device in one), len(staying) if several else 1
+            if not devices or (len(staying) == 1 and words.startswith("without")):
+                continue
+            launch = replace(
+                request.launch,
+                num_gpus=len(devices) if cpu else None,
+                num_nodes=nodes,
+                node_rank=0,
+                node_devices=tuple(staying) if nodes > 1 else (),
+            )
+            alone = replace(
+                launch, command_strategy="single", zero_stage=None, offload_optimizer=False, offload_parameters=False
+            )
+            fewer = replace(
+                request,
+                launch=launch if len(devices) > 1 else alone,
+                hardware=replace(
+                    hardware,
+                    devices=devices[:1] if cpu else devices,
+                    described=True,
+                    network_bytes_per_second=network if len(staying) > 1 else None,
+                ),
+            )
+            found.append((words, fewer if len(devices) > 1 else fewer.with_keys(ALONE)))
+    return found
 
 
 def _check_loading(request: Request, setup: Setup) -> None:

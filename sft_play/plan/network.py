@@ -19,10 +19,8 @@ from typing import Any
 from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.calibration import Calibration, Link
 from sft_play.plan.hardware import Device, Hardware, rate_in_words
 from sft_play.plan.memory import (
-    AVERAGED_AT_A_TIME,
     gathered_share,
     gradient_bytes,
     states_bytes,
@@ -46,21 +44,18 @@ EXAMPLE_NETWORK = 117.5e6
 """What 1 Gbit/s carries, for the arithmetic where a network's speed is not known."""
 EXAMPLE_LOCAL_STEPS = 16
 """What the table shows where `launch.local_steps` is 1."""
-MOST_GATHERING = 0.5
-"""Share of a step beyond which waiting for weights is refused."""
+MOST_WAITING = 1.0
+"""Seconds of a micro-step beyond which waiting for weights over a slow network is refused."""
 NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
 """Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
 NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
 LOOPBACK_BYTES_PER_SECOND = 1.5e9
-"""Between processes of one CPU over gloo (`make bench`: 1.2 to 1.5 GB/s)."""
+"""Between processes of one CPU over gloo (1.2 to 1.5 GB/s on a server)."""
 GATHERING = ("zero3", "fsdp2")
 """Strategies that send weights in every micro-step."""
 REDUCING = ("zero2", *GATHERING)
 """Strategies that reduce gradients in every micro-step, since no rank holds all of them until the next one."""
-BUCKET_MIB = 25
-"""Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is a separate all-reduce with its own latency.
-"""
 KEY = "launch.sequence_parallel"
 TENSOR_KEY = "launch.tensor_parallel"
 FILLS = 4
@@ -79,21 +74,6 @@ def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) ->
     return (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
 
 
-def link_of(
-    hardware: Hardware, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None
-) -> Link | None:
-    """Return the slowest link between ranks, as measured where it was; `None` for a network of unknown speed."""
-    speed = link_bytes_per_second(hardware, devices, nodes)
-    if speed is None:
-        return None
-    known = calibration.links if calibration and nodes == 1 and not hardware.network_bytes_per_second else {}
-    return known.get("gloo" if hardware.kind == "cpu" else "nccl") or _link(speed)
-
-
-def _link(bytes_per_second: float) -> Link:
-    return Link(ranks=2, latency_seconds=0.0, bytes_per_second=bytes_per_second)
-
-
 def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
     """Return the speed of the slowest link between ranks; `None` where machines meet over a network of unknown
     speed.
@@ -104,8 +84,12 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
         return None
     if hardware.kind == "cpu":
         return LOOPBACK_BYTES_PER_SECOND
-    linked = all(device.compute_capability in NVLINK_CHIPS for device in devices)
-    return NVLINK_BYTES_PER_SECOND if linked else PCIE_BYTES_PER_SECOND
+    return NVLINK_BYTES_PER_SECOND if have_nvlink(devices) else PCIE_BYTES_PER_SECOND
+
+
+def have_nvlink(devices: tuple[Device, ...]) -> bool:
+    """Whether all of a machine's cards are of chips that are sold with NVLink."""
+    return all(device.compute_capability in NVLINK_CHIPS for device in devices)
 
 
 def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -136,26 +120,22 @@ def compressed_bytes(config: Config, shape: ModelShape, width: int, compression:
     return float(parameters * (min(2, width) if compression in ("fp16", "bf16") else width))
 
 
-def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: Link) -> float:
-    """Return the time of an optimizer step's communication, with the latencies of its messages.
+def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: float) -> float:
+    """Return the time of an optimizer step's communication over a link of so many bytes a second.
 
     Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce
     and scatter them in every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather
     what the update made of them.
     """
-    config, shape, ranks, speed = request.config, request.shape, setup.world_size // setup.copies, link.bytes_per_second
+    config, shape, ranks = request.config, request.shape, setup.world_size // setup.copies
     gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / max(1, len(setup.stages))
     if setup.strategy not in REDUCING:
-        seconds = communication_seconds(gradients, ranks, speed)
+        seconds = communication_seconds(gradients, ranks, link)
     else:
-        seconds = accumulation * gather_seconds(gradients, ranks, speed)
+        seconds = accumulation * gather_seconds(gradients, ranks, link)
     if setup.strategy in ("zero1", "zero2"):
-        seconds += gather_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, speed)
-    seconds += accumulation * gathering_seconds(config, shape, setup, ranks, speed)
-    messages = _messages(config, shape, setup) * (accumulation if setup.strategy in REDUCING else 1)
-    if setup.strategy in GATHERING:
-        messages += 2 * shape.layers * accumulation
-    return seconds + messages * link.latency_seconds * (setup.world_size - 1) / max(1, link.ranks - 1)
+        seconds += gather_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, link)
+    return seconds + accumulation * gathering_seconds(config, shape, setup, ranks, link)
 
 
 def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, link: float) -> float:
@@ -177,17 +157,6 @@ def gathering_passes(setup: Setup) -> int:
     recomputed.
     """
     return 3 if setup.gradient_checkpointing else 2
-
-
-def _messages(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return how many messages share a step's gradients: one for each bucket; local steps a few once in so many
-    steps.
-    """
-    launch, trained = config.launch, trainable_parameters(config, shape)
-    if setup.strategy == "ddp" and launch.local_steps > 1:
-        return math.ceil(trained / AVERAGED_AT_A_TIME) / launch.local_steps
-    bucket = (config.train.ddp_bucket_cap_mb or BUCKET_MIB) * 2**20
-    return float(math.ceil(trained * gradient_bytes(config, setup) / bucket))
 
 
 def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -> tuple[Mapping[str, Any], ...]:
@@ -246,22 +215,22 @@ def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> list[str]:
+def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> dict[str, str]:
     """Return what a step sends where the speed of the network was given."""
     config, speed = request.config, request.hardware.network_bytes_per_second
     if speed is None or setup.world_size == 1:
-        return []
-    seconds = exchange_seconds(request, setup, micro_steps, _link(speed))
+        return {}
+    seconds = exchange_seconds(request, setup, micro_steps, speed)
     what = "weights and gradients" if setup.strategy in GATHERING else "gradients"
     if config.launch.local_steps > 1:
         what = f"trained weights, once in {config.launch.local_steps} steps,"
-    return [
-        f"a step waits {figure(seconds, 2)} s for {what} over the network of {rate_in_words(speed)}, unless computation"
-        " hides it"
-    ]
+    return {
+        "network": f"a step waits {figure(seconds, 2)} s for {what} over the network of {rate_in_words(speed)}, unless"
+        " computation hides it"
+    }
 
 
-def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
+def check_slow_network_keys(config: Config, setup: Setup) -> dict[str, str]:
     """Return which keys of slow networks have no effect with one process. Raise `UserError` for those that fp16 rules
     out.
 
@@ -270,7 +239,9 @@ def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
     """
     launch = config.launch
     if setup.world_size == 1:
-        return [f"`{key}` {value} has no effect: one process shares nothing" for key, value in network_keys(config)]
+        return {
+            key: f"`{key}` {value} has no effect: one process shares nothing" for key, value in network_keys(config)
+        }
     exact = "cards with bf16, or TRAIN_BF16=false to compute in fp32 (slower, more memory)"
     if setup.precision == "fp16" and launch.local_steps > 1:
         raise UserError(
@@ -278,7 +249,7 @@ def check_slow_network_keys(config: Config, setup: Setup) -> list[str]:
             " other steps",
             hint=f"LAUNCH_LOCAL_STEPS=1 LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
         )
-    return []
+    return {}
 
 
 def may_quantise(config: Config) -> bool:
@@ -308,23 +279,19 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     )
 
 
-def check_gathering(request: Request, setup: Setup, micro_steps: int, computing_seconds: float | None) -> None:
-    """Raise `UserError` for shared-out weights over a stated network on which waiting for them takes most of a step.
-
-    `computing_seconds` is the forecast of a step's computing, with the speed of typical cards where theirs is not
-    known. `launch.slow_network: allow` lets it pass.
+def check_gathering(request: Request, setup: Setup) -> None:
+    """Raise `UserError` for weights that would travel over a stated slow network for longer than `MOST_WAITING` in each
+    micro-step. `launch.slow_network: allow` lets it pass.
     """
     config, speed = request.config, request.hardware.network_bytes_per_second
     slow = speed is not None and slow_network(request)  # a fast one hides behind computing what it takes
     if setup.strategy not in GATHERING or not speed or not slow or config.launch.slow_network == "allow":
         return
-    waits = micro_steps * gathering_seconds(config, request.shape, setup, setup.world_size, speed)
-    if computing_seconds is None or waits <= MOST_GATHERING * (waits + computing_seconds):
+    if gathering_seconds(config, request.shape, setup, setup.world_size, speed) <= MOST_WAITING:
         return
     smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
     raise UserError(
-        f"{setup.strategy} over {slow} would wait for weights {waits / (waits + computing_seconds):.0%} of each step: "
-        f"{gathering_arithmetic(request, setup)}, {figure(waits)} s in the {micro_steps} of a step",
+        f"{setup.strategy} over {slow} would mostly wait for weights: {gathering_arithmetic(request, setup)}",
         hint=(
             f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or a"
             " smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it all the same"
@@ -335,13 +302,13 @@ def check_gathering(request: Request, setup: Setup, micro_steps: int, computing_
 # Ranks that train the same rows together, each with slices of their lines or layers, or a stage of the model.
 
 
-def check_slices(request: Request) -> list[str]:
+def check_slices(request: Request) -> dict[str, str]:
     """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError`
     for unlike devices.
     """
     shape, size, world, launch = request.shape, request.group_size, len(request.ranks.devices), request.config.launch
     if size == 1 or request.stages > 1:
-        return []
+        return {}
     key = KEY if launch.sequence_parallel > 1 else TENSOR_KEY
     variable = key.upper().replace(".", "_")
     given = f"`{key}` is {size}"
@@ -392,14 +359,10 @@ def check_slices(request: Request) -> list[str]:
             " states",
             hint=f"a number that divides the ranks of each machine ({', '.join(map(str, request.ranks.nodes))})",
         )
+    share = f"{shape.heads // size} of {shape.heads} heads"
     if key == TENSOR_KEY:
-        return [
-            f"each layer in {size} slices: a rank computes {shape.heads // size} of {shape.heads} heads, for all tokens"
-        ]
-    return [
-        f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {shape.heads // size} of"
-        f" {shape.heads} heads"
-    ]
+        return {"slices": f"each layer in {size} slices: a rank computes {share}, for all tokens"}
+    return {"slices": f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {share}"}
 
 
 def attention_for_slices(request: Request, why: str | None) -> str:
@@ -433,29 +396,24 @@ def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
     return _passes(request, setup) * token * tokens / size * (size - 1) / size
 
 
-def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: int) -> float:
-    """Return the seconds of what slices send in a step of so many micro-steps; 0 without them, or over a network of
-    unknown speed.
-    """
+def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
+    """Return the seconds of what slices send in a step; 0 without them, or over a network of unknown speed."""
     hardware, apart = request.hardware, _apart(request)
     near = hardware if apart else replace(hardware, network_bytes_per_second=None)
-    link = link_of(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1, request.calibration)
-    if request.group_size == 1 or link is None:
-        return 0.0
-    messages = 2 * micro_steps * (1 if setup.stages else _passes(request, setup))
-    return slices_bytes(request, setup, tokens) / link.bytes_per_second + messages * link.latency_seconds
+    link = link_bytes_per_second(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1)
+    return 0.0 if request.group_size == 1 or link is None else slices_bytes(request, setup, tokens) / link
 
 
-def describe_traffic(request: Request, setup: Setup, tokens: float, micro_steps: int) -> list[str]:
+def describe_traffic(request: Request, setup: Setup, tokens: float) -> dict[str, str]:
     """Return in words what slices send in a step."""
     if request.group_size == 1:
-        return []
-    sent, seconds = slices_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens, micro_steps)
+        return {}
+    sent, seconds = slices_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens)
     what = "hidden states" if setup.copies > 1 else "queries, keys, values and outputs"
-    return [
-        f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step,"
+    return {
+        "traffic": f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step,"
         f" {figure(seconds, 2)} s by forecast"
-    ]
+    }
 
 
 def _passes(request: Request, setup: Setup) -> int:
@@ -471,7 +429,7 @@ def _apart(request: Request) -> bool:
     return joined or any(ranks % request.group_size for ranks in nodes)
 
 
-def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, ...]:
+def stages_of(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[int, ...]:
     """Return the layers of each stage; empty without a pipeline. Raise `UserError` for what cannot be staged.
 
     A stage takes layers by its device's speed, as far as its memory holds them with one row; the head counts as layers
@@ -517,7 +475,7 @@ def stages_of(request: Request, setup: Setup, reasons: list[str]) -> tuple[int, 
         open_to = [stage for stage in range(stages) if layers[stage] < most[stage]] or list(range(stages))
         loads = {stage: (layers[stage] + 1 + (head if stage == stages - 1 else 0)) / speeds[stage] for stage in open_to}
         layers[min(loads, key=lambda stage: loads[stage])] += 1
-    reasons.append(f"stages: {', '.join(map(str, layers))} layers on ranks 0 to {stages - 1}, by speed and memory")
+    reasons["stages"] = f"stages: {', '.join(map(str, layers))} layers on ranks 0 to {stages - 1}, by speed and memory"
     return tuple(layers)
 
 

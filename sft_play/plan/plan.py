@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.reader import misfit
+from sft_play.config.reader import misfit, record_of
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
+from sft_play.plan.experience import Work
 from sft_play.plan.hardware import Device
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import Prepared
@@ -42,10 +43,6 @@ class RankPlan:
     capacity_bytes: int
     most_rows: int = 0
     """The largest micro-batch that fits this rank; 0 in plans of earlier versions."""
-    cost: tuple[float, float] | tuple[()] = ()
-    """(seconds of a micro-step however few its rows, seconds of each row or pack), measured or by prior; `()` when
-    unknown.
-    """
 
     @property
     def worst_rows(self) -> int:
@@ -180,7 +177,9 @@ class Plan(Setup):
     mfu: float | None = None
     """Forecast share of the devices' peak that goes into what every token must cost (recomputation left out)."""
     speed_basis: str | None = None
-    """What the forecast rests on: a prior, or a calibration with its date."""
+    """What the forecast rests on: a run that was measured, or a guess with its arithmetic."""
+    work: Work | None = None
+    """What later forecasts compare this run by, and what arithmetic alone expects of it."""
     energy_kwh: float | None = None
     """At most, of the GPUs at their power limits, for all steps; `None` where a limit is not known."""
     cost: float | None = None
@@ -207,7 +206,8 @@ class Plan(Setup):
     """
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """What was changed because memory ran out, oldest first (`launch.recovery.facts`)."""
-    reasons: tuple[str, ...]
+    reasons: Mapping[str, str]
+    """Kind of a choice, such as `strategy` -> why it is as it is, in the order in which choices were made."""
     remedies: tuple[str, ...]
     notices: tuple[str, ...] = ()
     """Reasons that may surprise, shown with every plan."""
@@ -245,9 +245,9 @@ class Plan(Setup):
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        ranks = tuple(RankPlan(**{**rank, "cost": tuple(rank.get("cost", ()))}) for rank in value["ranks"])
         lists = {name: tuple(one) for name, one in value.items() if isinstance(one, list)}
-        return Plan(**{**value, **lists, "ranks": ranks})
+        work = value["work"] and record_of(value["work"], Work)
+        return Plan(**{**value, **lists, "work": work, "ranks": tuple(RankPlan(**rank) for rank in value["ranks"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

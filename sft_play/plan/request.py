@@ -17,7 +17,7 @@ from typing import Any
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, LaunchConfig, TrainConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.calibration import Calibration, same_name
+from sft_play.plan.experience import PastRun
 from sft_play.plan.hardware import (
     FULL,
     GIB,
@@ -255,8 +255,8 @@ class Request:
     typed: Callable[[str], bool] = frozenset[str]().__contains__
     """Whether a key was given on the command line."""
     prepared: Prepared | None = None
-    calibration: Calibration | None = None
-    """What was measured on these very devices; without it, speeds are priors."""
+    runs: tuple[PastRun, ...] = ()
+    """Complete runs that teach the forecast, the newest first."""
     memory: Memory = rank_memory
     """The closed formulas, or those corrected by a trace or a probe."""
 
@@ -411,32 +411,32 @@ class Request:
 
 
 def with_machines(request: Request) -> Request:
-    """Return the request with the network, the devices and the measures of all machines as far as they are known. Raise
+    """Return the request with the network and the devices of all machines as far as they are known. Raise
     `HardwareError`.
     """
-    launch, calibration = request.launch, request.calibration
+    launch = request.launch
     hardware = with_network(request.config, request.hardware, launch)
     if launch.num_nodes > 1 and one_each(hardware, launch):
         launch = replace(launch, node_devices=tuple((device,) for device in hardware.devices))
-    others = {same_name(device.name) for devices in launch.node_devices for device in devices}
-    if calibration and not others <= {*calibration.others, same_name(calibration.device)}:
-        calibration = None  # measures and guesses do not compare
-    return replace(request, hardware=hardware, launch=launch, calibration=calibration)
+    return replace(request, hardware=hardware, launch=launch)
 
 
-def describe_machines(request: Request) -> list[str]:
+def describe_machines(request: Request) -> dict[str, str]:
     """Return what is known of this machine and the others, and what of it does not count."""
     hardware, launch, ranks, text = request.hardware, request.launch, request.ranks, request.config.launch.network
-    found = ["for hardware as described, not for this machine"] if hardware.described else []
-    found += [hardware.unused] if hardware.unused else []
+    found = {"described": "for hardware as described, not for this machine"} if hardware.described else {}
+    found |= {"unused": hardware.unused} if hardware.unused else {}
     nodes, speed = launch.num_nodes, hardware.network_bytes_per_second
     if nodes > 1 and launch.node_devices:
         named = ", ".join(f"{node}: {ranks.name_of(node)}" for node in range(min(nodes, 8)))
-        found.append(f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{', ...' if nodes > 8 else ''})")
+        more = ", ..." if nodes > 8 else ""
+        found["nodes"] = f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{more})"
     elif nodes > 1:
-        found.append(f"{nodes} nodes, each with the devices of this one")
+        found["nodes"] = f"{nodes} nodes, each with the devices of this one"
     if text and speed and request.typed("launch.network") and _network_speed(text) != speed:
-        found.append(f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}")
+        found["launch.network"] = (
+            f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"
+        )
     return found
 
 

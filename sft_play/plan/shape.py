@@ -459,18 +459,16 @@ def check_targets(config: Config, shape: ModelShape) -> None:
         )
 
 
-def describe_adapters(config: Config, shape: ModelShape) -> list[str]:
+def describe_adapters(config: Config, shape: ModelShape) -> dict[str, str]:
     """Return the reason that names what is adapted, with the parameters of its adapters."""
     lora = config.tuning.lora
     if config.tuning.mode == "full":
-        return []
+        return {}
     found = shape.adapter_targets(lora.target_modules)
     names = ", ".join(dict.fromkeys(one.typed for one in found))
     frozen = dict.fromkeys(one.typed for one in shape.matrices if one.kind == "experts" and one not in found)
-    return [
-        f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora.r, lora.target_modules):,} parameters"
-        + (f"; {', '.join(frozen)} stay frozen" if frozen else "")
-    ]
+    text = f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora.r, lora.target_modules):,} parameters"
+    return {"adapters": text + (f"; {', '.join(frozen)} stay frozen" if frozen else "")}
 
 
 def quantises_experts(tuning: TuningConfig, strategy: str) -> bool:

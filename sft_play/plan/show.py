@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sft_play.errors import UserError
-from sft_play.plan.batch import Cost, rank_seconds, spans
-from sft_play.plan.hardware import GIB, Hardware
+from sft_play.plan.batch import spans
+from sft_play.plan.hardware import GIB, Hardware, find_card
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
@@ -54,7 +54,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
         lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
         if plan.exchanges:
             lines += ["", *show_exchanges(plan.exchanges), ""]
-        lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
+        lines += [f"  {'because' if not number else '':<9}{why}" for number, why in enumerate(plan.reasons.values())]
     else:
         lines.append(
             f"  speed    {speed[0]}" + (f", {duration(plan.total_seconds)} in all" if plan.total_seconds else "")
@@ -99,32 +99,15 @@ def _ranks(plan: Plan) -> list[str]:
     unit = "packs" if plan.pack_tokens else "rows"
     slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
     counts = spans(plan.global_batch_size, slots) if not plan.pack_tokens else None
-    seconds = _rank_seconds(plan)
-    lines = [
-        f"  {'rank':>6}  {'device':<26}{'micro-batch':>12}{'micro-steps':>12}{unit:>8}{'would fit':>11}"
-        + (f"{'s a step':>10}" if seconds else "")
-    ]
+    lines = [f"  {'rank':>6}  {'device':<26}{'micro-batch':>12}{'micro-steps':>12}{unit:>8}{'would fit':>11}"]
     for rank in plan.ranks[:MOST_LISTED]:
         rows = counts[rank.rank] if counts else f"{rank.micro_batch * rank.accumulation} max"
         lines.append(
             f"  {rank.rank:>6} "
             f" {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
-            + (f"{figure(seconds[rank.rank]):>10}" if seconds else "")
         )
     rest = len(plan.ranks) - MOST_LISTED
     return [*lines, *([f"  and {rest} more"] if rest > 0 else []), ""]
-
-
-def _rank_seconds(plan: Plan) -> tuple[float, ...]:
-    """Return what each rank computes in a step; nothing where that is not known."""
-    costs = [
-        Cost(fixed_seconds=rank.cost[0], row_seconds=rank.cost[1], most_rows=rank.most_rows)
-        for rank in plan.ranks
-        if rank.cost
-    ]
-    if len(costs) < len(plan.ranks) or plan.pack_tokens:
-        return ()
-    return rank_seconds(plan.global_batch_size, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks], costs)
 
 
 def _steps(plan: Plan) -> str:
@@ -220,7 +203,7 @@ def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
 # The forecast as people read it: speed, time, communication, energy and money.
 
 
-CARDS = "unknown for these devices until they have trained (`make bench` measures them)"
+CARDS = "unknown for these devices until they have trained (`make bench` trains some steps)"
 
 
 def show_speed(plan: Plan) -> list[str]:
@@ -228,7 +211,7 @@ def show_speed(plan: Plan) -> list[str]:
     communication = _communication(plan)
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
         return [*_unknown(plan), *communication]
-    lines = [f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"]
+    lines = [f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis})"]
     lines[0] += f", {figure(plan.seconds_per_step)} s a step" + (
         f", MFU {plan.mfu:.0%}" if plan.mfu is not None else ""
     )
@@ -257,9 +240,8 @@ def _unknown(plan: Plan) -> list[str]:
     """Return which of the two is not known, the devices' speed or the network's, and how to tell it."""
     if plan.offload_optimizer or plan.offload_parameters:
         return ["unknown with offloading: states cross PCIe in every micro-step, and the CPU makes the update; slow"]
-    lines = (
-        [] if all(rank.cost for rank in plan.ranks) else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
-    )
+    known = plan.device == "cpu" or all(find_card(rank.device_name) for rank in plan.ranks)
+    lines = [] if known else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
     if plan.num_nodes > 1 and plan.communication_seconds is None:
         speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
         lines.append("unknown for the network between the nodes")
@@ -307,16 +289,12 @@ still counts.
 
 def _cause(seconds: float | None, basis: str | None) -> str:
     """Return what may have made the speed another than the forecast's, by what is known when the run has ended."""
-    found = (
-        []
-        if basis and not basis.startswith("a prior")
-        else ["this machine's speed was a guess (`make bench` measures it)"]
-    )
+    found = ["the forecast was a guess; the next one goes by this run"] if basis and basis.startswith("a guess") else []
     if seconds and seconds < SHORT_SECONDS:
         found.append("start-up counts in so short a run")
     if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
         found.append("other processes use these cores")
-    return "unlike the forecast: " + (", and ".join(found) or "`make bench` measures this machine again")
+    return "unlike the forecast: " + (", and ".join(found) or "the next forecast goes by this run")
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:

@@ -22,8 +22,8 @@ from sft_play.config.schema import Config
 from sft_play.errors import DataError, UserError
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.architecture import architecture_of, end_tracer, running_tracer, shape_of, versions
-from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
+from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes
@@ -79,9 +79,9 @@ def _plan_by(request: Request, source: Source) -> Plan:
     if source == "formula":
         return _by_formula(request)
     if request.config.tuning.backend == "unsloth":
-        return _with_reason(_by_formula(request), UNSLOTH)
+        return _by_formula(request, UNSLOTH)
     if request.config.launch.strategy == "pipeline":
-        return _with_reason(_by_formula(request), "memory by formula: the stages of a pipeline are not traced")
+        return _by_formula(request, "memory by formula: the stages of a pipeline are not traced")
     if request.shape.counted and (source == "known" or request.prepared):
         source = "probe" if source == "probe" else "trace"
     if source == "auto":
@@ -94,10 +94,12 @@ def _plan_by(request: Request, source: Source) -> Plan:
     return _by_trace(request, memory)
 
 
-def _by_formula(request: Request) -> Plan:
+def _by_formula(request: Request, why: str = "") -> Plan:
     config, shape = request.config, request.shape
     plan = with_peak(make_plan(replace(request, memory=rank_memory)), config, shape)
-    return _with_reason(plan, f"{_unknown(shape)} as if it were a Llama of these sizes") if shape.counted else plan
+    if shape.counted:
+        plan = _with_reason(plan, f"{_unknown(shape)} as if it were a Llama of these sizes", "family")
+    return _with_reason(plan, why) if why else plan
 
 
 def _unknown(shape: ModelShape) -> str:
@@ -136,9 +138,7 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     plan, probed = _by_probe(traced, memory, plan)
     setup = setup_of(plan)
     if memory.error and not probed:
-        return _with_reason(
-            _by_formula(request), f"memory by formula: the trace cannot run this architecture ({memory.error})"
-        )
+        return _by_formula(request, f"memory by formula: the trace cannot run this architecture ({memory.error})")
     seen = [memory.found.get((setup, rank.worst_rows)) for rank in plan.ranks]
     worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
     if worst is None or None in seen:
@@ -149,7 +149,7 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     plan = with_peak(plan, config, shape, worst.moment, worst.operation)
     if probed:
         return plan
-    plan = _with_reason(plan, f"{_unknown(shape)} are traced") if shape.counted else plan
+    plan = _with_reason(plan, f"{_unknown(shape)} are traced", "family") if shape.counted else plan
     return replace(_with_reason(plan, f"memory by trace of {_traced(setup)}"), source="trace")
 
 
@@ -190,8 +190,8 @@ def _traced(setup: Setup) -> str:
     )
 
 
-def _with_reason(plan: Plan, reason: str) -> Plan:
-    return replace(plan, reasons=(*plan.reasons, reason))
+def _with_reason(plan: Plan, reason: str, kind: str = "source") -> Plan:
+    return replace(plan, reasons={**plan.reasons, kind: reason})
 
 
 LAN = "12GB+8GB+8GB@1Gbit"
@@ -245,7 +245,7 @@ def plan_for(
         launch=request,
         typed=loaded.typed,
         prepared=prepared or lookup(config),
-        calibration=load_calibration(hardware),
+        runs=past_runs(),
     )
     try:
         return plan_by_source(asked, source)

@@ -1,10 +1,10 @@
 """How a run is shared out: the strategy of a command, and what `auto` turns to when a replica does not fit.
 
-`auto`: DDP when a replica fits (recomputing activations if it must); else what the forecast prefers of FSDP2 shards,
-slices of layers or lines, and a pipeline; else, on one machine, 8-bit optimizer states; else ZeRO-3 with everything
-offloaded, where the machine's memory holds it. Over a slow network weights never travel unless someone says so.
-Machines that have not met change nothing: each plans by itself, from memory of its own, and all must come to the same
-run. A typed `tuning.mode` is never quantised; that is proposed. Pure.
+`auto`: DDP when a replica fits (recomputing activations if it must); else FSDP2 shards; else, where these do not fit or
+the network between ranks is slow, slices of lines or layers within a machine, or a pipeline; else, on one machine, 8-bit
+optimizer states; else ZeRO-3 with everything offloaded, where the machine's memory holds it. Over a slow network weights
+never travel unless someone says so. Machines that have not met change nothing: each plans by itself, from memory of its
+own, and all must come to the same run. A typed `tuning.mode` is never quantised; that is proposed. Pure.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from sft_play.config.schema import Config, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import host_bytes
-from sft_play.plan.network import GATHERING, gathering_arithmetic, may_quantise, slow_network
+from sft_play.plan.network import (
+    GATHERING,
+    check_gathering,
+    gathering_arithmetic,
+    have_nvlink,
+    may_quantise,
+    slow_network,
+)
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
 from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan, visible_variable
-from sft_play.text import figure
 
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloading may take."""
-MUCH_FASTER = 2.0
-"""FSDP2 is left where another way is so many times as fast: the forecast adds all that it sends, of which most hides
-behind computing.
-"""
 SMALL_OPTIMIZER = "adamw_bnb_8bit"
 
 
-def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
+def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
     """Return the strategy of a command. Raise `UserError` where the configuration contradicts it."""
     config, launch = request.config, request.launch
     wanted, command = config.launch.strategy, launch.command_strategy
@@ -64,9 +66,9 @@ def choose_strategy(request: Request, reasons: list[str]) -> Strategy:
         chosen, why = "ddp", "each rank holds a whole replica, and gradients alone are exchanged"
     else:
         chosen, why = wanted, "`launch.strategy`"
-    reasons.append(f"strategy {chosen}: {why}")
+    reasons["strategy"] = f"strategy {chosen}: {why}"
     if config.tuning.backend == "unsloth" and request.hardware.kind == "cpu":
-        reasons.append("unsloth has no kernels for CPUs: transformers and PEFT compute, row by padded row (slow)")
+        reasons["unsloth"] = "unsloth has no kernels for CPUs: transformers and PEFT compute, row by padded row (slow)"
     _check(request, chosen)
     return cast(Strategy, chosen)
 
@@ -123,7 +125,7 @@ def _check(request: Request, chosen: str) -> None:
 
 
 def settle(
-    request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide, reasons: list[str]
+    request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide, reasons: dict[str, str]
 ) -> Plan | tuple[Setup, tuple[int, ...]]:
     """Return setup and rows per rank when they fit, or the plan of another strategy that `auto` takes because they do
     not.
@@ -157,11 +159,12 @@ def settle(
         request.require(setup, fitting)
     except DoesNotFitError as error:
         raise _refusal(request, error, sharded, fitting) from None
+    check_gathering(request, setup)
     network = slow_network(request)
     if setup.strategy in GATHERING and network:
         who = "`launch.strategy`" if config.launch.strategy != "auto" else "the command"
         smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
-        reasons.append(
+        reasons["slow"] = (
             f"SLOW: {who} forces {setup.strategy} over {network}: {gathering_arithmetic(request, setup)}. Replicas"
             f" (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit. A pipeline"
             " (`LAUNCH_STRATEGY=pipeline`) sends hidden states alone"
@@ -177,45 +180,41 @@ def is_automatic(config: Config, launch: LaunchRequest) -> bool:
 def _share_model(
     request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide
 ) -> Plan | DoesNotFitError | None:
-    """Return the plan of the way to share out the model, or its rows, that the forecast prefers; what FSDP2 lacks where
-    none fits.
+    """Return the plan of the first way that fits to share out the model, or its rows; what FSDP2 lacks where none
+    does.
     """
-    found: dict[str, Plan] = {}
-    shards = None if slow_network(request) else _shards(request, decide)
+    replica, network = _replica(request, setup, fitting), slow_network(request)
+    shards = None if network else _shards(request, decide)
     if isinstance(shards, Plan):
-        found["fsdp2"] = shards
+        why = f"{replica}, so weights are shared out{_if_quantised(request, setup)}"
+        return _rename_strategy(shards, shards.strategy, why)
     for way, changed in _ways(request):
         plan = try_plan(request, changed, decide)
-        if isinstance(plan, Plan) and not plan.remedies and way.split()[0] not in {other.split()[0] for other in found}:
-            found[way] = plan
-    if not found:
-        return shards
-    seconds = {way: plan.seconds_per_step or plan.communication_seconds or math.inf for way, plan in found.items()}
-    best = min(found, key=lambda way: seconds[way])
-    if seconds.get("fsdp2") == math.inf or seconds.get("fsdp2", math.inf) < MUCH_FASTER * seconds[best]:
-        best = "fsdp2"
-    plan, why = found[best], f"{best}, since {_replica(request, setup, fitting)}"
-    if best == "fsdp2":
-        why = f"{_replica(request, setup, fitting)}, so weights are shared out" + _if_quantised(request, setup)
-    measure = "a step" if plan.seconds_per_step else "of sending a step"
-    rates = [f"{way} {figure(spent)} s" for way, spent in seconds.items() if spent < math.inf]
-    if len(rates) > 1 or (rates and best != "fsdp2"):
-        why += f"; by forecast {measure}: {', '.join(rates)}"
-    if network := slow_network(request):
-        why += f"; fsdp2 over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
-    return _rename_strategy(plan, plan.strategy, why)
+        if isinstance(plan, Plan) and not plan.remedies:
+            why = f"{way}, since {replica}"
+            if network:
+                why += f"; fsdp2 over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
+            elif shards:
+                why += f"; with weights shared out by fsdp2 still {shards.need_bytes / GIB:.1f} GiB"
+            return _rename_strategy(plan, plan.strategy, why)
+    return shards
 
 
 def _ways(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield how neighbouring ranks could share layers, lines or the model, the smallest groups first, each as if it
-    were typed.
+    """Yield how neighbouring ranks could share lines, layers or the model, as if it were typed, what is tried first
+    first.
+
+    Slices of lines send least of those that join all ranks in each layer; slices of layers need NVLink, without which
+    a pipeline, that sends hidden states alone, is better.
     """
-    near = math.gcd(*request.ranks.nodes)
-    for key in ("tensor_parallel", "sequence_parallel"):
-        for size in range(2, near + 1):
-            if near % size == 0:
-                yield f"{key} {size}", request.with_keys({f"launch.{key}": size})
-    yield "pipeline", request.with_keys({"launch.strategy": "pipeline"})
+    near, linked = math.gcd(*request.ranks.nodes), have_nvlink(request.ranks.devices)
+    sizes = [size for size in range(2, near + 1) if near % size == 0]
+    lines, layers = (
+        [(f"{key} {size}", request.with_keys({f"launch.{key}": size})) for size in sizes]
+        for key in ("sequence_parallel", "tensor_parallel")
+    )
+    pipeline = [("pipeline", request.with_keys({"launch.strategy": "pipeline"}))]
+    yield from (*lines, *layers, *pipeline) if linked else (*lines, *pipeline, *layers)
 
 
 def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
@@ -242,7 +241,7 @@ def _if_quantised(request: Request, setup: Setup) -> str:
 
 
 def _small_optimizer(
-    request: Request, setup: Setup, fitting: tuple[int, ...], reasons: list[str]
+    request: Request, setup: Setup, fitting: tuple[int, ...], reasons: dict[str, str]
 ) -> tuple[Setup, tuple[int, ...]]:
     """Return setup and rows with 8-bit Adam where its states alone are what does not fit."""
     replicas = setup.device == "cuda" and setup.strategy in ("single", "ddp") and setup.optim.startswith("adamw_torch")
@@ -254,8 +253,7 @@ def _small_optimizer(
         return setup, fitting
     room = request.room[fitting.index(min(fitting))]
     before, after = (request.parts(case, wanted).get("optimizer", 0) / GIB for case in (setup, smaller))
-    reasons[:] = [reason for reason in reasons if not reason.startswith("optimizer ")]
-    reasons.append(
+    reasons["optimizer"] = (
         f"optimizer {SMALL_OPTIMIZER}: with {setup.optim} a rank needs {request.need(setup, wanted) / GIB:.1f} of"
         f" {room / GIB:.1f} GiB; 8-bit states take {after:.1f} GiB instead of {before:.1f}"
     )
@@ -319,8 +317,7 @@ def _replica(request: Request, setup: Setup, fitting: tuple[int, ...]) -> str:
 
 def _rename_strategy(plan: Plan, strategy: str, why: str) -> Plan:
     """Return the plan with `why` as the reason of its strategy."""
-    named = (f"strategy {strategy}: {why}" if reason.startswith("strategy ") else reason for reason in plan.reasons)
-    return replace(plan, reasons=tuple(named))
+    return replace(plan, reasons={**plan.reasons, "strategy": f"strategy {strategy}: {why}"})
 
 
 def has_bitsandbytes() -> bool:

@@ -1,8 +1,9 @@
-"""How fast: seconds of an optimizer step from arithmetic, memory traffic and network. Pure.
+"""How fast: seconds of an optimizer step from arithmetic, memory traffic and network. It informs, and decides nothing.
+Pure.
 
-A rank's step = micro-steps x (fixed seconds + FLOPs / speed) + what the optimizer reads and writes / bandwidth; the
-slowest rank sets the pace, and the exchange comes on top. Speeds are priors, or what `make bench` measured on the very
-device (docs/forecast.md).
+A rank's step = micro-steps x fixed seconds + FLOPs / speed + what the optimizer reads and writes / bandwidth; the
+slowest rank sets the pace, and the exchange comes on top. Speeds are guesses by data sheets; where a complete run on
+such devices with a like model was measured, the whole is scaled by what that run made of its guess (docs/forecast.md).
 
 FLOPs: every linear weight costs a token 2 forward, 2 for the gradient of its input, 2 more when it trains, and 2 again
 when the forward pass is recomputed; the head only at tokens with a label (`training/loss.py`). Attention costs 4 d a
@@ -11,20 +12,19 @@ layer for each pair of tokens forward, 2.5 times that backward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.plan.batch import rank_rows, spans
-from sft_play.plan.epoch import Data, Division, rows_data
+from sft_play.plan.division import Data, Division, rows_data
+from sft_play.plan.experience import Work, most_like, same_name
 from sft_play.plan.hardware import Device, fp32_share
 from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
-from sft_play.plan.network import exchange_seconds, link_of, slices_seconds, stage_shares
+from sft_play.plan.network import exchange_seconds, link_bytes_per_second, slices_seconds, stage_shares
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
+from sft_play.text import figure
 
 GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
@@ -32,7 +32,7 @@ GPU_LAYER_SECONDS = 6e-4
 """Time in which Python launches one layer's kernels, both passes: a floor for small micro-steps (inferred, unverified).
 """
 CPU_FLOPS_PER_THREAD = 8e10
-"""fp32 operations per second and thread of SmolLM2-135M's steps with adapters on two cores of a server (`make bench`,
+"""fp32 operations per second and thread of SmolLM2-135M's steps with adapters on two cores of a server (measured on
 2026-11-21).
 """
 CPU_LAYER_SECONDS = 8e-3
@@ -40,7 +40,7 @@ CPU_LAYER_SECONDS = 8e-3
 same run).
 """
 CPU_BANDWIDTH = 2e10
-"""Bytes per second, read and written, that a desktop's memory copies (a server: 33 to 66 GB/s, `make bench`)."""
+"""Bytes per second, read and written, that a desktop's memory copies (a server: 33 to 66 GB/s)."""
 OPTIMIZER_TRAFFIC = 40
 """Bytes moved per trained fp32 weight: clipping reads the gradient and scales it (12), AdamW reads four values and
 writes three (28).
@@ -49,31 +49,40 @@ TYPICAL_BALANCE = 60.0
 """Operations that training does in the time in which memory moves a byte, on cards whose figures are not known (an A100
 54, an RTX 4090 57, an H200 72: 0.35 of the peak over the bandwidth).
 """
+TYPICAL_FLOPS, TYPICAL_BANDWIDTH, TYPICAL_NETWORK = 1e14, 1e12, 1e9
+"""Of cards and networks whose speed is not known: runs on them compare by it, and no figure is shown.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What is expected; `None` where a device's speed is unknown."""
+    """What is expected; `None` where it is not known. It only informs: nothing is decided by it."""
 
-    tokens_per_second: float | None = None
+    tokens_per_second: float | None
     """Over all ranks."""
-    communication_share: float | None = None
-    communication_seconds: float | None = None
+    seconds_per_step: float | None
+    communication_seconds: float | None
     """Of a step."""
-    seconds_per_step: float | None = None
-    rank_seconds: tuple[float, ...] = ()
-    """Of computing, by rank."""
-    mfu: float | None = None
+    mfu: float | None
     """Model FLOPs utilisation: what every token must cost, recomputation left out, as a share of all devices' peak."""
-    basis: str | None = None
+    basis: str | None
     """What the figure rests on, in words."""
+    work: Work
+    """What runs are compared by."""
+
+    @property
+    def communication_share(self) -> float | None:
+        """Of a step."""
+        if self.seconds_per_step is None or self.communication_seconds is None:
+            return None
+        return min(1.0, self.communication_seconds / self.seconds_per_step)
 
     @property
     def computing_seconds(self) -> float | None:
         """Of a step, without its exchange."""
         if self.seconds_per_step is None or self.communication_seconds is None:
             return None
-        return self.seconds_per_step - self.communication_seconds
+        return max(0.0, self.seconds_per_step - self.communication_seconds)
 
 
 def batch_flops(
@@ -90,18 +99,17 @@ def batch_flops(
     return linear + attention + adapters
 
 
-def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | None = None, inside: float = 0.0) -> float:
+def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool, inside: float) -> float:
     """Return the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
 
     Kernels skip the half above the diagonal when no mask is given: always where attention goes by lengths, else for a
-    single row, for unmasked ones and for padded ones of one length (unless `ragged` says that real ones differ). Rows
-    in one line under a mask are scored against each other too, and the result thrown away.
+    single row, for unmasked ones and for padded ones unless they are `ragged`. Rows in one line under a mask are scored
+    against each other too, and the result thrown away.
     """
     if setup.pack_tokens:  # a mask even for one, unless the kernel takes the rows' own lengths
         near = inside or max(lengths, default=0.0)
         return sum(lengths) * (near / 2 if setup.attn_implementation in BY_LENGTHS else sum(lengths))
-    uneven = len(set(lengths)) > 1 if ragged is None else ragged and len(lengths) > 1
-    masked = len(lengths) > 1 and (setup.layout == "flattened" or (setup.layout == "padded" and uneven))
+    masked = len(lengths) > 1 and (setup.layout == "flattened" or (setup.layout == "padded" and ragged))
     if setup.attn_implementation in BY_LENGTHS or (setup.attn_implementation == "sdpa" and not masked):
         return sum(length**2 for length in lengths) / 2
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
@@ -112,45 +120,6 @@ def flops_per_token(
 ) -> float:
     """Return floating-point operations for one trained token in rows of `tokens`, each attending to those before it."""
     return batch_flops(config, shape, tokens=1, labels=label_share, pairs=tokens / 2, recompute=recompute)
-
-
-WORK_OF_SHAPE = "model_type", "hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "experts"
-WORK_OF_SETUP = "precision", "weights_dtype", "gradient_checkpointing", "layout", "optim"
-
-
-def describe_work(config: Config, shape: ModelShape, setup: Setup) -> dict[str, Any]:
-    """Return what the speed of a step depends on beside the device and the rows, as plain data that JSON keeps."""
-    lora = config.tuning.lora
-    targets = sorted({one.typed for one in shape.adapter_targets(lora.target_modules)})
-    adapters = {} if config.tuning.mode == "full" else {"r": lora.r, "targets": targets, "dropout": lora.dropout}
-    return {
-        **{name: getattr(shape, name) for name in WORK_OF_SHAPE},
-        **{name: getattr(setup, name) for name in WORK_OF_SETUP},
-        "mode": config.tuning.mode,
-        "backend": config.tuning.backend,
-        "quantization": config.tuning.quantization,
-        "adapters": adapters,
-        "attention": setup.attn_implementation,
-        "sharded": setup.strategy in ("zero3", "fsdp2"),
-    }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
-    """How one rank gets on."""
-
-    seconds_per_micro_step: float
-    flops_per_second: float
-    least_seconds: float = 0.0
-    """No micro-step is faster: the time in which Python launches its kernels, while a GPU computes."""
-    basis: str = "a prior, not measured here"
-    """What it rests on, in words."""
-
-    def seconds(self, flops: float, micro_steps: float) -> float:
-        """Return the time of `micro_steps` with `flops` in all."""
-        return max(
-            self.seconds_per_micro_step * micro_steps + flops / self.flops_per_second, self.least_seconds * micro_steps
-        )
 
 
 def _reached(peak_flops: float, device: Device, setup: Setup) -> float:
@@ -184,96 +153,86 @@ def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, devic
     return flops + _expansion_bytes(config, shape, setup) * balance / (rows * setup.row_tokens)
 
 
-def forecast(request: Request, division: Division, data: Data | None = None) -> Forecast:
-    """Return the expected speed of optimizer steps that are divided so; `data`: what the average row is like, if not as
-    prepared.
+def forecast(request: Request, division: Division) -> Forecast:
+    """Return the expected speed of optimizer steps that are divided so: by arithmetic, and by the run that is most like
+    this one where there is any.
     """
     config, shape, setup, hardware = request.config, request.shape, division.setup, request.hardware
-    devices, micro_steps = request.ranks.devices, division.micro_steps
-    data = data or rows_data(request, division)
-    if setup.offload_optimizer or setup.offload_parameters:
-        return Forecast()  # what crosses PCIe in every micro-step, and the CPU's update, were never measured
-    link = link_of(hardware, devices, request.launch.num_nodes, request.calibration)
-    if link is None:
-        return Forecast()
-    micros, own_steps = division.batch.micro_batches, division.own_steps
-    counts = (
-        spans(division.rows, tuple(zip(micros, own_steps, strict=True)))
-        if own_steps
-        else rank_rows(division.rows, micros)
-    )
-    exchange = exchange_seconds(request, setup, micro_steps, link)
-    exchange += slices_seconds(request, setup, max(counts) * data.row_tokens, micro_steps)
-    paces = paces_of(request, setup, data)
-    if paces is None:
-        return Forecast(
-            communication_seconds=exchange if hardware.network_bytes_per_second and len(devices) > 1 else None
-        )
+    devices, micro_steps, data = request.ranks.devices, division.micro_steps, rows_data(request, division)
+    link = link_bytes_per_second(hardware, devices, request.launch.num_nodes)
+    exchange = exchange_seconds(request, setup, micro_steps, link or TYPICAL_NETWORK)
+    exchange += slices_seconds(request, setup, max(division.shares) * data.row_tokens)
+    own_steps = division.own_steps or (micro_steps,) * len(division.shares)
     stages = list(zip(devices, stage_shares(shape, setup.stages), strict=False))
 
     def computing(device: Device, rows: int, steps: int) -> float:
         if not rows:
             return 0.0
         flops, parts = step_flops(config, shape, setup, rows, steps, data), stages or [(device, 1.0)]
-        return max(paces[one].seconds(share * len(parts) * flops, share * steps) for one, share in parts)
+        return max(_seconds(request, setup, one, share * len(parts) * flops, share * steps) for one, share in parts)
 
-    spent = tuple(map(computing, request.data_devices, counts, own_steps or (micro_steps,) * len(counts)))
-    seconds = max(spent) + optimizer_seconds(request, setup, devices) + exchange
-    speed = division.rows * data.row_tokens / seconds
+    guess = max(map(computing, request.data_devices, division.shares, own_steps))
+    guess += optimizer_seconds(request, setup, devices) + exchange
+    tokens = division.rows * data.row_tokens
+    work = Work(
+        devices=tuple(sorted({same_name(device.name) for device in devices})),
+        world_size=len(devices),
+        strategy="pipeline" if setup.stages else setup.strategy,
+        mode=config.tuning.mode,
+        precision=setup.precision,
+        offload=setup.offload_optimizer or setup.offload_parameters,
+        flops_per_token=_useful_flops(request),
+        guess=tokens / guess,
+    )
+    peaks = setup.device == "cpu" or all(device.peak_flops for device in devices)
+    run = most_like(request.runs, work, same_world=link is None)
+    basis, seconds = None, None
+    if run:
+        seconds = guess * run.work.guess / run.steady_tokens_per_second
+        basis = f"by run `{run.name}`: {run.steady_tokens_per_second:,.0f} tokens/s"
+    elif peaks and link and not work.offload:
+        seconds, basis = (
+            guess,
+            _arithmetic(request, setup, step_flops(config, shape, setup, 1, 1, data) / data.row_tokens),
+        )
+    known = link is not None and len(devices) > 1 and bool(seconds or hardware.network_bytes_per_second)
     return Forecast(
-        tokens_per_second=speed,
-        communication_share=exchange / seconds,
-        communication_seconds=exchange,
+        tokens_per_second=tokens / seconds if seconds else None,
         seconds_per_step=seconds,
-        rank_seconds=spent,
-        mfu=_utilisation(request, speed),
-        basis=paces[devices[0]].basis,
+        communication_seconds=exchange
+        if known and not work.offload
+        else 0.0
+        if seconds and len(devices) == 1
+        else None,
+        mfu=_utilisation(request, tokens / seconds) if seconds else None,
+        basis=basis,
+        work=work,
     )
 
 
-def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace] | None:
-    """Return the pace of a rank on each device, `None` where the speed of one is unknown. A fit of other work is scaled
-    by layers.
-    """
-    config, shape, calibration, devices = request.config, request.shape, request.calibration, request.ranks.devices
-    share = request.launch.num_nodes / len(devices)
-    per_token = flops_per_token(
-        config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
-    )
-    found: dict[Device, Pace] = {}
-    for device in dict.fromkeys(devices):
-        known = calibration.of(device.name) if calibration else None
-        elsewhere = known.threads if calibration and known and calibration.others else request.hardware.cpu_threads
-        threads = elsewhere * share if setup.device == "cpu" else 1.0
-        fit, exact = known.fit_for(describe_work(config, shape, setup), per_token, threads) if known else (None, False)
-        if fit:
-            other = f"by `make bench` with {fit.model} on {fit.measured}, other work than this"
-            found[device] = Pace(
-                seconds_per_micro_step=fit.seconds_per_micro_step * shape.layers / fit.layers,
-                flops_per_second=fit.flops_per_second * threads / fit.threads,
-                basis=f"calibrated by `make bench` on {fit.measured}" if exact else other,
-            )
-        elif setup.device == "cpu":
-            found[device] = Pace(
-                seconds_per_micro_step=CPU_LAYER_SECONDS * shape.layers, flops_per_second=threads * CPU_FLOPS_PER_THREAD
-            )
-        elif device.peak_flops:
-            found[device] = Pace(
-                seconds_per_micro_step=_expansion_bytes(config, shape, setup) / (device.bandwidth or math.inf),
-                flops_per_second=_reached(device.peak_flops, device, setup),
-                least_seconds=GPU_LAYER_SECONDS * shape.layers,
-            )
-        else:
-            return None
-    return found
+def _seconds(request: Request, setup: Setup, device: Device, flops: float, micro_steps: float) -> float:
+    """Return the time that a rank computes for `micro_steps` with `flops` in all."""
+    layers = request.shape.layers
+    if setup.device == "cpu":
+        return CPU_LAYER_SECONDS * layers * micro_steps + flops / (_threads(request) * CPU_FLOPS_PER_THREAD)
+    writing = _expansion_bytes(request.config, request.shape, setup) / (device.bandwidth or TYPICAL_BANDWIDTH)
+    speed = _reached(device.peak_flops or TYPICAL_FLOPS, device, setup)
+    return max(writing * micro_steps + flops / speed, GPU_LAYER_SECONDS * layers * micro_steps)
 
 
-def padded_tokens(data: Data, micro: float) -> float:
-    """Return the tokens of each of `micro` rows, padded to the longest of them.
+def _threads(request: Request) -> float:
+    """Return the processor threads of a rank."""
+    return request.hardware.cpu_threads * request.launch.num_nodes / len(request.ranks.devices)
 
-    The longest of m rows that are spread evenly around the mean is (m - 1) / (m + 1) of the way to the longest of all.
-    """
-    return data.row_tokens + max(0.0, data.longest - data.row_tokens) * max(0.0, micro - 1) / (micro + 1)
+
+def _arithmetic(request: Request, setup: Setup, flops_per_token: float) -> str:
+    """Return the guess in words."""
+    cost, device = f"{figure(flops_per_token / 1e9)} GFLOP a token", request.ranks.devices[0]
+    if setup.device == "cpu":
+        threads = figure(_threads(request))
+        return f"a guess: {cost} at {threads} threads x {CPU_FLOPS_PER_THREAD / 1e9:.0f} GFLOP/s a rank"
+    peak = figure((device.peak_flops or 0.0) / 1e12)
+    return f"a guess: {cost} at {GPU_EFFICIENCY:.2f} x {peak} TFLOP/s ({device.name})"
 
 
 def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accumulation: int, data: Data) -> float:
@@ -281,7 +240,7 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
     micro-steps.
     """
     micro = rows / accumulation
-    length = data.row_tokens if setup.layout == "flattened" else padded_tokens(data, micro)
+    length = data.row_tokens if setup.layout == "flattened" else data.padded_tokens(micro)
     whole = int(micro)
     lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
     flops = batch_flops(
@@ -303,27 +262,22 @@ def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...
     weight.
     """
     shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
-    measured = request.calibration.bandwidth if request.calibration else None
     if setup.device == "cpu":
-        bandwidth = (measured or CPU_BANDWIDTH) / len(devices)  # processes of one CPU share its memory
+        bandwidth = CPU_BANDWIDTH / len(devices)  # processes of one CPU share its memory
     else:
-        bandwidth = measured or min((device.bandwidth for device in devices if device.bandwidth), default=None) or 3e11
+        bandwidth = min((device.bandwidth for device in devices if device.bandwidth), default=TYPICAL_BANDWIDTH)
     trained = trainable_parameters(request.config, request.shape.take_slice(setup.tensor_parallel))
     return OPTIMIZER_TRAFFIC * trained / shards / max(1, len(setup.stages)) / bandwidth
 
 
-def _utilisation(request: Request, tokens_per_second: float) -> float | None:
-    """Return MFU, which training scales by its own speed: 4 or 6 operations a weight, attention's own products left
-    out.
-    """
-    config, shape, devices, calibration = request.config, request.shape, request.ranks.devices, request.calibration
+def _useful_flops(request: Request) -> float:
+    """Return the operations that a token must cost: 4 or 6 a weight, attention's own products left out."""
+    config, shape = request.config, request.shape
     adapters = 0 if config.tuning.mode == "full" else 6 * trainable_parameters(config, shape)
-    per_token = (6 if config.tuning.mode == "full" else 4) * shape.active_parameters + adapters
-    measured = calibration.peak_flops if calibration else None
-    peaks = [device.peak_flops or measured for device in devices]
-    total = sum(peak for peak in peaks if peak)
-    if not all(peaks) or not total:
-        return None
-    # Processes of one CPU share its peak.
-    shared = request.launch.num_nodes / len(devices) if calibration and calibration.kind == "cpu" else 1
-    return per_token * tokens_per_second / (total * shared)
+    return (6 if config.tuning.mode == "full" else 4) * shape.active_parameters + adapters
+
+
+def _utilisation(request: Request, tokens_per_second: float) -> float | None:
+    """Return MFU, which training scales by its own speed."""
+    peaks = [device.peak_flops for device in request.ranks.devices if device.peak_flops]
+    return _useful_flops(request) * tokens_per_second / sum(peaks) if len(peaks) == len(request.ranks.devices) else None

@@ -126,6 +126,7 @@ _FIGURES = (
     "final_loss",
     "training_seconds",
     "tokens_per_second",
+    "steady_tokens_per_second",
     "peak_memory_bytes",
     "energy_kwh",
     "eval_loss",
@@ -151,6 +152,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "training_metrics.json": {
         **dict.fromkeys(_FIGURES, Number),
         "forecast": {**dict.fromkeys(_FIGURES, Number), "basis": str | None},
+        "work": Mapping[str, Any] | None,
     },
     "phase.json": {"phase": str},
     "manifest.json": {"sources": list[Mapping[str, Any]]},

@@ -126,32 +126,17 @@ class Judge:
         return found if before > GAIN * after else None
 
     def costs(self, sums: Sequence[Sequence[float]]) -> list[Cost]:
-        """Return what a row (or pack) costs each rank; one that was never measured can take none.
-
-        The seconds of a token are measured; how much of a micro-step is there however few its rows is the plan's
-        estimate.
-        """
+        """Return what a row (or pack) costs each rank; one that was never measured can take none."""
         tokens, units = sum(one[2] for one in sums), sum(one[1] for one in sums)
         if self.plan.pack_tokens:
             units = sum(one[3] * rank.micro_batch for one, rank in zip(sums, self.plan.ranks, strict=True))
         found = []
-        for (seconds, _, mine, steps), rank in zip(sums, self.plan.ranks, strict=True):
+        for (seconds, _, mine, _), rank in zip(sums, self.plan.ranks, strict=True):
             if not (seconds and mine):
-                found.append(Cost(fixed_seconds=0.0, row_seconds=1.0, most_rows=0))
+                found.append(Cost(row_seconds=1.0, most_rows=0))
                 continue
-            row, micro_step = seconds / mine * tokens / max(units, 1.0), seconds / steps
-            fixed = self._fixed_share(rank) * micro_step
-            found.append(
-                Cost(fixed_seconds=fixed, row_seconds=row * (1 - fixed / micro_step), most_rows=self.most(rank))
-            )
+            found.append(Cost(row_seconds=seconds / mine * tokens / max(units, 1.0), most_rows=self.most(rank)))
         return found
-
-    @staticmethod
-    def _fixed_share(rank: RankPlan) -> float:
-        if not rank.cost or not rank.micro_batch:
-            return 0.0
-        fixed, row = rank.cost
-        return min(0.9, fixed / max(fixed + rank.micro_batch * row, 1e-12))
 
     def most(self, rank: RankPlan) -> int:
         """Return the largest micro-batch that a rank may come to have.
@@ -177,7 +162,7 @@ def within(rows: int, costs: Sequence[Cost], turns: int, *, same_steps: bool) ->
     """
     if not any(cost.most_rows for cost in costs):
         return None
-    found: Shares = share_out(rows, costs, same_steps=same_steps, most_steps=turns)
+    found: Shares = share_out(rows, costs, same_steps=same_steps)
     over = [rank for rank, (_, steps) in enumerate(found) if steps > turns]
     if not over:
         return found

@@ -48,7 +48,7 @@ def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> Non
     for part in (
         "plan: single on ",
         "accumulation 2 = 8 global / (4 per process x 1 process)",
-        "tokens/s (a prior, not measured here)",
+        "tokens/s (a guess: ",
         "activations",
         "free",
         "to run it: make train CONFIG=configs/quickstart.yaml",

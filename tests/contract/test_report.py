@@ -31,7 +31,14 @@ def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -
     folder = runs / name
     evaluation = folder / "eval" / "step-000040"
     ranks = [{"rank": number, "device": "cpu", "memory_bytes": {"frozen": 2**30, "free": 2**30}} for number in (0, 1)]
-    plan = {"steps": 40, "strategy": "ddp", "world_size": 2, "num_nodes": 1, "ranks": ranks, "reasons": [HOSTILE]}
+    plan = {
+        "steps": 40,
+        "strategy": "ddp",
+        "world_size": 2,
+        "num_nodes": 1,
+        "ranks": ranks,
+        "reasons": {"strategy": HOSTILE},
+    }
     rows = [{"kind": "train", "step": s, "loss": 3 / s, "rank_tokens": [9, 7], "grad_norm": 1.0} for s in range(1, 41)]
     rows += [
         rows.pop() | {"grad_norm": float("nan")},

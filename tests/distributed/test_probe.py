@@ -24,7 +24,7 @@ def test_a_probe_runs_the_longest_rows_and_is_remembered(program: Program, tiny:
     probed = program("plan", *words, "SOURCE=probe", env=env)
     assert probed.code == 0 and probed.json["source"] == "probe", probed.err
     assert "probe: 2 steps with the longest rows, micro-batch 4 ..." in probed.err
-    assert any("memory by a probe" in reason for reason in probed.json["reasons"])
+    assert any("memory by a probe" in reason for reason in probed.json["reasons"].values())
     assert all(200e6 < rank["peak_bytes"] < 2e9 for rank in probed.json["ranks"])
     later = program("plan", *words, env=env)
     assert later.json["source"] == "probe" and later.json["ranks"][0]["micro_batch"] == 4

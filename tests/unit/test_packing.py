@@ -109,7 +109,7 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
 
 
 def reasons(plan: Plan) -> str:
-    return "\n".join(plan.reasons)
+    return "\n".join(plan.reasons.values())
 
 
 def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> None:

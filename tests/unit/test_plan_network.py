@@ -18,7 +18,7 @@ from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from tests.documents import on_page
-from tests.plans import QWEN, SMALL, counts, message, plan_of, reason
+from tests.plans import QWEN, SMALL, counts, message, plan_of
 
 LLAMA2 = "meta-llama/Llama-2-7b-hf"
 CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
@@ -86,10 +86,12 @@ def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: 
 def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(hardware: str, how: dict[str, Any]) -> None:
     case: dict[str, Any] = {"name": QWEN, "max_seq_len": 512, "command_strategy": "auto"} | how
     text = message(UserError, hardware, **case)
-    assert re.search(r"would wait for weights 9.% of each step: every micro-step waits .* x 2/3 / 118 MB/s", text)
+    assert re.search(
+        r"would mostly wait for weights: every micro-step waits 173 s for weights = .* x 2/3 / 118 MB/s", text
+    )
     assert on_page("slow-training-over-ethernet", text)
     assert "LAUNCH_SLOW_NETWORK=allow" in text and "LAUNCH_STRATEGY=ddp" in text
-    assert reason(plan_of(hardware, **case, slow_network="allow"), "SLOW: ")
+    assert plan_of(hardware, **case, slow_network="allow").reasons["slow"].startswith("SLOW: ")
 
 
 @pytest.mark.parametrize(
@@ -174,8 +176,9 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     assert first > second >= third > 0
     assert len({rank.accumulation for rank in plan.ranks}) > 1  # under DDP each has micro-steps of its own
     assert all(0 < rank.micro_batch <= rank.most_rows and rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
-    assert f"rank 2 {third} row" in reason(plan, "shares by speed and memory, of 24 rows a step: rank 0 ")
-    assert float(reason(plan, "unequal shares: ").split(" a step, ")[1].split(" times")[0]) > 1.1
+    why = plan.reasons["shares"]
+    assert f"shares by speed and memory: {first}, {second}, {third} of 24 rows a step instead of 8, 8, 8" in why
+    assert "by the catalogue's speeds 1.1" in why and "until training has measured it" in why
     off = planned(CARDS + "@1Gbit", mode="qlora", global_batch_size=24, balance="off")
     assert (plan.seconds_per_step or 0) < (off.seconds_per_step or 0) and counts(off) == (8, 8, 8)
     assert not plan.notices
@@ -184,6 +187,4 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
 def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
     case: dict[str, Any] = {"strategy": "ddp", "gradient_checkpointing": True, "optim": "sgd"}
     plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", SMALL, "full", max_seq_len=512, global_batch_size=24, **case)
-    assert any(
-        one.startswith("FASTER on rank 0 (RTX4090) alone: ") and "the network included" in one for one in plan.notices
-    )
+    assert any(one.startswith("FASTER on rank 0 (RTX4090) alone: ") for one in plan.notices)

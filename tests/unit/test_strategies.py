@@ -13,8 +13,9 @@ from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.text import figure
-from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, reason, with_ram
+from tests.plans import LLAMA, QWEN, SMALL, message, plan_of, with_ram
 
+LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
 
 
@@ -25,21 +26,43 @@ def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
     small: dict[str, Any] = {"name": "HuggingFaceTB/SmolLM3-3B", "mode": "full", "max_seq_len": 1024}
     plan = plan_of("48GB", **small)
     assert plan.optim == "adamw_bnb_8bit" and plan.strategy == "single"
-    assert "with adamw_torch_fused a rank needs" in reason(plan, "optimizer ")
+    assert "with adamw_torch_fused a rank needs" in plan.reasons["optimizer"]
     message(HardwareError, "48GB", **small, optim="adamw_torch")  # what was typed is kept
 
 
 def test_auto_shards_what_does_not_fit_as_replicas() -> None:
     plan = plan_of("8xH100", **FULL_8B)
     assert (plan.strategy, plan.optim, plan.global_batch_size) == ("fsdp2", "adamw_torch_fused", 32)
-    assert "a whole replica on each needs 135.8 of 73.4 GiB, so weights are shared out" in reason(plan, "strategy ")
+    assert "a whole replica on each needs 135.8 of 73.4 GiB, so weights are shared out" in plan.reasons["strategy"]
     assert plan_of("8x192GB", **FULL_8B).strategy == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "case", "way"),
+    [
+        ("2xH100", {"mode": "qlora", "max_seq_len": 32_768}, "sequence_parallel 2"),
+        ("2x24GB", {"mode": "qlora", "max_seq_len": 512}, "pipeline"),
+        ("2x4xA100@1Gbit", {"mode": "lora", "max_seq_len": 512, "num_nodes": 2}, "tensor_parallel 2"),
+        ("2x4xRTX3090@1Gbit", {"mode": "qlora", "max_seq_len": 512, "num_nodes": 2}, "pipeline"),
+    ],
+)
+def test_what_shards_do_not_hold_or_a_network_does_not_carry_is_shared_by_rule(
+    hardware: str, case: dict[str, Any], way: str
+) -> None:
+    """Lines before layers, which need NVLink; else a pipeline."""
+    plan = plan_of(hardware, name=LLAMA_70B, command_strategy="auto", **case)
+    assert plan.reasons["strategy"].startswith(f"strategy ddp: {way}, since a whole replica on each needs ")
+    sizes = plan.sequence_parallel, plan.tensor_parallel, len(plan.stages)
+    key, _, size = way.partition(" ")
+    assert sizes == (
+        (1, 1, plan.world_size) if key == "pipeline" else (2, 1, 0) if key == "sequence_parallel" else (1, int(size), 0)
+    )
 
 
 def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
     plan = plan_of(with_ram("2x24GB", 512), **FULL_8B)
     assert plan.offload_optimizer and plan.offload_parameters
-    assert "shards do not fit either" in (why := reason(plan, "strategy zero3: ")) and "of 512.0 GiB; slow" in why
+    assert "shards do not fit either" in (why := plan.reasons["strategy"]) and "of 512.0 GiB; slow" in why
     assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
     assert plan.tokens_per_second is None and "unknown with offloading" in show_plan(plan, why=False), (
         "PCIe was never measured"
@@ -60,7 +83,7 @@ def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
     plan = plan_of("RTX4090+RTX3060+RTX3070@1Gbit", **case)
     (warning,) = (one for one in plan.notices if one.startswith("FASTER"))
     alone = plan_of("RTX4090", **{**case, "strategy": "auto", "command_strategy": "single"})
-    assert plan.stages and f"on one RTX4090 alone: {figure(alone.seconds_per_step or 0)} s a step" in warning
+    assert plan.stages and f"on rank 0 (RTX4090) alone: {figure(alone.seconds_per_step or 0)} s a step" in warning
     assert "FASTER" in show_plan(plan, why=False), "a warning is shown whatever WHY is"
 
 
@@ -107,13 +130,11 @@ def test_learning_rate_scaling(rule: Any, rows: int, expected: float) -> None:
     if rows == 128:
         assert (
             "learning rate 0.0002 = 0.0001 x sqrt(128 global / 32): `train.learning_rate_scaling` is sqrt"
-            in plan.reasons
+            in plan.reasons.values()
         )
 
 
 # What loading takes counts too.
-
-LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
 
 def test_a_quantised_base_in_shards_is_quantised_in_the_machines_memory() -> None:
@@ -157,7 +178,7 @@ def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: i
         command_strategy="ddp" if mode != "full" else "fsdp2",
     )
     assert plan.loss_chunk == chunk
-    assert reason(plan, "head and loss").startswith(f"head and loss in chunks of {chunk} label positions: ")
+    assert plan.reasons["head and loss"].startswith(f"head and loss in chunks of {chunk} label positions: ")
     assert all(rank.memory_bytes["logits"] < 5 * 2**30 for rank in plan.ranks)
 
 
@@ -179,9 +200,9 @@ def test_what_cannot_be_chunked_says_why() -> None:
     on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
     case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}
     plan = plan_of("2xH200", command_strategy="zero", zero_stage=3, **case)
-    assert plan.loss_chunk == 0 and reason(plan, "head and loss").endswith(
+    assert plan.loss_chunk == 0 and plan.reasons["head and loss"].endswith(
         "ZeRO-3 gathers the head's adapters one by one"
     )
     assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 384
     unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
-    assert unsloth.loss_chunk == 0 and reason(unsloth, "head and loss").endswith("unsloth has its own loss")
+    assert unsloth.loss_chunk == 0 and unsloth.reasons["head and loss"].endswith("unsloth has its own loss")

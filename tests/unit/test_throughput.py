@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.files import write_json
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.calibration import Calibration, load_calibration
+from sft_play.plan.experience import PastRun, past_runs, same_name
 from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.show import beside_forecast, parse_price, show_speed, with_cost
+from sft_play.plan.plan import Plan, setup_of
+from sft_play.plan.show import beside_forecast, parse_price, show_plan, show_speed, with_cost
 from sft_play.plan.throughput import flops_per_token
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.progress import energy_kwh as measured_energy
 from tests import plans
-from tests.plans import LLAMA
+from tests.plans import LLAMA, SMALL
 
 plan_of = partial(plans.plan_of, name=LLAMA, max_seq_len=512, max_steps=100, command_strategy="auto")
 
@@ -72,23 +74,76 @@ def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
     assert measured_energy(rows, 3600.0) == 0.5 and measured_energy([{}], 3600.0) is None
 
 
+def run_of(plan: Plan, speed: float, name: str = "before", **changes: Any) -> PastRun:
+    assert plan.work
+    return PastRun(name=name, work=replace(plan.work, **changes), steady_tokens_per_second=speed)
+
+
+def test_a_complete_run_on_such_devices_teaches_the_forecast() -> None:
+    """Half of what arithmetic expected there is half of it here, whatever the rows and the batch."""
+    guess = plan_of("2xRTX4090", mode="qlora")
+    assert (guess.speed_basis or "").startswith("a guess: ") and "0.35 x 165 TFLOP/s (RTX4090)" in show_plan(guess)
+    assert guess.work and guess.work.guess == guess.tokens_per_second
+    run = run_of(guess, 0.5 * guess.work.guess)
+    taught = plan_of("2xRTX4090", mode="qlora", more={"runs": (run,)}, max_seq_len=256)
+    assert taught.work and taught.tokens_per_second == pytest.approx(0.5 * taught.work.guess)
+    assert taught.speed_basis == f"by run `before`: {run.steady_tokens_per_second:,.0f} tokens/s"
+    for other in ({"mode": "lora"}, {"hardware": "2xRTX3090"}, {"name": SMALL}):
+        case = {"hardware": "2xRTX4090", "mode": "qlora", "more": {"runs": (run,)}} | other
+        assert (plan_of(case.pop("hardware"), **case).speed_basis or "").startswith("a guess: "), other
+    newest = run_of(guess, 900.0, name="newest"), run, run_of(guess, 700.0, name="one", world_size=1)
+    assert "`newest`" in (plan_of("2xRTX4090", mode="qlora", more={"runs": newest}).speed_basis or "")
+
+
+def test_what_no_data_sheet_tells_is_known_after_a_run() -> None:
+    """Cards that the catalogue lacks, offloading, and a network of unknown speed for as many ranks."""
+    for hardware, changes in (
+        ("2x24GB", {}),
+        ("RTX4090", {"num_nodes": 2}),
+        ("2xRTX4090", {"command_strategy": "zero", "zero_stage": 3, "offload_parameters": True}),
+    ):
+        case: dict[str, Any] = {"strategy": "auto", **changes}
+        plan = plan_of(hardware, **case)
+        assert plan.tokens_per_second is plan.speed_basis is None, hardware
+        taught = plan_of(hardware, **case, more={"runs": (run_of(plan, 1234.0),)})
+        assert taught.tokens_per_second == pytest.approx(1234.0), hardware
+    alone = run_of(plan_of("RTX4090"), 1234.0)
+    assert plan_of("RTX4090", num_nodes=2, more={"runs": (alone,)}).tokens_per_second is None
+
+
+def test_nothing_is_decided_by_a_forecast() -> None:
+    plan = plan_of("RTX4090+RTX3090", mode="qlora")
+    taught = plan_of("RTX4090+RTX3090", mode="qlora", more={"runs": (run_of(plan, 1.0),)})
+    assert taught.tokens_per_second != plan.tokens_per_second and taught.ranks == plan.ranks
+    assert setup_of(taught) == setup_of(plan)
+
+
 @pytest.mark.parametrize(
-    ("measured", "described", "same"),
-    [
-        ("NVIDIA H200", "H200", True),
-        ("NVIDIA GeForce RTX 4090", "2xRTX4090", True),
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX4070", False),
-        ("NVIDIA H200", "H200+H100", False),
-    ],
+    ("measured", "described"),
+    [("NVIDIA H200", "H200"), ("NVIDIA GeForce RTX 4090", "RTX4090"), ("Tesla T4", "T4"), ("NVIDIA L40S", "L40S")],
 )
-def test_a_calibration_counts_for_the_same_name_and_a_damaged_one_not(
-    measured: str, described: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    path = Calibration(device=measured, kind="cuda", threads=2, measured="2026-11-21").save()
-    assert (load_calibration(parse_hardware(described)) is not None) == same
-    kept = path.read_text(encoding="utf-8")
-    for damaged in ("", kept[:-9], kept.replace('"threads": 2', '"threads": "two"')):
-        assert damaged != kept
-        path.write_text(damaged, encoding="utf-8")
-        assert load_calibration(parse_hardware(described)) is None  # speeds are then priors, as the plan says
+def test_a_described_card_is_the_one_that_the_driver_names(measured: str, described: str) -> None:
+    assert same_name(measured) == same_name(described) != same_name(f"{described} Laptop")
+
+
+def test_only_complete_runs_teach_and_damaged_ones_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    plan = plan_of("RTX4090")
+    assert plan.work
+    whole = {"steps": 10, "steady_tokens_per_second": 900.0, "work": asdict(plan.work)}
+    cases: dict[str, Any] = {
+        "whole": whole,
+        "short": whole | {"steps": 3},
+        "older": {"steps": 10, "tokens_per_second": 900.0},
+        "profiled": whole | {"work": None},
+        "damaged": whole | {"work": asdict(plan.work) | {"guess": "many"}},
+        "negative": whole | {"steady_tokens_per_second": -1.0},
+    }
+    for name, facts in cases.items():
+        write_json(tmp_path / name / "config.json", {})
+        write_json(tmp_path / name / "training_metrics.json", facts)
+    (tmp_path / "whole" / "config.json").touch()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text("{}")
+    (tmp_path / "torn" / "training_metrics.json").write_text('{"steps": 10, "wor')
+    assert past_runs() == (PastRun(name="whole", work=plan.work, steady_tokens_per_second=900.0),)

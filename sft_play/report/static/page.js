@@ -218,7 +218,7 @@ function runView(record, home) {
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
     whole.length || each.length ? [el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, whole)] : null,
     each.length ? fold(`${each.length} more: time, memory and load of each rank and machine`, { open: (plan.world_size || 1) > 1 }, el("div", { class: "charts" }, each)) : null,
-    el("h2", {}, "Plan and fact"), planBesideFact(record), memory(record), plan.reasons ? fold("Why: every choice of the plan", el("pre", {}, plan.reasons.join("\n"))) : null,
+    el("h2", {}, "Plan and fact"), planBesideFact(record), memory(record), plan.reasons ? fold("Why: every choice of the plan", el("pre", {}, Object.values(plan.reasons).join("\n"))) : null,
     el("h2", {}, "Data"), tableOf([{ name: "split" }, { name: "source" }, ...["read", "kept", "duplicates", "cut", "tokens", "trained"].map((name) => ({ name, n: true }))],
       Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens), number(source.trained_tokens)]))),
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
